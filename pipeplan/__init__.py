@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .errors import Infeasible as Infeasible
     from .errors import PipeplanError as PipeplanError
     from .problem import Platform as Platform
-    from .runtime.launch import run_plan as run_plan
+    from .runtime.processes.launch import run_plan as run_plan
 else:
     _HOMES = {
         **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
@@ -39,7 +39,7 @@ else:
         "PlanResult": "api.result",
         **dict.fromkeys(("PipeplanError", "BadInput", "Infeasible"), "errors"),
         "Platform": "problem",
-        "run_plan": "runtime.launch",
+        "run_plan": "runtime.processes.launch",
     }
 
     def __getattr__(name):

@@ -33,11 +33,13 @@ def main() -> NoReturn:
     except SystemExit as error:
         _on_signals(_exit_at_once)
         _flush()
-        if isinstance(error.code, int) and (error.code > 128 or (error.code and "RANK" in os.environ)):
+        code = error.code or 0
+        if isinstance(code, int) and (code > 128 or "RANK" in os.environ):
             atexit._run_exitfuncs()  # multiprocessing has a folder to remove
-            # Python may remember a Ctrl-C that has been dealt with, and end by it; of ranks that fail, exchanges that
-            # will never end may hold up whatever comes after
-            os._exit(error.code)
+            _flush()
+            # Python may remember a Ctrl-C that has been dealt with, and end by it. A rank never finalises: exchanges
+            # that will never end may hold it up, and Python ends threads that are in C++ by what C++ aborts at
+            os._exit(code)
         raise
 
 
@@ -58,7 +60,7 @@ def _raise(number: int, _: FrameType | None) -> None:
 
     error = sys.exc_info()[1]
     while error is not None:
-        if isinstance(error, KeyboardInterrupt | Ended):
+        if isinstance(error, KeyboardInterrupt):
             return
         error = error.__context__
     if number == signal.SIGINT:
@@ -68,9 +70,7 @@ def _raise(number: int, _: FrameType | None) -> None:
 
 def _unraisable(found: Any) -> None:
     """End the process by a signal that was raised where nothing can be, such as while an object is deleted."""
-    from .errors import Ended
-
-    if isinstance(found.exc_value, KeyboardInterrupt | Ended):
+    if isinstance(found.exc_value, KeyboardInterrupt):
         os._exit(128 + getattr(found.exc_value, "number", signal.SIGINT))
     sys.__unraisablehook__(found)
 
@@ -116,7 +116,7 @@ def _ignored(_: OSError) -> None:
 
 
 def _flush() -> None:
-    """Write what is left of the output of a command that has failed already."""
+    """Write what is left of the output of a command that has ended already."""
     from .errors import OutputLost
 
     try:

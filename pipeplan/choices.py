@@ -6,7 +6,9 @@ holds against these. Here they cost no import, so that help comes at once.
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 ScheduleKind = Literal[
     "flush",
@@ -31,6 +33,44 @@ PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what
 BEST: Final = "best"  # of all orders that are found, instead of a schedule's
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """An optimizer that plans can have: ``kinds`` are the classes of ``torch.optim`` that keep so much state, of which
+    plans take the first with these ``options``.
+
+    ``eighths`` is the state over the fp32 weights, in eighths: of those that aren't ``elementwise``, which step whole
+    matrices, the most it may be (a run whose weights need more is refused). ``megatron`` is Megatron-LM's name.
+    """
+
+    kinds: tuple[str, ...]
+    eighths: int
+    elementwise: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+    megatron: str | None = None
+
+    @property
+    def share(self) -> str:
+        """The state over the fp32 weights, in words."""
+        whole, rest = divmod(self.eighths, 8)
+        return " ".join(filter(None, [str(whole) if whole or not rest else "", f"{rest}/8" if rest else ""]))
+
+
+OPTIMIZERS: Final = MappingProxyType(
+    {
+        "sgd": OptimizerRow(("SGD",), 0),
+        "momentum": OptimizerRow(("SGD",), 8, options=(("momentum", 0.9),), megatron="sgd"),
+        "adam": OptimizerRow(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"), 16, megatron="adam"),
+        "rmsprop": OptimizerRow(("RMSprop", "Adagrad", "ASGD"), 8),
+        "adafactor": OptimizerRow(("Adafactor",), 1, elementwise=False),
+        "muon": OptimizerRow(("Muon",), 9, elementwise=False),
+    }
+)
+if TYPE_CHECKING:
+    Optimizer = str
+else:
+    Optimizer = Literal[tuple(OPTIMIZERS)]
 
 ENGINES = {  # host time of an operation, forward and backward
     "eager": "20us,10us",  # Python and the dispatcher; the autograd engine alone

@@ -6,6 +6,7 @@ and what reads, sums up or validates has none that asks; so a search runs under 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -48,7 +49,15 @@ class Deadline:
     def part(self, share: int) -> Deadline:
         """Return the deadline when this share of what is left now has passed."""
         left = self.remaining_s()
-        return self if left == inf else Deadline.within(left / share)
+        if left == inf or share == 1:
+            return self
+        end = left - left / share
+        return Deadline(lambda: self.remaining_s() - end)
+
+    def of_work(self, seconds: float) -> Deadline:
+        """Return this deadline, or that when this process and those it waited for have computed so long, if sooner."""
+        end = _worked_s() + seconds
+        return Deadline(lambda: min(self.remaining_s(), end - _worked_s()))
 
     def later(self, seconds: float) -> Deadline:
         """Return the deadline so many seconds behind this one."""
@@ -92,6 +101,10 @@ class Deadline:
             rest_s = max(1e-3, before_s - (time.monotonic() - began)) if before_s else 0.0
             signal.setitimer(signal.ITIMER_REAL, rest_s, again_s)
             signal.signal(signal.SIGALRM, handler)
+
+
+def _worked_s() -> float:
+    return sum(os.times()[:4])
 
 
 def _until(end_s: float) -> Deadline:

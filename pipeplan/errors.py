@@ -57,8 +57,8 @@ class OutputLost(PipeplanError):
         super().__init__(f"standard output cannot be written: {reason}")
 
 
-class Ended(BaseException):
-    """A signal other than Ctrl-C asks the process to end: no error that anyone but the command's caller may take."""
+class Ended(KeyboardInterrupt):
+    """A signal other than Ctrl-C asks the process to end; as with that, a search answers with its best plan so far."""
 
     def __init__(self, number: int) -> None:
         self.number, self.exit_code = number, BY_SIGNAL + number

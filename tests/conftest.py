@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ ROOT = Path(__file__).parents[1]
 os.environ["COLUMNS"] = "120"  # as wide as no terminal, or one, would happen to be
 os.environ["OMP_NUM_THREADS"] = "1"  # of what tests start; torch, where it is loaded here, reads it too
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # this checkout
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # in the background or under nohup; inherited by what tests start,
+        signal.signal(number, handler)  # which has its defaults again where there is a handler here
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -37,7 +41,7 @@ def pipeplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """Run the command in this process: ``pipeplan("plan", ..., stdin="")`` gives (exit code, stdout, stderr)."""
     from pipeplan.cli import main
 
-    monkeypatch.setattr("pipeplan.cli.progress.PATIENT_S", math.inf)  # however busy the machine, no line of progress
+    monkeypatch.setattr("pipeplan.cli.progress.EVERY_S", math.inf)  # however busy the machine, no line of progress
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pipeplan", *arguments])

@@ -11,8 +11,9 @@ import pytest
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "choices version errors integers names units deadline scratch problem plan"
-RUNTIME = "runtime.device runtime.lowering runtime.measure runtime.model runtime.exchange runtime.training"
+NOUNS = "choices version errors integers names units deadline status scratch problem plan"
+MODELS = "runtime.model runtime.data runtime.model.build"
+RUNTIME = f"runtime.device runtime.lowering runtime.measure {MODELS} runtime.exchange runtime.training"
 TORCH_FREE = [
     "runtime.lowering",
     *(f"runtime.measure.{name}" for name in ("report", "calibrate", "times", "trace_file")),
@@ -27,8 +28,9 @@ LAW = {
     "names": "",
     "units": "errors names",
     "deadline": "errors",
+    "status": "",
     "scratch": "",
-    "problem": "integers deadline",
+    "problem": "choices integers deadline",
     "plan": "choices problem",
     "zoo": "errors",
     "cost": NOUNS,
@@ -36,22 +38,28 @@ LAW = {
     "schedule.periodic": f"{NOUNS} cost schedule",
     "schedule.synthesis": f"{NOUNS} cost schedule schedule.periodic",
     "partition": f"{NOUNS} cost",
-    "check": f"{NOUNS} cost schedule",
+    "check": f"{NOUNS} cost schedule partition",
     "planner": f"{NOUNS} cost schedule schedule.periodic schedule.synthesis partition check",
     "files": f"{NOUNS} cost schedule check",
-    "runtime.own_processes": "scratch",
-    "runtime.device": NOUNS,
+    "runtime.processes.own_processes": "scratch",
+    "runtime.processes.surroundings": "",
+    "runtime.clock": NOUNS,
+    "runtime.device": f"{NOUNS} runtime.processes.surroundings",
     "runtime.lowering": f"{NOUNS} cost schedule check",
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
-    "runtime.profiler": f"{NOUNS} cost files runtime.own_processes runtime.device runtime.model",
-    "runtime.exchange": f"{NOUNS} runtime.device runtime.lowering runtime.model",
+    "runtime.data": f"{NOUNS} runtime.model",
+    "runtime.model.build": f"{NOUNS} zoo runtime.device runtime.model runtime.data",
+    "runtime.profiler": f"{NOUNS} cost files runtime.clock runtime.processes.own_processes runtime.device {MODELS}",
+    "runtime.exchange": f"{NOUNS} runtime.clock runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
-    "runtime": f"{NOUNS} cost schedule schedule.periodic check files runtime.own_processes {RUNTIME}",
+    "runtime": f"{NOUNS} runtime.measure",
+    "runtime.engine": f"{NOUNS} cost schedule schedule.periodic check files runtime.processes.own_processes {RUNTIME}",
+    "runtime.processes": f"{NOUNS} runtime.processes.own_processes runtime.engine {RUNTIME}",
     "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.measure",
     "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic schedule.synthesis check partition planner files runtime "
-    "runtime.profiler runtime.model runtime.measure report",
+    f"runtime.processes.surroundings runtime.processes runtime.engine runtime.profiler {RUNTIME} report",
     "cli": "*",
     "__main__": "errors cli",
 }
@@ -64,7 +72,7 @@ OUTSIDE = {
     "rich": "report papers",
     "matplotlib": "report papers",
     "numba": "",
-    "msgspec": "files runtime.measure.trace_file runtime.training.checkpoint",
+    "msgspec": "files runtime.measure.trace_file runtime.training.state.checkpoint",
 }
 
 MODULES = {
@@ -143,7 +151,7 @@ def test_the_law_sees_every_module():
     assert "partition.contiguous.contiguous" in imports("partition")
     assert imports("__main__") == {"!__future__", "!atexit", "!os", "!signal", "!sys", "cli", "errors"}
     assert room_of("runtime.training.stage") == "runtime.training"
-    assert room_of("runtime.launch") == "runtime"
+    assert room_of("runtime.processes.launch") == "runtime.processes"
 
 
 def test_no_two_modules_import_each_other():

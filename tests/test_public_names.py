@@ -36,7 +36,7 @@ def test_each_name_is_what_its_home_calls_so(name):
 
 def test_running_is_there_with_torch():
     pytest.importorskip("torch")
-    from pipeplan.runtime.launch import run_plan
+    from pipeplan.runtime.processes.launch import run_plan
 
     assert pipeplan.run_plan is run_plan
 

@@ -68,7 +68,8 @@ def test_a_plan_that_got_slower_fails_the_pull_request(before, after, percent, f
     assert "per sample before" in capsys.readouterr().out
 
 
-def test_the_batch_script_starts_one_torchrun_on_every_node():
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_batch_script_starts_one_torchrun_on_every_node_and_queues_what_was_stopped(stops):
     done = subprocess.run(
         ["bash", str(RECIPES / "pipeplan.sbatch")],
         env={
@@ -78,13 +79,15 @@ def test_the_batch_script_starts_one_torchrun_on_every_node():
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_GPUS_ON_NODE": "4",
             "STEPS": "7",
-        },
+        }
+        | ({"STOPPED": "error: stopped after update 5; its checkpoint is in /shared/run"} if stops else {}),
         capture_output=True,
         text=True,
-        check=True,
         timeout=SECONDS,
     )
-    options, first, second = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if "stopped" not in line]
+    assert (done.returncode, lines[3:]) == ((1, ["requeue 31234"]) if stops else (0, []))
+    options, first, second = lines[:3]
     assert options == "--kill-on-bad-exit=1"
     assert first == second.replace("--node-rank=1", "--node-rank=0")
     assert first.startswith("--nnodes=2 --nproc-per-node=4 --node-rank=0 --master-addr=node2 --master-port=21234 -m ")

@@ -8,18 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, TypedDict, Unpack, get_args
 
+from ..choices import OPTIMIZERS, Optimizer
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.machines import platform_of_gpus
 from ..files.platforms import read_platform, reserving
 from ..names import shown
-from ..partition.merging import merging
+from ..partition.merging import AUTO, merging
 from ..problem import (
     CLIPPED_TOGETHER,
+    MICROBATCHES_PER_DEVICE,
     TOGETHER,
     Chain,
     Checkpointing,
-    Optimizer,
     Platform,
     Policy,
     Precision,
@@ -32,12 +33,13 @@ from ..units import gpu_counts, parse_time, parse_wait
 from .profiles import Profile
 
 RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
-WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains
+WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains; plan and compare take what is less late
+ANY = "any"  # batch
 Effort = Literal["quick", "normal", "high"]
 Order = Literal["best", "given"]
 CHOICES = {
     "weights": get_args(Weights),
-    "optimizer": get_args(Optimizer),
+    "optimizer": tuple(OPTIMIZERS),
     "precision": get_args(Precision),
     "checkpointing": get_args(Checkpointing),
     "zero": get_args(Zero),
@@ -64,9 +66,9 @@ class Asked(TypedDict, total=False):
     blocks: str | None
     weights: Weights | None
     accumulate: int | None
-    batch: int | None
+    batch: int | str | None
     optimizer: Optimizer
-    precision: Precision
+    precision: Precision | None
     offload: bool | None
     bytes_per_parameter: int | str | None
     zero: Zero
@@ -77,7 +79,7 @@ class Asked(TypedDict, total=False):
 
 
 MOST_BYTES = 1000  # per parameter
-DEFAULTS: Asked = {"granularity": "node", "optimizer": "sgd", "precision": "fp32", "zero": 0}  # of the rest None, False
+DEFAULTS: Asked = {"granularity": AUTO, "optimizer": "sgd", "zero": 0}  # of the rest None, False
 
 
 def problem_of(
@@ -87,7 +89,9 @@ def problem_of(
 
     Sizes are texts such as ``"16GB"`` or bytes, rates ``"12GB/s"`` or bytes per second, times texts such as ``"5us"``.
     ``gpus`` are a number or ``"2x8"``, ``platform`` a file or a Platform instead. ``segments`` says whether segments of
-    layers may be recomputed where ``checkpointing`` doesn't say what may. BadInput for what contradicts.
+    layers may be recomputed where ``checkpointing`` doesn't say what may. Without ``batch`` and ``accumulate`` an
+    update is made of four microbatches a GPU; ``batch`` ``"any"`` leaves that to the planner. BadInput for what
+    contradicts.
     """
     unknown = asked.keys() - Asked.__annotations__
     if unknown:
@@ -97,27 +101,51 @@ def problem_of(
     asked = {**DEFAULTS, **asked}
     refuse_others(**{name: asked.get(name) for name in CHOICES if name in Asked.__annotations__})
     accumulate, batch = asked.get("accumulate"), asked.get("batch")
+    if batch == ANY and accumulate is not None:
+        raise BadInput(f"--batch any leaves the batch open, --accumulate {accumulate} says it; leave out one of them")
+    said = accumulate is not None or batch is not None
+    batch = None if batch == ANY else batch
+    if isinstance(batch, str):
+        raise BadInput(f"--batch: '{shown(batch)}' is neither a number of samples nor any")
     for name, count in {"accumulate": accumulate, "batch": batch}.items():
         if count is not None and count < 1:
             raise BadInput(f"--{name}: {count} is not positive")
-    whole, merge = profile.chain, merging(asked["granularity"], asked.get("blocks"))
-    policy = _policy(asked, _microbatches(accumulate, batch, whole.microbatch))
+    whole = profile.chain
     where, assumptions = _machine(asked, whole)
-    chain = merge(whole)
-    if chain is not whole and where.devices[0].times is not None:
+    every = _microbatches(accumulate, batch, whole.microbatch)
+    if not said:
+        every = MICROBATCHES_PER_DEVICE * len(where)
+        assumptions = [assumed_batch(f"{every * whole.microbatch} samples"), *assumptions]
+    policy = _policy(asked, whole, every)
+    own_times = where.devices[0].times is not None
+    granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
+    chain = merging(granularity, asked.get("blocks"))(whole)
+    if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
     problem = Problem(chain, where, policy, not asked.get("no_replicas"), allowed, deadline=deadline)
-    return problem, [*assumptions, *profile.assumptions, *filter(None, [chain.worth])]
+    more = [chain.worth]
+    if granularity == AUTO and chain is not whole:
+        more.append(f"whole blocks, {len(chain)} layers for {len(whole)}; --granularity node cuts inside blocks, too")
+    return problem, [*assumptions, *profile.assumptions, *filter(None, more)]
 
 
-def _policy(asked: Asked, every: int | None) -> Policy:
+def assumed_batch(what: str) -> str:
+    """Return in words that this is the batch where nobody said one."""
+    return f"batch {what} (assumed; --batch says another, --batch any the best of any)"
+
+
+def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     """Return how weights are kept, with an update every so many microbatches; BadInput for what contradicts."""
     size, zero = bytes_per_parameter(asked.get("bytes_per_parameter")), asked["zero"]
     offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
     if offload and size is not None:
         raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
     weights = asked.get("weights") or WEIGHTS
+    if (zero or offload) and not OPTIMIZERS[asked["optimizer"]].elementwise:
+        raise BadInput(
+            f"--optimizer {asked['optimizer']}: steps whole matrices, and {'--zero 1' if zero else '--offload'} parts"
+        )
     if sync and weights not in ("stash", "latest"):
         raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
     if zero and asked.get("no_replicas"):
@@ -129,7 +157,11 @@ def _policy(asked: Asked, every: int | None) -> Policy:
         )
     if clip and weights not in TOGETHER:
         raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
-    policy = Policy(weights, every, asked["optimizer"], asked["precision"], offload, sync, zero=zero, clip=clip)
+    precision = asked.get("precision") or chain.precision
+    misfit = chain.misfit(precision)
+    if misfit is not None:
+        raise BadInput(misfit)
+    policy = Policy(weights, every, asked["optimizer"], precision, offload, sync, zero=zero, clip=clip)
     if size is None:
         return policy
     return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)

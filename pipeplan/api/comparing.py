@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -11,16 +11,16 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput, PipeplanError
 from ..names import shown
 from ..partition import ALGORITHMS
-from ..planner.compare import GPIPE, OnePlatform
-from ..planner.compare import compare as compared
-from ..planner.incumbent import GAP, Settings
+from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO
-from ..problem import Problem
+from ..planner.what_if.compare import GPIPE, OnePlatform
+from ..planner.what_if.compare import compare as compared
+from ..problem import MICROBATCHES_PER_DEVICE, Problem
 from ..schedule.periodic.solvers import Solver
+from ..status import Status
 from ..units import parse_bytes, parse_counts
-from .asked import Asked, Effort, deadline_of, problem_of, refuse_others
-from .planning import Given
-from .profiles import as_profile
+from .asked import Asked, Effort, assumed_batch, deadline_of, problem_of, refuse_others
+from .planning import Given, given_profiles
 
 DEFAULT = ("data-parallel", GPIPE, "pipedream", "contiguous", AUTO)
 NAMES = (AUTO, GPIPE, *ALGORITHMS)
@@ -56,15 +56,13 @@ def compare(
     solver: Solver = "cbc",
     jobs: int = 1,
     time_limit: str | Deadline | None = None,
-    begins: Callable[[int, int], None] = lambda platforms, searches: None,
-    done: Callable[[OnePlatform], None] = lambda row: None,
+    status: Status | None = None,
     **asked: Unpack[Asked],
 ) -> Comparison:
     """Return what each of ``algorithms`` reaches for ``gpus`` such as ``"2-8"`` and ``mem`` such as ``"3GB,4GB"``.
 
-    All update weights equally often: see :func:`..planner.compare.compare`. ``begins`` hears how many platforms and
-    searches there are, ``done`` of each platform. ``jobs`` platforms are searched at a time. PipeplanError where
-    ``time_limit`` leaves none.
+    All update weights equally often: see :func:`..planner.compare.compare`. ``status`` says how far it is. ``jobs``
+    platforms are searched at a time. PipeplanError where ``time_limit`` leaves none.
     """
     refuse_others(effort=effort, solver=solver)
     for name in algorithms:
@@ -80,11 +78,15 @@ def compare(
     if total > MOST_CASES and deadline is NEVER:
         searches = f"{len(counts)} x {len(memories)} cases, {total * len(algorithms)} searches"
         raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
-    begins(total, total * len(algorithms))
+    status, began = status or Status(), time.monotonic()
     asked["gpus"], asked["mem"] = (counts[0],), min(memories)
-    given = as_profile(profile, asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision", "fp32"))
+    (given,), deadline = given_profiles(profile, asked, [None], status, deadline)
     problem, assumptions = problem_of(given, **asked, deadline=deadline)
+    batch = asked.get("accumulate") is not None or asked.get("batch") is not None
+    if not batch and len(counts) > 1:
+        assumptions[0] = assumed_batch(f"of {MICROBATCHES_PER_DEVICE} microbatches a GPU")
     settings = Settings(solver, gap=GAP if gap is None else gap)
+    status.say(f"0 of {total} cases done")
     rows: list[OnePlatform] = []
     for row in compared(
         problem,
@@ -95,11 +97,14 @@ def compare(
         settings=settings,
         effort=effort or "normal",
         jobs=jobs,
+        weights=asked.get("weights") is not None,
+        batch=batch,
     ):
         if deadline.passed:  # this row may have been cut short
             break
         rows.append(row)
-        done(row)
+        left = (time.monotonic() - began) / len(rows) * (total - len(rows))
+        status.say(f"{len(rows)} of {total} cases done, {left:.0f} s more at this pace")
     if not rows:
         raise PipeplanError("the time limit ended the comparison before its first case was done")
     return Comparison(problem, tuple(assumptions), tuple(rows), total)

@@ -12,8 +12,8 @@ from ..files.export.asked import parsed_renames
 from ..files.text import write_text
 from ..names import shown
 from ..plan import Plan
-from ..planner.other_schedules import own_schedule, schedule_stages
-from ..planner.simulation import simulate_plan
+from ..planner.simulated.other_schedules import own_schedule, schedule_stages
+from ..planner.simulated.simulation import simulate_plan
 from .simulating import refuse_unknown
 
 

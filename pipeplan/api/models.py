@@ -17,8 +17,8 @@ def data_to_read(data: Any, batch: int) -> Callable[[int, int], Any]:
 
     Names are looked up from the working folder too.
     """
-    from ..runtime.model.loader import data_from
-    from ..runtime.model.spec import named_data
+    from ..runtime.data.loader import data_from
+    from ..runtime.model.build.spec import named_data
 
     try:
         return named_data(data, batch) if isinstance(data, str) else data_from(data, "data", batch)
@@ -33,7 +33,7 @@ def build_named(text: str, batch: int) -> Callable[..., Any]:
 
 def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
     """Return (build, data) of the model that ``text`` names; data is None for a user's own function."""
-    from ..runtime.model.spec import ModelSpec, brings_data, builder_of
+    from ..runtime.model.build.spec import ModelSpec, brings_data, builder_of
 
     spec = ModelSpec(text)
     if not text.startswith(ZOO) and spec.of_zoo:

@@ -17,14 +17,15 @@ from ..names import shown
 from ..partition import ALGORITHMS
 from ..partition.merging import merging
 from ..plan import ScheduleKind
-from ..planner.incumbent import GAP, Settings, Status
+from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
-from ..planner.simulation import RUNS
+from ..planner.simulated.simulation import RUNS
 from ..problem import Chain, Problem
 from ..schedule.kinds import KINDS
 from ..schedule.periodic.solvers import Solver
+from ..status import Status
 from ..units import parse_time
-from .asked import Asked, Effort, Order, deadline_of, problem_of, refuse_others
+from .asked import ANY, Asked, Effort, Order, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 
@@ -55,6 +56,7 @@ def plan(
     runs: int = RUNS,
     progress: Callable[[str], None] | None = None,
     status: Status | None = None,
+    on_plan: Callable[[PlanResult], None] | None = None,
     **asked: Unpack[Asked],
 ) -> PlanResult:
     """Return the best validated plan found for ``profile`` on what ``asked`` describes; Infeasible, explained, if none.
@@ -63,22 +65,25 @@ def plan(
     ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.asked.problem_of`.
     ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
     ``time_limit`` (``"30s"``) has passed; the layers of a DAG in the best ``order`` that is found, or as they are
-    ``given``. With ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
-    is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express. ``schedule`` and
+    ``given``. Where ``weights`` and ``schedule`` are not said the weights are those that :func:`..planner.least_late
+    .least_late` chooses. With ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
+    is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express; ``on_plan`` gets
+    its plan twice before its price is known: the first that is found, and the best. ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
     :func:`..planner.ordered.ordered`. With ``robust``, a share (0.05), it is the best where
     durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``jobs`` processes search at a time,
     with the same plan for any number. ``progress`` hears of each improvement, ``status`` says at any time what is going
     on. BadInput for what contradicts.
     """
-    from ..planner.alternatives import with_alternatives
-    from ..planner.best_order import OWN, TRIED
-    from ..planner.layer_order import planned_in_best_order
-    from ..planner.ordered import WHY_NOT, ordered
+    from ..planner.least_late import least_late
+    from ..planner.periodic.stated import STATED
     from ..planner.plan import make_plan
-    from ..planner.restricted import make_target_plan, unrestricted, with_price
     from ..planner.robust import Jitter
-    from ..planner.stated import STATED
+    from ..planner.what_if.alternatives import with_alternatives
+    from ..planner.what_if.best_order import OWN, TRIED
+    from ..planner.what_if.layer_orders import planned_in_best_order
+    from ..planner.what_if.ordered import WHY_NOT, ordered
+    from ..planner.what_if.target import make_target_plan, priced
 
     deadline = deadline_of(time_limit)
     refuse_others(effort=effort, solver=solver, order=order)
@@ -100,30 +105,38 @@ def plan(
     elif schedule is not None and asked.get("weights") is None and _drains(schedule):
         asked["weights"] = "flush"
     status = status or Status()
-    merging(asked.get("granularity", "node"), asked.get("blocks"))  # refuses before anything is read
-    given = _given(profile, asked, microbatch, status)
+    merging(asked.get("granularity", "auto"), asked.get("blocks"))  # refuses before anything is read
+    (given,), deadline = given_profiles(profile, asked, [microbatch], status, deadline)
     until = deadline.part(2) if schedule == BEST else deadline
     problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=until)
     if schedule == BEST and not problem.policy.drains:
         raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
     settings = Settings(solver, gap=GAP if gap is None else gap, jobs=jobs, progress=progress, status=status)
-    effort, began = effort or "normal", time.perf_counter()
+    effort, began, worked = effort or "normal", time.perf_counter(), time.process_time()
     if for_ is not None:
-        found = make_target_plan(problem, for_, settings, effort, () if kind is None else (kind,))
-        same = problem.with_policy(replace(problem.policy, accumulate=found.plan.policy.accumulate))
-        found = with_price(found, unrestricted(same, settings, effort))
-    elif stated is not None:  # other stages than the stated ones are no alternatives
-        found = make_plan(problem, STATED, stated, settings, effort, kind, limit, jitter)
+
+        def tell(planned: Planned) -> None:
+            if on_plan is not None:
+                on_plan(_timed(planned, assumptions, began))
+
+        found = make_target_plan(problem, for_, settings, effort, () if kind is None else (kind,), tell)
+        tell(found)
+        found = priced(problem, found, for_, settings, effort, time.perf_counter() - began)
     else:
 
         def planned(problem: Problem) -> Planned:
+            if stated is not None:
+                return make_plan(problem, STATED, stated, settings, effort, kind, limit, jitter)
             return make_plan(problem, algorithm, options, settings, effort, kind, limit, jitter)
 
-        if order == "best" and algorithm in (AUTO, "contiguous"):
-            found, problem = planned_in_best_order(problem, settings, effort, kind, planned)
-        else:
-            found = planned(problem)
-        found = with_alternatives(found, problem)
+        def found_of(problem: Problem) -> tuple[Planned, Problem]:
+            if order == "best" and stated is None and algorithm in (AUTO, "contiguous"):
+                return planned_in_best_order(problem, settings, effort, kind, planned)
+            return planned(problem), problem
+
+        found, problem = least_late(problem, found_of) if asked.get("weights") is None else found_of(problem)
+        if stated is None:  # other stages than the stated ones are no alternatives
+            found = with_alternatives(found, problem, settings, time.process_time() - worked)
     if schedule == BEST:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if stated is None else (OWN,))
@@ -152,21 +165,20 @@ def grid(
     layer's pass that doesn't shrink with the microbatch. What is ``asked`` is as in :func:`plan`, but that weights are
     ``flush``, with an update for each batch, and replicas are the pipelines.
     """
-    from ..planner.grid.plan import make_grid_plan
-    from ..planner.grid.problem import grid_problem
+    from ..planner.drained.space import grid_problem
+    from ..planner.what_if.grid import make_grid_plan
 
     deadline = deadline_of(time_limit)
     refuse_others(effort=effort)
     _refuse_with_grid(asked)
-    batch, asked["batch"], asked["weights"] = asked.get("batch"), None, "flush"
-    if batch is None:
+    batch, asked["batch"], asked["weights"] = asked.get("batch"), ANY, "flush"
+    if not isinstance(batch, int):
         raise BadInput("--data-parallel plans for a batch; say its samples with --batch")
-    merged = merging(asked.get("granularity", "node"), asked.get("blocks"))
+    merged = merging(asked.get("granularity", "auto"), asked.get("blocks"))
     status = status or Status()
     sizes = sorted(set(microbatches)) if microbatches and is_name(profile) else [None]
-    first, *others = [_given(profile, asked, size, status) for size in sizes] + [
-        _given(other, asked, None, status) for other in profiles
-    ]
+    (first, *others), deadline = given_profiles(profile, asked, sizes, status, deadline)
+    others += [other for x in profiles for other in given_profiles(x, asked, [None], status, deadline)[0]]
     problem, assumptions = problem_of(first, **asked, deadline=deadline)
     question, more = grid_problem(
         problem,
@@ -192,15 +204,17 @@ def read_plan(path: str | Path) -> PlanResult:
     return PlanResult(loaded, evaluate(loaded))
 
 
-def _given(profile: Given, asked: Asked, microbatch: int | None, status: Status) -> Profile:
-    """Return the profile that is given; a model by its name as estimated for what is asked."""
+def given_profiles(
+    profile: Given, asked: Asked, sizes: Sequence[int | None], status: Status, deadline: Deadline
+) -> tuple[list[Profile], Deadline]:
+    """Return the profile that is given, in microbatches of ``sizes``, and the deadline: estimates are no search."""
     if is_name(profile):
         status.phase = "estimate"
-    found = as_profile(
-        profile, asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision", "fp32"), microbatch
-    )
+    began = time.monotonic()
+    about = asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision")
+    found = [as_profile(profile, *about, size) for size in sizes]
     status.phase = "search"
-    return found
+    return found, deadline.later(time.monotonic() - began) if is_name(profile) else deadline
 
 
 def _timed(found: Planned, assumptions: Sequence[str], began: float) -> PlanResult:

@@ -18,8 +18,8 @@ from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
 from ..names import shown
-from ..partition.merging import merging
-from ..problem import Chain, Layer
+from ..partition.merging import AUTO, merging
+from ..problem import AUTOCAST, Chain, Layer
 from ..units import format_bytes, format_ns
 from ..zoo import HUGGING_FACE, ZOO
 from .models import build_named, data_to_read, named_model
@@ -31,7 +31,11 @@ MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
 MOST_BESIDE = 256
-HALF = {"fp32": "float32", "mixed": "bfloat16"}  # in what a model is estimated that is planned for in a precision
+HALF = {
+    "fp32": "float32",
+    "mixed": "bfloat16",
+    "autocast": f"{AUTOCAST}bfloat16",
+}  # in what a model is estimated that is planned for in a precision
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -111,7 +115,7 @@ def as_profile(
     given: Profile | Chain | str | Path,
     gpu: str | None = None,
     optimizer: str = "sgd",
-    precision: str = "fp32",
+    precision: str | None = None,
     microbatch: int | None = None,
 ) -> Profile:
     """Return what is given as a profile: one, a chain, a file, or a model by its name, estimated for ``gpu``.
@@ -124,9 +128,10 @@ def as_profile(
                 f"{shown(given)}: a model is planned for by an estimate: name its GPU with --gpu (pipeplan list has "
                 f"them), or measure it first: pipeplan profile {shown(given)} -o profile.json"
             )
-        found = profile(given, gpu=gpu, microbatch=microbatch, optimizer=optimizer, dtype=HALF[precision])
+        dtype = HALF[precision or "fp32"]
+        found = profile(given, gpu=gpu, microbatch=microbatch, optimizer=optimizer, dtype=dtype)
         what = f"layers as estimated for {found.chain.device.removesuffix(' (estimated)')}, not measured"
-        return replace(found, assumptions=(f"{what}, microbatches of {found.microbatch} in {HALF[precision]}",))
+        return replace(found, assumptions=(f"{what}, microbatches of {found.microbatch} in {dtype}",))
     if isinstance(given, Profile | Chain):
         found = Profile(given) if isinstance(given, Chain) else given
     else:
@@ -157,7 +162,7 @@ def profile(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: str | None = None,
     optimizer: str = "sgd",
-    granularity: str = "node",
+    granularity: str = AUTO,
     blocks: str | None = None,
     name: str | None = None,
     beside: int = 1,
@@ -172,16 +177,19 @@ def profile(
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
     as it is. ``microbatch`` are samples: of a live module those of its inputs, by default the length of the first
     tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is
-    one of torch's, by name. ``beside`` processes compute at once on a CPU, as in a run: all but one of them train the
-    model meanwhile. ``measuring`` are fields of :class:`..runtime.profiler.steps.MeasureOptions`.
+    one of torch's, by name; with ``"autocast-bfloat16"`` the model runs as it is under ``torch.autocast``. ``beside``
+    processes compute at once on a CPU, as in a run: all but one of them train the model meanwhile. ``measuring`` are
+    fields of :class:`..runtime.profiler.steps.MeasureOptions`.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
-    from ..partition.granularity import merge_zero_time
+    from ..partition.granularity import like_blocks, merge_zero_time
+    from ..runtime.model.autocast import Autocast
     from ..runtime.profiler.beside import Others
     from ..runtime.profiler.estimate import estimate_model
     from ..runtime.profiler.live import builder_of_live, samples_in
     from ..runtime.profiler.measure import measure_model, measured_again
-    from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of, optimizer_of
+    from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of
+    from ..runtime.training.update.optimizers import optimizer_maker
 
     merge = merging(granularity, blocks)
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
@@ -203,11 +211,13 @@ def profile(
     if data is not None:
         batches = data_to_read(data, batch)
     where = "cpu" if gpu is not None else chosen_device(device)
+    casts = dtype is not None and dtype.startswith(AUTOCAST)
     options = MeasureOptions(
-        dtype=None if dtype is None else dtype_of(dtype),
-        optimizer=optimizer_of(optimizer, foreach=None if gpu is None else True),
+        dtype=None if dtype is None or casts else dtype_of(dtype),
+        autocast=Autocast(dtype_of(dtype.removeprefix(AUTOCAST)), where) if dtype is not None and casts else None,
+        optimizer=optimizer_maker(optimizer, 0.0, foreach=None if gpu is None else True),
         device=where,
-        read=None if batches is None or gpu is not None or where != "cpu" else _read_beside(batches),
+        read=None if batches is None or gpu is not None else _read_beside(batches),
         others=None if beside == 1 else Others(beside - 1, partial(measured_again, builder, batch)),
         **{"steps": STEPS, "seconds": SECONDS} | measuring,
     )
@@ -226,13 +236,13 @@ def profile(
         measured = measure_model(build, batch, options, **about)
     chain = measured.chain
     if chain.edges is not None:  # blocks first: what takes no time may stand between two
-        blocked = granularity == "block" or blocks is not None
+        blocked = granularity == "block" or blocks is not None or (granularity == AUTO and like_blocks(chain))
         chain = merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
     return Profile(chain, measured=measured)
 
 
 def _read_beside(batches: Any) -> Any:
     """Return what reads ``batches`` again and again; imported only where something is measured."""
-    from ..runtime.reading import repeatedly
+    from ..runtime.engine.reading import repeatedly
 
     return repeatedly(batches)

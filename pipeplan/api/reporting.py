@@ -7,16 +7,21 @@ from math import lcm
 
 from ..errors import BadInput
 from ..plan import Plan
-from ..planner.other_schedules import default_microbatches, mini_batch, own_schedule
-from ..planner.simulation import compare_schedules, simulate_plan
+from ..planner.simulated.other_schedules import default_microbatches, mini_batch, own_schedule
+from ..planner.simulated.simulation import compare_schedules, simulate_plan
 from ..report.html import Measured, microbatches_shown, report_html
 from ..runtime.measure.trace_file import read_operations, read_run_of
 from ..schedule.registry import schedules
+from ..status import Status
 from .simulating import ALL, refuse_unknown
 
 
 def report_page(
-    plan: Plan, names: Sequence[str] = (), microbatches: int | None = None, trace: str | None = None
+    plan: Plan,
+    names: Sequence[str] = (),
+    microbatches: int | None = None,
+    trace: str | None = None,
+    status: Status | None = None,
 ) -> tuple[str, int]:
     """Return the HTML page of a valid plan, and how many microbatches of its run it shows.
 
@@ -35,9 +40,8 @@ def report_page(
     count = microbatches_shown(plan, wanted, batch, len({main, *several}))
     if several and count % batch:
         count += batch - count % batch
-    return report_html(
-        simulate_plan(plan, count, main), *compare_schedules(plan, several, count), measured=measured
-    ), count
+    runs, refused = compare_schedules(plan, several, count, status=status)
+    return report_html(simulate_plan(plan, count, main), runs, refused, measured=measured), count
 
 
 def _measured(plan: Plan, trace: str) -> Measured:

@@ -17,7 +17,7 @@ from ..plan import Bound, Plan
 from ..units import format_ns
 
 if TYPE_CHECKING:
-    from ..planner.simulation import Simulation
+    from ..planner.simulated.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class PlanResult:
 
     def show(self, width: int | None = None, verbose: bool = False) -> None:
         """Print the plan's table, as ``pipeplan plan`` does; ``verbose``: also what its bound follows from."""
-        from ..planner.grid.plan import ALGORITHM as GRID
+        from ..planner.what_if.grid import ALGORITHM as GRID
         from ..report.grids import print_grids
         from ..report.tables import print_plan
 

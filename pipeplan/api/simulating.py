@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -13,8 +13,8 @@ from ..errors import BadInput
 from ..files.schedule_csv import read_schedule
 from ..names import shown
 from ..plan import Plan
-from ..planner.other_schedules import own_schedule
-from ..planner.simulation import (
+from ..planner.simulated.other_schedules import own_schedule
+from ..planner.simulated.simulation import (
     RUNS,
     Refused,
     Simulation,
@@ -25,6 +25,7 @@ from ..planner.simulation import (
     under_jitter,
 )
 from ..schedule.registry import schedules
+from ..status import Status
 from .asked import whole_microbatches
 
 ALL = "all"  # of the list; BEST is none of them and takes some seconds a placement, so that it is named beside it
@@ -45,8 +46,8 @@ def simulations(
     jitter: float | None = None,
     seed: int = 0,
     runs: int = RUNS,
-    done: Callable[[], None] = lambda: None,
     deadline: Deadline = NEVER,
+    status: Status | None = None,
 ) -> tuple[list[Simulation], list[Refused]]:
     """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
 
@@ -55,7 +56,7 @@ def simulations(
     ``depth``, ``chunks``, ``limit``, and the shares ``weight_keeps`` and ``overlap``, are options of the schedules that
     have them. Without a ``barrier`` between updates, drained runs take the longest span of a GPU instead of the
     makespan. With ``jitter``, a share, each is run ``runs`` times more with durations drawn around the planned ones;
-    ``done`` hears of each. The search for the best order heeds the ``deadline``.
+    The search for the best order heeds the ``deadline``; ``status`` says what is going on.
     """
     files = [name for name in names if name.endswith(".csv")]
     refuse_unknown([name for name in names if name not in files], ALL, BEST)
@@ -73,11 +74,11 @@ def simulations(
     if files:
         found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
     elif len(chosen) == 1:
-        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier, deadline)]
+        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier, deadline, status)]
     else:
-        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier, deadline)
+        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier, deadline, status)
     if jitter is not None:
-        found = [under_jitter(run, jitter, run_seeds(seed, runs), done) for run in found]
+        found = [under_jitter(run, jitter, run_seeds(seed, runs), status) for run in found]
     return found, refused
 
 

@@ -11,12 +11,13 @@ from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..plan import Plan, Stage
-from ..planner.best_order import OWN, best_order, placed_graph
-from ..planner.other_schedules import default_microbatches
+from ..planner.simulated.other_schedules import default_microbatches
+from ..planner.what_if.best_order import OWN, best_order, placed_graph
 from ..problem import Chain, Layer, Platform, Policy
 from ..schedule.kinds import loop, vee
 from ..schedule.periodic.solvers import Solver
 from ..schedule.synthesis.synthesize import Synthesis
+from ..status import Status
 
 ROOM = 2**50  # bytes of GPUs that nothing is said of
 
@@ -33,6 +34,7 @@ def synthesized(
     seed: int = 0,
     solver: Solver = "cbc",
     deadline: Deadline = NEVER,
+    status: Status | None = None,
 ) -> Synthesis:
     """Return the best order that is found of ``microbatches`` on drained stages, with its lower bound.
 
@@ -52,6 +54,7 @@ def synthesized(
         seed=seed,
         solver=solver,
         deadline=deadline,
+        status=status,
         endless=moves is None and deadline.remaining_s() < inf,
     )
 

@@ -32,7 +32,7 @@ def summed_beside(plan: Plan, found: Evaluation | None = None) -> dict[int, int]
         return {}
     if policy.drains:
         held = Counter(stage.devices for stage in stages)
-        several = [s for s in replicated if policy.precision == "mixed" or held[stages[s].devices] > 1]
+        several = [s for s in replicated if policy.precision != "fp32" or held[stages[s].devices] > 1]
         return {} if policy.clip else dict.fromkeys(several, 0)
     if policy.waits_for_norm:
         return dict.fromkeys(replicated, 0)

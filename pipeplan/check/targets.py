@@ -16,7 +16,7 @@ from typing import Literal
 from ..errors import PipeplanError
 from ..names import shown
 from ..plan import Plan, ScheduleKind, Stage
-from ..problem import Chain, Engine
+from ..problem import LOSS_NAME, Chain, Engine
 from ..schedule.kinds import KINDS
 
 Ranges = tuple[tuple[int, int], ...]
@@ -132,6 +132,9 @@ class Expressed:
 
 def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     """Return ``stages`` in the terms of the target ``name``; CannotExpress says what it has no words for."""
+    last = chain.layers[-1]
+    if last.name == LOSS_NAME and last.weight_bytes:
+        raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
     target = TARGETS[name]
     shape = _shape(name, stages)
     units = target.units(chain)
@@ -228,17 +231,28 @@ def _shape(name: str, stages: Sequence[Stage]) -> Shape:
 
 
 def whole_blocks(chain: Chain) -> tuple[Unit, ...]:
-    """Return the layers with those of one repeated block together, and the loss with what comes before it."""
-    count = len(chain)
-    units: list[Unit] = []
-    for i, layer in enumerate(chain.layers[: chain.modules]):
+    """Return the layers with those of one repeated block together, and the loss with what comes before it.
+
+    What begins with no module, such as a sum that a model's forward writes out, is with what comes before it.
+    """
+    count, units = len(chain), list[Unit]()
+    first = next((i for i, layer in enumerate(chain.layers) if layer.module != ""), 0)
+    for i, layer in enumerate(chain.layers[first : chain.modules], first):
         found = None if ".." in layer.name else BLOCK.fullmatch(layer.name)
-        if units and found and units[-1].block and units[-1].name == found[1]:
+        own = units and found and units[-1].block and units[-1].name == found[1]
+        if units and (own or layer.module == ""):
             units[-1] = replace(units[-1], stop=i + 1, modules_stop=i + 1)
         else:
-            units.append(Unit(found[1] if found else layer.name, i, i + 1, i + 1, found is not None))
+            start = i if units else 0
+            units.append(Unit(found[1] if found else layer.name, start, i + 1, i + 1, found is not None))
     units[-1] = replace(units[-1], stop=count)
     return tuple(units)
+
+
+def module_of(chain: Chain, unit: Unit) -> str:
+    """Return what the model calls the module that a unit begins with; empty where none does."""
+    module = chain.layers[unit.start].module
+    return (unit.name if unit.block else unit.name.split("..")[0]) if module is None else module
 
 
 def decoder(chain: Chain) -> tuple[Unit, ...]:

@@ -74,9 +74,14 @@ def simulated_violations(result: Evaluation) -> list[str]:
     graph, found = result.graph, []
     for index, resource in enumerate(graph.resources):
         if not resource.is_link:
+            alike: dict[DeviceUse, list[int]] = {}
             for device in resource.devices:
-                name = resource.name if resource.replicas == 1 else f"device {device} of {resource.name}"
-                found += _over(name, graph.stages_on(index), result.devices[device])
+                alike.setdefault(result.devices[device], []).append(device)
+            for use, devices in alike.items():
+                name = f"each of devices {', '.join(map(str, devices))} of {resource.name}"
+                name = f"device {devices[0]} of {resource.name}" if len(devices) == 1 else name
+                name = _each(resource) if len(alike) == 1 else name
+                found += _over(name, graph.stages_on(index), use)
     return found
 
 

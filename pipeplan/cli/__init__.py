@@ -6,6 +6,7 @@ import codecs
 import gc
 import io
 import json
+import os
 import signal
 import sys
 import traceback
@@ -16,7 +17,9 @@ import click
 
 from ..errors import BadInput, Ended, InvalidPlan, OutputLost, PipeplanError
 from ..names import SENTENCE, shown
+from ..status import Status
 from ..version import __version__
+from .progress import STATUS, LiveLine, status
 
 # name -> (module, one line for --help); each module has the click command as ``command``
 COMMANDS = {
@@ -52,9 +55,11 @@ class LazyGroup(click.Group):
     """A group whose commands are imported on first use; those with --debug print the traceback of an error too."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was named."""
+        """Run the command that was named, and show that it lives."""
+        ctx.meta[STATUS] = about = Status("")
         try:
-            return super().invoke(ctx)
+            with LiveLine(about):
+                return super().invoke(ctx)
         except PipeplanError as error:
             if ctx.meta.get(TRACEBACK):
                 traceback.print_exception(error)
@@ -78,7 +83,10 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command that was named; a mistyped one ends with those that it may have been."""
         try:
-            return super().resolve_command(ctx, args)
+            found = super().resolve_command(ctx, args)
+            if os.environ.get("RANK", "0") == "0":  # of several processes one talks
+                status().say(found[0] or "")
+            return found
         except click.UsageError as error:
             from difflib import get_close_matches
 
@@ -138,12 +146,10 @@ def main() -> NoReturn:
     except MemoryError:
         click.echo("error: this takes more memory than there is; --granularity, or fewer GPUs, take less", err=True)
         code = PipeplanError.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        code = INTERRUPTED
-    except Ended as ended:
-        click.echo(f"ended by {signal.Signals(ended.number).name}", err=True)
-        code = ended.exit_code
+    except (KeyboardInterrupt, click.Abort) as error:  # click makes one of the other
+        by = next((x for x in (error, error.__cause__) if isinstance(x, Ended)), None)
+        click.echo("interrupted" if by is None else f"ended by {signal.Signals(by.number).name}", err=True)
+        code = INTERRUPTED if by is None else by.exit_code
     gc.freeze()  # or the interpreter, as it ends, looks through all of torch: for seconds on a busy machine
     sys.exit(code if isinstance(code, int) else 0)
 

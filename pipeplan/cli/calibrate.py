@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..choices import OPTIMIZERS
 from ..errors import BadInput
 from ..names import SENTENCE, shown
 from ..units import MOST_COUNT
@@ -16,7 +17,7 @@ from .options import DEBUG, JSON, Output
 
 if TYPE_CHECKING:
     from ..files.measured_runs import MeasuredRow
-    from ..planner.critical_path import Passes, Run
+    from ..planner.calibrate.critical_path import Passes, Run
     from ..problem import Chain
 
 
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 @click.option("--per-server", type=click.IntRange(1, 4096), help="GPUs in a server, where there are several.")
 @click.option(
     "--optimizer",
-    type=click.Choice(["sgd", "momentum", "adam"]),
+    type=click.Choice(list(OPTIMIZERS)),
     default="adam",
     show_default=True,
     help="Of the runs.",
 )
-@click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="mixed", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "mixed", "autocast"]), default="mixed", show_default=True)
 @click.option("--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both ends from computing.")
 @click.option("-o", "--output", type=Output(), help="Write the GPU with the constants fitted, for --estimate FILE.")
 @JSON
@@ -77,9 +78,9 @@ def command(
     from ..files.measured_runs import read_rows
     from ..files.profiles import read_profile
     from ..files.text import write_text
-    from ..planner.calibration import calibrate
-    from ..planner.critical_path import Run
-    from ..planner.stated import gpus_needed
+    from ..planner.calibrate.calibration import calibrate
+    from ..planner.calibrate.critical_path import Run
+    from ..planner.periodic.stated import gpus_needed
     from ..problem import Platform, Policy
     from ..report.calibrations import calibration_figures, print_calibration
 
@@ -142,7 +143,7 @@ def _chain_of(row: MeasuredRow, chains: dict[str, Chain]) -> Chain:
 
 
 def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # imported when used
-    from ..planner.costed import Configuration
+    from ..planner.calibrate.costed import Configuration
 
     said = {name: row.said[name] for name in ("split", "on", "recompute", "schedule") if name in row.said}
     barrier = row.said.get("barrier", "yes")
@@ -155,7 +156,7 @@ def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # importe
 def _traced(plan: str, trace: str) -> list[Passes]:
     """Return what a run measured of each stage of its plan."""
     from ..files.plans import load_plan
-    from ..planner.critical_path import stage_passes
+    from ..planner.calibrate.critical_path import stage_passes
     from ..runtime.measure.trace_file import read_run_of
 
     loaded = load_plan(plan)

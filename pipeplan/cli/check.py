@@ -11,6 +11,7 @@ from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
 from .grouped import GroupedCommand
 from .options import GIVE_UP, JSON
+from .progress import status
 
 if TYPE_CHECKING:
     from ..schedule.written import Semantics
@@ -52,7 +53,7 @@ def command(
             "say a PLAN, or --schedule FILE.csv" if plan is None else "--semantics go with --schedule"
         )
     from ..files.plans import read_plan
-    from ..planner.derived import derived
+    from ..planner.what_if.derived import derived
     from ..report.tables import headline
     from ..report.words import bound_figures
     from ..runtime.lowering.blocking import run_deadlock
@@ -65,7 +66,7 @@ def command(
     if bounds and not found:
         try:
             with deadline.insist():
-                loaded, found = derived(loaded, deadline)
+                loaded, found = derived(loaded, deadline, status())
         except OutOfTime as late:
             late_bounds = "the time limit came before its claimed bounds were derived; but for them it is valid"
             raise PipeplanError(f"{plan}: {late_bounds}") from late
@@ -82,7 +83,7 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
     """Print what is wrong with a schedule, and under which semantics its ranks wait for each other; exit 1 if so."""
     from ..files.plans import load_plan
     from ..files.schedule_csv import read_schedule
-    from ..planner.simulation import simulate_written
+    from ..planner.simulated.simulation import simulate_written
     from ..schedule.written import SEMANTICS, deadlock, incomplete
 
     written = read_schedule(path)

@@ -6,14 +6,12 @@ import csv
 import dataclasses
 import io
 import json
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..units import format_bytes
 from . import completed
 from .grouped import GroupedCommand
 from .options import (
@@ -28,11 +26,11 @@ from .options import (
     refuse_two_documents,
     time_limit,
 )
+from .progress import status
 
 if TYPE_CHECKING:
-    from ..planner.compare import OnePlatform
+    from ..planner.what_if.compare import OnePlatform
 
-FEW_CASES = 20  # of which nothing need be said before
 DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 
 
@@ -69,29 +67,12 @@ def command(
     from ..files.text import write_text
 
     refuse_two_documents(as_json, csv=csv_file)
-    began, total = time.perf_counter(), 0
-    done: list[OnePlatform] = []
-
-    def begins(cases: int, searches: int) -> None:
-        nonlocal total
-        total = cases
-        if cases > FEW_CASES:
-            click.echo(f"{cases} cases, {searches} searches", err=True)
-
-    def told(row: OnePlatform) -> None:
-        done.append(row)
-        elapsed = time.perf_counter() - began
-        if elapsed > 1:
-            left = elapsed / len(done) * (total - len(done))
-            more = f", {left:.0f} s more at this pace" if total > FEW_CASES else ""
-            click.echo(f"{len(done)} of {total}: {row.gpus} GPUs of {format_bytes(row.memory_bytes)}{more}", err=True)
-
     asked = asked_of(options)
     options["time_limit"] = options.pop("deadline")
     names = algorithms.split(",")
-    found = compare(profile, algorithms=names, begins=begins, done=told, **asked, **options)
-    if len(found.rows) < total:
-        click.echo(f"the time limit ended it after {len(found.rows)} of {total} cases", err=True)
+    found = compare(profile, algorithms=names, status=status(), **asked, **options)
+    if len(found.rows) < found.total:
+        click.echo(f"the time limit ended it after {len(found.rows)} of {found.total} cases", err=True)
     if csv_file is not None:
         write_text(csv_file, _csv(found.rows))
     if as_json:

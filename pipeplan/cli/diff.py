@@ -14,7 +14,7 @@ from .grouped import GroupedCommand
 from .options import JSON, Gpus, Output, refuse_two_documents, time_limit
 
 if TYPE_CHECKING:
-    from ..planner.matching import Match
+    from ..planner.what_if.matching import Match
     from ..runtime.measure.trace_file import MeasuredRun
 
 
@@ -76,8 +76,8 @@ def command(
 
     from ..files.plans import load_plan
     from ..files.profiles import read_profile
-    from ..planner.carry import carried, matching_chain
-    from ..planner.matching import matched, stages_in
+    from ..planner.what_if.carry import carried, matching_chain
+    from ..planner.what_if.matching import matched, stages_in
     from ..report.differences import difference_figures, paired_layers, print_carried, print_differences
 
     after, before = read_profile(other, text), read_profile(one)
@@ -88,10 +88,11 @@ def command(
     elif gpus is not None and mem is not None:
         from ..api.asked import problem_of
         from ..api.profiles import Profile
+        from ..planner.least_late import least_late
         from ..planner.plan import make_plan
 
         problem, _ = problem_of(Profile(before), gpus=gpus, mem=mem, bandwidth=bandwidth, deadline=deadline)
-        loaded = make_plan(problem).plan
+        loaded = least_late(problem, lambda x: (make_plan(x), x))[0].plan
     if loaded is not None:
         chain, stages = matching_chain(loaded, before, after), None
         if len(chain) != len(loaded.chain):

@@ -164,7 +164,7 @@ def _network(name: str | None, sizes: dict[str, int | None], untied: bool) -> Tr
             raise click.UsageError(f"say the network: --model, or also {', '.join(missing)}")
         return Transformer(**given, tied=not untied)
     if name.startswith(HUGGING_FACE):
-        from ..runtime.model.transformer_sizes import sizes_of
+        from ..runtime.model.build.transformer_sizes import sizes_of
 
         known = sizes_of(name.removeprefix(HUGGING_FACE))
     elif (short := name.removeprefix(ZOO)) in TRANSFORMERS:

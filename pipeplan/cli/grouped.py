@@ -13,8 +13,8 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Model": "model data name granularity blocks layers hidden heads sequence vocabulary untied microbatch "
     "microbatch-profile layer-overhead",
     "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers inter peak share",
-    "Training": "weights accumulate batch tokens optimizer no-decay groups lr scheduler warmup clip-norm clipped "
-    "precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
+    "Training": "weights accumulate batch tokens optimizer no-decay groups lr scheduler warmup clip-norm clipped ema "
+    "averaged precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
     "checkpointing no-checkpointing ac bucket-size coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort gap order solver jobs schedule limit "
     "time-limit",
@@ -23,6 +23,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Simulation": "",
     "The order": "",
     "Run": "",
+    "Evaluation": "eval-data eval-every eval-batches metrics monitor patience",
     "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",
     "Target": "",
     OTHERS: "",

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from ..errors import InvalidPlan
 from .grouped import GroupedCommand
 from .options import EFFORT, FILE, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
+from .progress import status
 
 FROM = ["megatron", "torchtitan"]
 SAID = ("weights", "accumulate", "batch", "no_replicas", "checkpointing", "no_checkpointing")  # by the arguments
@@ -61,23 +62,31 @@ def command(
     from ..files.imports import READERS, Source, read_options
     from ..files.plans import plan_text
     from ..files.text import write_text
-    from ..planner.imported import judge
-    from ..planner.incumbent import Settings
+    from ..planner.periodic.incumbent import Settings
+    from ..planner.what_if.imported import judge
     from ..report.imported import judged_figures, print_change
     from ..report.tables import print_plan
 
     options = read_options(arguments)
     profile, deadline = read_profile(shared.pop("profile")), shared.pop("deadline")
-    problem, assumed = problem_of(profile, **asked_of({**shared, "weights": "flush"}), deadline=deadline)
-    found = READERS[name].read(Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
-    policy = replace(problem.policy, accumulate=found.microbatches)
+    asked = asked_of({**shared, "weights": "flush", "batch": "any"})
+    problem, assumed = problem_of(profile, **asked, deadline=deadline)
+    found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
+    policy, about = replace(problem.policy, accumulate=found.microbatches), status()
     context = click.get_current_context()
     for field in POLICY:
         said = getattr(found, field)
         if said is not None and context.get_parameter_source(field) is ParameterSource.DEFAULT:
             policy = replace(policy, **{field: said})
     try:
-        judged = judge(problem.with_policy(policy), name, found.stages, found.kind, Settings(), effort or "normal")
+        judged = judge(
+            problem.with_policy(policy),
+            name,
+            found.stages,
+            found.kind,
+            Settings(progress=about.improved, status=about),
+            effort or "normal",
+        )
     except InvalidPlan as error:
         raise InvalidPlan([f"{arguments}: {sentence}" for sentence in error.violations]) from error
     texts = {output: judged.today, best: judged.best}

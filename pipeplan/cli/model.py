@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..errors import BadInput
 
 if TYPE_CHECKING:
-    from ..runtime.model.spec import ModelSpec
+    from ..runtime.model.build.spec import ModelSpec
 
 
 def trained_model(typed: str | None, data: str | None, plan: str, named: str) -> ModelSpec:
@@ -15,7 +15,7 @@ def trained_model(typed: str | None, data: str | None, plan: str, named: str) ->
 
     BadInput where that name could be one of code.
     """
-    from ..runtime.model.spec import ModelSpec
+    from ..runtime.model.build.spec import ModelSpec
 
     spec = ModelSpec(named if typed is None else typed, data)
     if typed is None and not spec.of_zoo:

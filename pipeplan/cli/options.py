@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
+from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, OPTIMIZERS
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
@@ -58,6 +58,16 @@ class Number(click.FloatRange):
         if not isfinite(number):
             raise BadInput(f"{_name(param)}: {value} is not a number to compute with")
         return number
+
+
+class Batch(Count):
+    """Samples of an update, or ``any``."""
+
+    name = "N|any"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or ``any`` as it is."""
+        return value if value == "any" else super().convert(value, param, ctx)
 
 
 class Output(click.ParamType[str]):
@@ -200,11 +210,12 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "granularity": click.option(
         "--granularity",
-        default="node",
+        default="auto",
         show_default=True,
-        metavar="node|block|articulation|N%",
-        help="Cut after any layer, between items of lists of modules, where one tensor is live, or between neighbours "
-        "merged up to that share.",
+        metavar="auto|node|block|articulation|N%",
+        help="auto: block where most layers belong to blocks that are alike, else node. "
+        "The others: cut after any layer, between items of lists of modules, where one tensor is live, or between "
+        "neighbours merged up to that share.",
     ),
     "blocks": click.option(
         "--blocks",
@@ -215,26 +226,30 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     "weights": click.option(
         "--weights",
         type=click.Choice(["2bw", "stash", "flush", "latest"]),
-        help="How weight versions are kept.  [default: 2bw; flush in grids, with --for and with a "
-        "--schedule that drains]",
+        help="How weight versions are kept.  [default: stash or 2bw, the one whose gradients are less late if it takes "
+        "at most 2% longer; flush in grids, with --for and with a --schedule that drains]",
     ),
     "accumulate": click.option(
         "--accumulate",
         type=Count(),
-        help="Microbatches per update.  [default: 2bw the fewest within 0.1% of the best period of any number; "
-        "flush 4 per GPU; latest the best up to GPUs - 1; stash 1]",
+        help="Microbatches per update.  [default: 4 per GPU]",
     ),
     "batch": click.option(
-        "--batch", type=Count(), help="Samples per update, instead: a multiple of the profile's microbatch."
+        "--batch",
+        type=Batch(),
+        help="Samples per update, instead: a multiple of the profile's microbatch. any: 2bw the fewest microbatches "
+        "within 0.1% of the best period of any number; flush 4 per GPU; latest the best up to GPUs - 1; stash 1.",
     ),
     "optimizer": click.option(
         "--optimizer",
-        type=click.Choice(["sgd", "momentum", "adam"]),
+        type=click.Choice(list(OPTIMIZERS)),
         default="sgd",
         show_default=True,
-        help="Its state takes 0, 1 or 2 times the fp32 weights.",
+        help=f"Its state takes {', '.join(row.share for row in OPTIMIZERS.values())} times the fp32 weights.",
     ),
-    "precision": click.option("--precision", type=click.Choice(["fp32", "mixed"]), default="fp32", show_default=True),
+    "precision": click.option(
+        "--precision", type=click.Choice(["fp32", "mixed", "autocast"]), help="[default: fp32, or autocast as profiled]"
+    ),
     "offload": click.option(
         "--offload/--no-offload",
         default=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 from click.core import ParameterSource
@@ -30,6 +30,9 @@ from .options import (
 from .search import search, search_options
 from .stated import NAMES as STATED
 from .stated import stated_options
+
+if TYPE_CHECKING:
+    from ..api.result import PlanResult
 
 GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but for a grid
 
@@ -158,6 +161,7 @@ def command(
     if len(sizes) > 1:
         raise click.UsageError("--microbatch: several sizes are for --data-parallel to choose from; name one")
     from ..api.planning import plan
+    from ..files.text import write_text
 
     options["time_limit"] = options.pop("deadline")
     asked = asked_of(options)
@@ -176,12 +180,18 @@ def command(
         **asked,
         **options,
     )
+    if target is not None and output not in (None, "-"):  # it is there before its price is known
+
+        def write(found: PlanResult) -> None:
+            write_text(output, found.text())
+
+        find = partial(find, on_plan=write)
     search(find, output, as_json, verbose)
 
 
 def _stated_grid(data_parallel: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of stages that are stated with so many equal pipelines, which drain after every batch."""
-    from ..planner.stated import replicated
+    from ..planner.periodic.stated import replicated
 
     if options["replicas"] is not None or options["on"] is not None:
         raise click.UsageError("--data-parallel says how many GPUs each stage has; leave out --replicas and --on")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from typing import Any
 
 import click
 
-from ..choices import ENGINES, USUAL_ENGINE
+from ..choices import ENGINES, OPTIMIZERS, USUAL_ENGINE
 from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
 from .options import DEBUG, Count, Number, Output
+from .progress import status
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "autocast-float16")
 
 
 @click.command(cls=GroupedCommand)
@@ -50,10 +51,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
     help="With --estimate: what an operation takes the host, such as 20us, or 60us,35us forward and backward; or what "
     f"issues it: {', '.join(ENGINES)}.  [default: eager, or what FILE.json says]",
 )
-@click.option("--dtype", type=click.Choice(DTYPES), help="Convert the model and its input.  [default: as built]")
 @click.option(
-    "--optimizer", type=click.Choice(["sgd", "momentum", "adam"]), default="sgd", show_default=True, help="To time."
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Convert the model and its input, or run it under torch.autocast.  [default: as built]",
 )
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="sgd", show_default=True, help="To time.")
 @click.option("--split-backward", is_flag=True, help="Tell the gradients of weights and of inputs apart.")
 @click.option(
     "--hold",
@@ -72,11 +75,12 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 )
 @click.option(
     "--granularity",
-    default="node",
+    default="auto",
     show_default=True,
-    metavar="node|block|articulation|N%",
-    help="Keep every layer, make one of each item of a list of modules, merge between cuts of one tensor, or merge "
-    "neighbours up to a share of the time.",
+    metavar="auto|node|block|articulation|N%",
+    help="auto: block where most layers belong to blocks that are alike, else node. "
+    "The others: keep every layer, make one of each item of a list of modules, merge between cuts of one tensor, or "
+    "merge neighbours up to a share of the time.",
 )
 @click.option(
     "--blocks",
@@ -117,12 +121,13 @@ def command(
         said = said_host_time(constants_of(gpu, host_time))
         click.echo(f"{named}: {said} (--host-time)" if named in ENGINES else said, err=True)
     options["microbatch"] = old_batch or options["microbatch"]
-    heard = {"say": _ignore, "note": _ignore} if quiet else {"say": _progress, "note": _note}
+    if quiet:
+        status().say("")
+    heard = {"say": _ignore, "note": _ignore} if quiet else {"say": status().say, "note": partial(click.echo, err=True)}
     found = profile(model, gpu=estimate, host_time=host_time, **heard, **options)
     if not quiet and found.measured is not None:
         from ..report.measurements import print_measurements
 
-        _progress("")
         print_measurements(found.measured, found.chain)
     for note in found.notes:
         click.echo(f"note: {shown(note, SENTENCE)}", err=True)
@@ -133,14 +138,3 @@ def command(
 
 def _ignore(_: str) -> None:
     pass
-
-
-def _progress(text: str) -> None:
-    """Show one line at a time on a terminal; a log gets none."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
-
-
-def _note(text: str) -> None:
-    _progress("")
-    click.echo(text, err=True)

@@ -8,6 +8,7 @@ from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
 from .options import PLAN, Output
+from .progress import status
 
 
 @click.command(cls=GroupedCommand)
@@ -36,7 +37,7 @@ def command(plan: str, output: str, names: tuple[str, ...], microbatches: int | 
     from ..files.plans import load_plan
     from ..files.text import write_text
 
-    text, count = report_page(load_plan(plan), names, microbatches, trace)
+    text, count = report_page(load_plan(plan), names, microbatches, trace, status())
     if microbatches is not None and count < microbatches:
         click.echo(f"note: the page shows {count} of {microbatches} microbatches", err=True)
     write_text(output, text)

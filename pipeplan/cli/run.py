@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from . import completed
 from .grouped import GroupedCommand
 from .model import trained_model
 from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
+from .progress import status
 
 if TYPE_CHECKING:
     from ..runtime.measure.progress import StepProgress
@@ -48,6 +50,8 @@ class RankCommand(GroupedCommand):
 
     def make_context(self, *arguments: Any, **more: Any) -> click.Context:
         """Read the command line."""
+        if "--json" in arguments[1]:  # whose lines are all there is on standard error
+            status().say("")
         with _heard_by_others():
             return super().make_context(*arguments, **more)
 
@@ -59,7 +63,7 @@ class RankCommand(GroupedCommand):
 
 @contextmanager
 def _heard_by_others() -> Iterator[None]:
-    from ..runtime.watch import TORCHRUN, watching
+    from ..runtime.processes.watch import TORCHRUN, watching
 
     if any(name not in os.environ for name in TORCHRUN):
         yield
@@ -68,7 +72,7 @@ def _heard_by_others() -> Iterator[None]:
     with watching() as watch, ExitStack() as held:
         watch.tell_signal = _told_of_signal
         with suppress(ImportError):  # without torch there are no others
-            from ..runtime.torchrun import shown_to_others
+            from ..runtime.processes.torchrun import shown_to_others
 
             held.enter_context(shown_to_others())
         try:
@@ -78,14 +82,14 @@ def _heard_by_others() -> Iterator[None]:
         except Exception as error:
             told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
             with suppress(ImportError):
-                from ..runtime.torchrun import tell_others
+                from ..runtime.processes.torchrun import tell_others
 
                 tell_others(told, watch)
             raise
 
 
 def _told_of_signal(number: int) -> PipeplanError | None:
-    from ..runtime.torchrun import told_of_signal
+    from ..runtime.processes.torchrun import told_of_signal
 
     return told_of_signal(number)
 
@@ -144,6 +148,27 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     type=Number(above=True),
     help="Clip gradients to this total norm over all stages; with weights flush and 2bw.",
 )
+@click.option("--eval-data", metavar="MODULE:FUNCTION", help="Evaluate on these, as --data, while training.")
+@click.option(
+    "--eval-every", type=Count(), help="Updates between two evaluations, also after the last.  [default: an epoch's]"
+)
+@click.option("--eval-batches", type=Count(), help="Microbatches of one.  [default: those that the data have]")
+@click.option(
+    "--metrics", metavar="MODULE:FUNCTION", help="metrics(output, target) -> a number, or a dict of them: their means."
+)
+@click.option(
+    "--monitor",
+    metavar="NAME|max:NAME",
+    default="loss",
+    show_default=True,
+    help="What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.",
+)
+@click.option("--patience", type=Count(), help="End after so many evaluations that are no better than the best.")
+@click.option("--ema", type=Number(), metavar="DECAY", help="Keep a running average of the weights, such as by 0.999.")
+@click.option("--averaged", is_flag=True, help="Save and evaluate that average.")
+@click.option(
+    "--callback", metavar="MODULE:FUNCTION", help="callback(step, metrics) after every update and every evaluation."
+)
 @click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
 @click.option(
     "--schedule",
@@ -158,7 +183,11 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches; "
     "v-limit: activations of chunks on a GPU.",
 )
-@click.option("--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision.  [default: the profile's]")
+@click.option(
+    "--half",
+    type=click.Choice(["bf16", "fp16"]),
+    help="With mixed precision and autocast.  [default: the profile's]",
+)
 @click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
 @click.option(
     "--loss-scale-window",
@@ -198,7 +227,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="auto: GPUs if torch sees any, unless the plan's profile is of a CPU.",
+    help="auto: GPUs, unless the plan's profile is of a CPU.",
 )
 @click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict: .safetensors, or torch.save.")
 @click.option(
@@ -235,6 +264,13 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     show_default=True,
     help="torch: torch.distributed.pipelining, for plans that drain.",
 )
+@click.option(
+    "--no-compare",
+    "compares",
+    flag_value=False,
+    default=True,
+    help="Don't compare the first microbatch of a traced model with plain training before it trains.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
 @DEBUG
@@ -260,6 +296,13 @@ def command(
     loss_scale_window: int | None,
     dry_run: bool,
     as_json: bool,
+    eval_data: str | None,
+    eval_every: int | None,
+    eval_batches: int | None,
+    metrics: str | None,
+    monitor: str,
+    patience: int | None,
+    callback: str | None,
     **given: Any,
 ) -> None:
     """Train from PLAN with one process per GPU over torch.distributed, and print measured beside predicted.
@@ -278,6 +321,10 @@ def command(
         raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
     if log_dir is not None and given["evaluates"]:
         raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
+    apart = {"eval-every": eval_every, "eval-batches": eval_batches, "metrics": metrics, "patience": patience}
+    for name, value in apart.items():
+        if eval_data is None and value is not None:
+            raise click.UsageError(f"--{name} goes with --eval-data")
     refuse_two_documents(as_json, trace=trace)
     from ..files.plans import load_plan
     from ..files.text import write_text
@@ -286,13 +333,13 @@ def command(
     loaded = load_plan(plan)
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
-    from ..report.run import print_dry_run, print_report, progress_printer
-    from ..runtime.options import RunOptions, clipping, in_epochs, run_otherwise
-    from ..runtime.training.half import HalfOptions
-    from ..runtime.training.optimizers import parse_choice
+    from ..report.run import announced, elsewhere, print_dry_run, print_report, progress_printer
+    from ..runtime.engine.options import HeldOutOptions, RunOptions, clipping, held_out_of, in_epochs, run_otherwise
+    from ..runtime.training.update.optimizers import parse_choice
+    from ..runtime.training.weights.half import HalfOptions
 
     if schedule == BEST:
-        from ..planner.ordered import ordered_alike
+        from ..planner.what_if.ordered import ordered_alike
 
         loaded, schedule = ordered_alike(loaded), None
     loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
@@ -310,6 +357,10 @@ def command(
     )
     if epochs is not None:
         options = in_epochs(options, loaded, spec, epochs, epoch_length)
+    if eval_data is not None:
+        usual = None if options.epoch is None else options.epoch // loaded.interval
+        about = HeldOutOptions(eval_data, 1, 1, metrics, patience=patience, averaged=options.averaged)
+        options = replace(options, held_out=held_out_of(loaded, about, eval_every or usual, eval_batches, monitor))
     if dry_run:
         from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
         from ..runtime.lowering.lowered_run import lower_run
@@ -321,14 +372,27 @@ def command(
         print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)
         return
     from ..runtime.device import kind_of, sharing
-    from ..runtime.launch import run_plan
+    from ..runtime.processes.launch import run_plan
+    from ..runtime.processes.starting import number_in_environment
 
     ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
     by_threads = KINDS[loaded.schedule.kind].by_arrival or options.slows_links
-    note = sharing(kind_of(options.device, loaded.chain), ranks, by_threads)
-    if note is not None and not as_json and "WORLD_SIZE" not in os.environ:
+    here = number_in_environment("LOCAL_WORLD_SIZE", ranks)
+    kind = kind_of(options.device, loaded.chain)
+    note = sharing(kind, here, by_threads)
+    if note is not None and not as_json and not number_in_environment("LOCAL_RANK"):
         click.echo(f"note: {note}", err=True)
-    listeners = [progress_printer(loaded, as_json)]
+    away = elsewhere(loaded.chain, kind)
+    spec.check()  # what is wrong with its names is said alone
+    if as_json:
+        status().say("")
+    elif not options.evaluates and not number_in_environment("RANK"):
+        click.echo(announced(loaded, options.steps, away), err=True)
+    listeners = [progress_printer(loaded, as_json, away)]
+    if callback is not None:
+        from ..runtime.engine.callback import calling
+
+        listeners.append(calling(callback))
     with _scalars(log_dir) as scalars:
         if scalars is not None:
             listeners.append(scalars.hear)
@@ -337,14 +401,15 @@ def command(
             for listener in listeners:
                 listener(step)
 
-        report = run_plan(
-            loaded, spec, options, hear, lambda words: click.echo(f"note: {shown(words, SENTENCE)}", err=True)
-        )
+        def note_of(words: str) -> None:
+            click.echo(f"note: {shown(words, SENTENCE)}", err=True)
+
+        report = run_plan(loaded, spec, options, hear, note_of, None if as_json else status())
         if report is not None and scalars is not None:
             scalars.finish(report, options.steps)
     if report is None:  # another rank under torchrun reports
         return
-    for words in () if as_json else report.notes:
+    for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
         click.echo(f"note: {shown(words, SENTENCE)}", err=True)
     if trace is not None:
         from ..report.traces import measured_trace

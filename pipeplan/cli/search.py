@@ -1,4 +1,4 @@
-"""How does a command show a search while it runs, and where does its plan go then?"""
+"""How does a command search, and where does its plan go then?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from ..names import SENTENCE, shown
 from .options import JSON, Output, time_limit
+from .progress import status
 
 if TYPE_CHECKING:
     from ..api.result import PlanResult
@@ -25,14 +26,15 @@ def search_options(command: Command) -> Command:
 
 
 def search(find: Callable[..., PlanResult], output: str | None, as_json: bool, verbose: bool = False) -> None:
-    """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons, and meanwhile that it lives."""
+    """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons."""
     from ..files.text import write_text
-    from ..planner.incumbent import Status
-    from .progress import LiveLine
+    from ..planner.periodic.incumbent import unsolved
 
-    status = Status()
-    with LiveLine(status) as live:
-        found = find(progress=live.best, status=status)
+    about = status()
+    found = find(progress=about.improved, status=about)
+    failed = unsolved(about)
+    if failed is not None:
+        click.echo(f"note: {failed}", err=True)
     text = found.text() if as_json or output is not None else ""
     if output is not None:
         write_text(output, text)

@@ -22,6 +22,7 @@ from .options import (
     refuse_two_documents,
     refuse_without,
 )
+from .progress import status
 
 
 @click.command(cls=GroupedCommand)
@@ -104,8 +105,6 @@ def command(
     from ..api.simulating import ALL, simulations
     from ..files.plans import load_plan
     from ..files.text import write_text
-    from ..report.simulations import counted
-    from ..schedule.registry import schedules
 
     refuse_without("jitter", "seed", "runs")
     refuse_two_documents(as_json, trace=trace)
@@ -114,12 +113,9 @@ def command(
     several = len(set(names)) > 1 or ALL in names
     if several and (as_text or output or trace):
         raise click.UsageError("--text, --output and --trace show one schedule; name only one")
-    each = 0 if options["jitter"] is None else options["runs"]
-    shakes = each * (len(schedules()) if ALL in names else len(names) or 1)
     with deadline.insist():
         loaded = load_plan(plan)
-        with counted("jitter", shakes) as done:
-            found, refused = simulations(loaded, names, microbatches, done=done, deadline=deadline, **options)
+        found, refused = simulations(loaded, names, microbatches, deadline=deadline, status=status(), **options)
     if output is not None:
         from ..report.figures import save_timeline
 

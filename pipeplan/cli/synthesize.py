@@ -14,6 +14,7 @@ from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
 from .options import JSON, SEED, SOLVER, Count, Output, Share, refuse_two_documents, time_limit
+from .progress import status
 
 PLACEMENTS = click.Choice(["straight", "loop", "vee"])
 
@@ -104,7 +105,7 @@ def command(
         if gpus is None or times is None or microbatches is None:
             raise click.UsageError("name a PLAN, or say --gpus, --times and --microbatches")
         graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
-    found = synthesized(graph, count, deadline=deadline, **options)
+    found = synthesized(graph, count, deadline=deadline, status=status(), **options)
     took_s = time.monotonic() - began
     if output is not None:
         write_text(output, written_schedule(found.program))

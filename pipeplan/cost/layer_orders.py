@@ -35,7 +35,7 @@ def _needed_first(chain: Chain) -> list[int]:
     for i, j in chain.edges if chain.edges is not None else pairwise(range(count)):
         direct[j] |= 1 << i
     direct[-1] = (1 << (count - 1)) - 1
-    return [x | (i > 0) for i, x in enumerate(direct)] if chain.reading_ns else direct
+    return [x | (i > 0) for i, x in enumerate(direct)] if chain.read_in_passes_ns else direct
 
 
 def several_orders(chain: Chain) -> bool:

@@ -19,8 +19,6 @@ from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Policy, SharedWeights
 from .saved import entering_bytes, inner_bytes, storages
 
-_STATE_FACTOR = {"sgd": 0, "momentum": 1, "adam": 2}  # optimizer states, each as large as the fp32 weights
-
 
 def weights_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
     """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``; what several of them share, as
@@ -132,12 +130,12 @@ def versioned_bytes(
         own = policy.bytes_per_parameter * parameters - shared
         return own + _largest_share(policy, shared, replicas) + (kept - 1) * copy
     mixed = policy.precision == "mixed"
-    copies = _STATE_FACTOR[policy.optimizer] + (2 if mixed else 0)
+    eighths = policy.state_eighths + (16 if mixed else 0)
     if policy.offload:
         own = ceil_div(parameters, policy.sharers(replicas))
-        state = copies * 4 * plain(np.minimum(own, policy.bucket_parameters))
+        state = ceil_div(eighths * 4 * plain(np.minimum(own, policy.bucket_parameters)), 8)
     else:
-        state = copies * _state_copy(policy, weight_bytes, parameters, replicas)
+        state = ceil_div(eighths * _state_copy(policy, weight_bytes, parameters, replicas), 8)
     return kept * copy + copy + state
 
 
@@ -146,13 +144,13 @@ def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, repli
     for mixed Adam, whose fp32 gradient exists for one bucket only); with ``zero`` the share of one of ``replicas``."""
     if not policy.offload:
         return 0
-    copies = _STATE_FACTOR[policy.optimizer] + (1 if policy.precision == "mixed" else 0)
-    return copies * _state_copy(policy, weight_bytes, parameters, replicas)
+    eighths = policy.state_eighths + (8 if policy.precision == "mixed" else 0)
+    return ceil_div(eighths * _state_copy(policy, weight_bytes, parameters, replicas), 8)
 
 
 def has_state(policy: Policy) -> bool:
     """Whether the optimizer keeps anything beside weights and gradient."""
-    return bool(_STATE_FACTOR[policy.optimizer]) or policy.precision == "mixed"
+    return bool(policy.state_eighths) or policy.precision == "mixed"
 
 
 def _state_copy(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int) -> IntLike:

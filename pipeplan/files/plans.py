@@ -36,6 +36,7 @@ PolicyFile = form(
         "zero",
         "engine",
         "clip",
+        "ema",
     ),
     accumulate=Positive,
     bucket_parameters=Positive,

@@ -61,7 +61,7 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
     if chain.reading_ns < 0:
         raise BadInput(f"{place}: $.reading_ns: {chain.reading_ns} is negative")
     for i in (0, len(chain) - 1):
-        if chain.reading_ns > chain.layers[i].forward_ns:
+        if chain.read_in_passes_ns > chain.layers[i].forward_ns:
             raise BadInput(
                 f"{place}: $.reading_ns: {chain.reading_ns} is more than layers[{i}].forward_ns, "
                 f"{chain.layers[i].forward_ns}, which includes it"
@@ -74,6 +74,10 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
         )
     _check_pairs(f"{place}: $.edges", chain.edges or (), len(chain))
     _check_pairs(f"{place}: $.tied", chain.tied, len(chain))
+    reading = {j for _, j in chain.edges or ()}
+    for n, i in enumerate(chain.inputs or ()):
+        if chain.edges is None or not 0 <= i < len(chain) or i in reading or chain.layers[i].weight_bytes:
+            raise BadInput(f"{place}: $.inputs[{n}]: {i} is no layer without weights that reads no other")
     _check_shared(f"{place}: $.shared", chain, of_layer)
     if chain.order is not None and sorted(chain.order) != list(range(len(chain))):
         raise BadInput(f"{place}: $.order: is not each number from 0 to {len(chain) - 1} once")

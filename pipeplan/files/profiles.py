@@ -16,7 +16,7 @@ from .forms import Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
 from .text import read_text
 
-OPTIONAL = ("edges", "tied", "shared", "worth", "beside", "reading_ns", "order")
+OPTIONAL = ("edges", "tied", "shared", "worth", "beside", "reading_ns", "order", "inputs")
 NeedsFile = form(WeightNeeds)
 LayerFile = form(Layer, brief=True, weight_needs=NeedsFile | None)
 SharedFile = form(SharedWeights, brief=True)
@@ -30,6 +30,7 @@ ProfileFile = form(
     beside=Positive,
     layers=Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)],  # type: ignore[valid-type]  # a form
     edges=Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MOST_EDGES)] | None,
+    inputs=Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_LAYERS)] | None,
     shared=tuple[SharedFile, ...] | None,  # type: ignore[valid-type]  # a form
     order=Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_LAYERS)] | None,
 )

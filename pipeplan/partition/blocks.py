@@ -18,9 +18,9 @@ from ..cost import memory_model, time_model
 from ..integers import Ints, ceil_div, smallest
 from ..plan import Stage
 from ..problem import Chain, Device, Problem
-from .contiguous.options import NEVER
-from .contiguous.split_paths import first_split, least_longest, shortest_split, up_to, walked
 from .cuts import crossing_bytes, waits_ns
+from .tables.options import NEVER
+from .tables.split_paths import first_split, least_longest, shortest_split, up_to, walked
 
 _PRECISION = 4096  # a bound is found to this part
 _SLACK = (0, 1, 2, 4, 8, 16, 32)  # 256ths by which the longest stage may exceed the shortest possible

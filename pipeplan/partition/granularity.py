@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -20,22 +21,24 @@ from ..errors import BadInput
 from ..problem import Chain, Layer, WeightNeeds
 
 SavedRule = Literal["distinct", "input"]
+LIKE = 3  # blocks of one kind make a list of them
 _BY_ENDS: Mapping[int, str] = MappingProxyType({})
 
 
 def articulation_cuts(chain: Chain) -> tuple[int, ...]:
     """Return the cuts of ``chain``, 0 and L included, that at most one tensor crosses.
 
-    Tensors of zero bytes, in a storage without any, do not count.
+    Tensors of zero bytes, in a storage without any, do not count. No cut comes before all layers that compute.
     """
     count, facts = len(chain), storages(chain).facts
+    first = next((i for i in range(count) if i not in (chain.inputs or ())), 0)
     crossing = np.zeros(count + 2, dtype=np.int64)
     for tensor, (root, readers) in enumerate(zip(facts.roots(0).values(), chain.readers, strict=True)):
         if readers and (facts.sizes[tensor] or facts.storages[root]):
             crossing[tensor] += 1
             crossing[readers[-1] + 1] -= 1
     free = np.cumsum(crossing) <= 1
-    return (0, *(i for i in range(1, count) if free[i]), count)
+    return (0, *(i for i in range(first + 1, count) if free[i]), count)
 
 
 def _crossing(chain: Chain, cut: int) -> list[int]:
@@ -138,6 +141,21 @@ def merge_blocks(chain: Chain, lists: Sequence[str] = ()) -> Chain:
     return _cut(chain, cuts, called)
 
 
+def like_blocks(chain: Chain) -> bool:
+    """Whether most layers are those of blocks alike: three or more items of lists, each as many layers of such weights.
+
+    It looks at no times, so that a network has the same blocks whatever was measured.
+    """
+    items: dict[str, list[int]] = {}
+    for layer in chain.layers:
+        item = _item(layer.name, ())
+        if item is not None:
+            items.setdefault(item, []).append(layer.weight_bytes)
+    kinds = Counter(tuple(weights) for weights in items.values())
+    alike = sum(len(weights) for weights in items.values() if kinds[tuple(weights)] >= LIKE)
+    return 2 * alike >= len(chain)
+
+
 def _item(name: str, lists: Sequence[str]) -> str | None:
     """Return the name of the item of a list of modules that a layer called ``name`` belongs to, or None."""
     parts = name.split("..")[0].split(".")
@@ -186,7 +204,7 @@ def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS
             needs = needs and replace(needs, saves=tuple(sorted(maker(x + 1) for x in needs.saves)))
             view = None if layer.view_of is None else maker(layer.view_of + 1)
             layers.append(
-                replace(layer, saves=saves, view_of=view, weight_needs=needs, name=called.get(start, layer.name))
+                _called(replace(layer, saves=saves, view_of=view, weight_needs=needs), called.get(start, layer.name))
             )
             continue
         leaving = _leaving(chain, start, stop)
@@ -194,9 +212,15 @@ def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS
         entering = {t: maker(t) for t in range(start + 1)}
         fields = _saved(chain, start, stop, leaving, entering, group[start])
         merged = _merged_layer(chain, start, stop, outgoing, fields)
-        layers.append(replace(merged, name=called.get(start, merged.name)))
+        layers.append(_called(merged, called.get(start, merged.name)))
     edges = chain.edges and tuple(sorted({(group[i], group[j]) for i, j in chain.edges if group[i] != group[j]}))
     return _replaced(chain, cuts, layers, edges)
+
+
+def _called(layer: Layer, name: str) -> Layer:
+    """Return ``layer`` under another name; the module that begins with it stays."""
+    module = layer.name if layer.module is None else layer.module
+    return replace(layer, name=name, module=None if module in (name, name.split("..")[0]) else module)
 
 
 def _groups(cuts: Sequence[int]) -> list[int]:
@@ -217,6 +241,8 @@ def _mergeable(chain: Chain, start: int, stop: int) -> bool:
     if reads_input and any(i < start <= j < stop for i, j in chain.edges):
         return False  # a layer that an edge enters no longer reads the network's input
     leaving, facts = _leaving(chain, start, stop), storages(chain).facts
+    if any(map(chain.from_data, leaving)):
+        return False
     if len({tuple(r for r in chain.readers[t] if r >= stop) for t in leaving}) > 1:
         return False
     if len(leaving) == 1:
@@ -276,6 +302,7 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
     weight_part = [x.backward_weight_ns for x in part if x.backward_weight_ns is not None]
     return Layer(
         name=part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}",
+        module=part[0].module,
         forward_ns=sum(x.forward_ns for x in part),
         backward_ns=sum(x.backward_ns for x in part),
         weight_bytes=weight_bytes,
@@ -296,10 +323,12 @@ def _replaced(
     holders = [(tuple(sorted({group[i] for i in x.layers})), x) for x in chain.shared or ()]
     shared = tuple(replace(x, layers=found) for found, x in holders if len(found) > 1)
     tied = {(min(group[i], group[j]), max(group[i], group[j])) for i, j in chain.tied if group[i] != group[j]}
+    inputs = tuple(group[i] for i in chain.inputs or () if group.count(group[i]) == 1)
     return replace(
         chain,
         layers=tuple(layers),
         edges=edges,
+        inputs=None if edges is None or chain.inputs is None else inputs,
         tied=tuple(sorted(tied)),
         shared=None if chain.shared is None else shared,
         microbatch=chain.microbatch,

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound, follows
-from ..check.drained_bound import drained_bounds
+from ..check.bounds.drained.placed import placed_bounds
+from ..check.bounds.drained.separate import drained_bounds
 from ..check.evaluate import Evaluation, gap
 from ..check.validate import check, class_violations
 from ..deadline import OutOfTime
@@ -22,17 +23,17 @@ from ..partition.contiguous.claims import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..schedule.kinds import KINDS, kinds_for, too_long
+from ..status import Status
 from ..version import __version__
-from .explain import claimed, why_infeasible, why_not_admitted, why_not_placed
-from .incumbent import Incumbent, Propose, Scheduled, Settings, Status, run_search
-from .interval import Alike, at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
-from .jobs import Task
-from .placed_bounds import placed_bounds
-from .portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, propose_contiguous, search
-from .proposals import synced
+from .drained.plan import plan_drained, plan_nf1b
+from .drained.proposals import synced
+from .periodic.explain import claimed, why_infeasible, why_not_admitted, why_not_placed
+from .periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search, unsolved
+from .periodic.interval import Alike, at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
+from .periodic.jobs import Task
+from .periodic.portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, propose_contiguous, search
+from .periodic.stated import STATED, stated, why_not_stated
 from .robust import Candidate, Jitter, most_robust
-from .simulated import plan_drained, plan_nf1b
-from .stated import STATED, stated, why_not_stated
 
 AUTO = "auto"
 BEFORE = {"high": "normal"}  # the effort that is made first, so that more of it is never worse
@@ -125,7 +126,7 @@ def _planned(
     else:
         relaxed = widen and problem.policy.vertical_sync
         moves = algorithm == AUTO and EFFORTS[effort].moves > 0
-        again = partial(search, effort=EFFORTS[effort].without_walks) if moves else propose
+        again = partial(search, effort=EFFORTS[effort].without_walks, tighter=()) if moves else propose
         first, again = (synced(one) if relaxed else one for one in (propose, again))
         incumbent, status = _plan_pattern(problem, first, again, settings, widen, moves)
     asked, problem = problem, incumbent.problem
@@ -170,7 +171,8 @@ def _planned(
 def _why_none(incumbent: Incumbent, algorithm: str) -> str:
     """Return in a sentence why there is no plan, as far as there is time to find out, and what was claimed."""
     claims = (claimed(algorithm, stages, claim) for stages, claim in incumbent.seen.items() if claim is not None)
-    return "; ".join([_reason(incumbent, algorithm), *islice(claims, 1)])
+    failed = unsolved(incumbent.settings.status)
+    return "; ".join([_reason(incumbent, algorithm), *islice(claims, 1), *filter(None, [failed])])
 
 
 def _reason(incumbent: Incumbent, algorithm: str) -> str:
@@ -269,11 +271,15 @@ def _plan_pattern(
             elsewhere.end()
 
 
-def _searched(propose: Propose, problem: Problem, settings: Settings) -> tuple[Scheduled | None, str | None]:
-    """Return the best that ``propose`` finds of a problem, if anything, and why it stopped early."""
+Searched = tuple[Scheduled | None, str | None, int]
+
+
+def _searched(propose: Propose, problem: Problem, settings: Settings) -> Searched:
+    """Return the best that ``propose`` finds of a problem, if anything, why it stopped early, and how many allocations
+    the solver has failed on by now."""
     incumbent = Incumbent(problem, settings)
     status = run_search(propose, incumbent, dispensable=True)
-    return incumbent.best, status
+    return incumbent.best, status, settings.status.unsolved
 
 
 def _at_best_interval(
@@ -283,7 +289,7 @@ def _at_best_interval(
     settings: Settings,
     widen: bool,
     filled: int | None,
-    elsewhere: Task[tuple[Scheduled | None, str | None]] | None,
+    elsewhere: Task[Searched] | None,
 ) -> tuple[Incumbent, str | None]:
     """Do what :func:`_plan_pattern` says, with the search for the interval ``filled``, if any, ``elsewhere``."""
     incumbent = Incumbent(problem, settings)
@@ -304,7 +310,11 @@ def _at_best_interval(
         sooner = False
     if sooner and not incumbent.near_bound and not _ended(status, incumbent):
         other = at_interval(problem, filled)  # it begins as if the interval were given
-        found, cut = _searched(repeat, other, settings) if elsewhere is None else _awaited(elsewhere)
+        if elsewhere is None:
+            found, cut, _ = _searched(repeat, other, settings)
+        else:
+            found, cut, unsolved = _awaited(elsewhere)
+            settings.status.unsolved += unsolved
         status = cut or status
         best = None if found is None else rescheduled(other, found, None)
         if best is not None and best.cost < incumbent.best.cost:
@@ -322,11 +332,11 @@ def _at_best_interval(
     return again, status
 
 
-def _awaited(task: Task[tuple[Scheduled | None, str | None]]) -> tuple[Scheduled | None, str | None]:
+def _awaited(task: Task[Searched]) -> Searched:
     try:
         return task.result()
     except KeyboardInterrupt:
-        return None, "interrupted"
+        return None, "interrupted", 0
 
 
 def _ended(status: str | None, incumbent: Incumbent) -> bool:

@@ -19,10 +19,10 @@ from ..plan import Pattern, Plan
 from ..problem import Problem
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import most_in_flight, starts_of
-from .incumbent import Scheduled
-from .interval import at_interval, most_replicas, rescheduled
-from .other_schedules import default_microbatches, drains, own_schedule, program_of
-from .simulation import RUNS, drawn_ns, percentile_95, run_seeds
+from .periodic.incumbent import Scheduled
+from .periodic.interval import at_interval, most_replicas, rescheduled
+from .simulated.other_schedules import default_microbatches, drains, own_schedule, program_of
+from .simulated.simulation import RUNS, drawn_ns, percentile_95, run_seeds
 
 MOST_STEPS = 2 * 10**6  # that are simulated to choose, in some ten seconds
 BETTER = 1000  # by what part of it a percentile must be less

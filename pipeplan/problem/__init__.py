@@ -9,16 +9,28 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..deadline import NEVER, Deadline
-from .chain import LOSS_NAME, Chain, connected
+from .chain import AUTOCAST, LOSS_NAME, Chain, connected
 from .layers import Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
-from .policy import CLIPPED_TOGETHER, ENDLESS, TOGETHER, Engine, Optimizer, Policy, Precision, Weights, Zero
+from .policy import (
+    CLIPPED_TOGETHER,
+    ENDLESS,
+    MICROBATCHES_PER_DEVICE,
+    TOGETHER,
+    Engine,
+    Policy,
+    Precision,
+    Weights,
+    Zero,
+)
 from .sums import SharedSums, Sums
 
 __all__ = [
+    "AUTOCAST",
     "CLIPPED_TOGETHER",
     "ENDLESS",
     "LOSS_NAME",
+    "MICROBATCHES_PER_DEVICE",
     "TOGETHER",
     "Chain",
     "Checkpointing",
@@ -28,7 +40,6 @@ __all__ = [
     "LayerTimes",
     "LayerWork",
     "Level",
-    "Optimizer",
     "PassWork",
     "Platform",
     "Policy",

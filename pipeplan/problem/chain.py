@@ -12,9 +12,11 @@ import numpy as np
 
 from ..integers import IntLike
 from .layers import Layer, LayerTimes, SharedWeights
+from .policy import Precision
 from .sums import Sums
 
 LOSS_NAME = "loss"  # how profiles name what comes behind the model
+AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,15 @@ class Chain:
     """A network as layers in topological order, with every cut allowed; the profile that all planning starts from.
 
     ``edges`` makes it a DAG: pairs ``(i, j)``, i < j, mean that layer j reads the output of layer i; without edges each
-    layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``tied`` pairs
+    layer reads its predecessor. Layers that no edge enters read the network's input (``input_bytes``). ``inputs`` are
+    layers that only hand on one of several inputs: they and the network's input come from the data to every stage that
+    reads them, and cross no cut; None where they travel from the first stage on, as in files of before. ``tied`` pairs
     layers that share parameters, and ``shared`` says which; None where that isn't known: then as much as they could
     have in common counts where it must be summed, and nothing where it is held once. ``order`` has the place of each
     layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
-    microbatch's data takes a process that reads for itself: part of the forward times of the first layer and the last.
+    microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`).
     """
 
     name: str
@@ -45,11 +49,37 @@ class Chain:
     beside: int = 1
     reading_ns: int = 0
     order: tuple[int, ...] | None = None
+    inputs: tuple[int, ...] | None = None
+
+    @property
+    def precision(self) -> Precision:
+        """What a plan on it has, where nobody says another: autocast if it was profiled so."""
+        return "autocast" if self.dtype.startswith(AUTOCAST) else "fp32"
+
+    def misfit(self, precision: Precision) -> str | None:
+        """Return in words why no plan on it has this ``precision``; None where one may."""
+        if (precision == "autocast") == (self.precision == "autocast"):
+            return None
+        other = f"{AUTOCAST}bfloat16" if precision == "autocast" else "float32 or bfloat16"
+        return (
+            f"--precision {precision}: {self.name} was profiled in {self.dtype}, so its activations and times are "
+            f"others; profile it with --dtype {other}"
+        )
 
     @property
     def of_cpu(self) -> bool:
         """Whether it was measured on a CPU, whose name the profiler ends with threads, and with what it measured."""
         return re.search(r", \d+ threads?(, CPU time)?$", self.device) is not None
+
+    @property
+    def reads_beside(self) -> bool:
+        """Whether a host reads while its device, a GPU, computes; then no layer's time has that of reading."""
+        return bool(self.device) and not self.of_cpu
+
+    @property
+    def read_in_passes_ns(self) -> int:
+        """What of the reading is part of the forwards of the first layer and of the last."""
+        return 0 if self.reads_beside else self.reading_ns
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -58,7 +88,7 @@ class Chain:
     def modules(self) -> int:
         """Number of layers that are the model's own: without a last one that is the loss."""
         count, last = len(self.layers), self.layers[-1]
-        return count - (count > 1 and last.name == LOSS_NAME and not last.weight_bytes)
+        return count - (count > 1 and last.name == LOSS_NAME)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -72,6 +102,10 @@ class Chain:
         readers[0] = set(range(count)) - set().union(*readers[1:])
         return tuple(tuple(sorted(r)) for r in readers)
 
+    def from_data(self, tensor: int) -> bool:
+        """Whether one of :attr:`readers` comes from the data to each stage that reads it."""
+        return self.inputs is not None and (tensor == 0 or tensor - 1 in self.inputs)
+
     @cached_property
     def tensor_bytes(self) -> tuple[int, ...]:
         """Sizes of the tensors of :attr:`readers`."""
@@ -82,13 +116,16 @@ class Chain:
         """Bytes that cross the cut before layer i, for i = 0..L: each distinct tensor made before and read after it.
 
         A skip connection is relayed stage by stage, so it counts in every cut that it crosses (ALGORITHMS section 1).
-        Entry 0 is the network's input; entry L is 0.
+        Entry 0 is the network's input; entry L is 0. What comes from the data counts in the cuts before all layers that
+        compute alone: a stage of inputs is none that a plan wants.
         """
         change = [0] * (len(self.layers) + 1)
+        first = next((i for i in range(len(self.layers)) if i not in (self.inputs or ())), 0)
         for tensor, (size, readers) in enumerate(zip(self.tensor_bytes, self.readers, strict=True)):
             if readers:
                 change[tensor] += size
-                change[readers[-1] + 1] -= size
+                last = min(readers[-1], max(first, tensor)) if self.from_data(tensor) else readers[-1]
+                change[last + 1] -= size
         return tuple(int(x) for x in np.cumsum(np.array(change, dtype=np.int64)))
 
     @cached_property
@@ -131,6 +168,7 @@ class Chain:
             self,
             layers=tuple(layers),
             edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
+            inputs=self.inputs and moved(self.inputs),
             tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),
             shared=self.shared and tuple(replace(x, layers=moved(x.layers)) for x in self.shared),
             order=None if own == tuple(range(len(self))) else own,

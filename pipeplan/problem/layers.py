@@ -56,7 +56,8 @@ class Layer:
     (None: ``output_bytes``). ``backward_weight_ns`` is the part of ``backward_ns`` that computes
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
     ``work`` is what its times were made of, if they are estimated; ``weight_needs`` what its weights' gradients need
-    when they are computed later, None where that isn't known.
+    when they are computed later, None where that isn't known. ``module`` is what the model calls the module whose call
+    begins with the layer, None where that is ``name``, and empty where none begins there.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Layer:
     parameters: int | None = None
     work: LayerWork | None = None
     weight_needs: WeightNeeds | None = None
+    module: str | None = None
 
     @property
     def parameter_count(self) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..choices import OPTIMIZERS, Optimizer
+
+MICROBATCHES_PER_DEVICE = 4  # of an update where nobody says, under every policy: GPipe's rule of thumb
 ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
 CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than those
     "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
@@ -12,8 +15,7 @@ CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than thos
 )
 Weights = Literal["flush", "2bw", "stash", "latest"]
 TOGETHER: tuple[Weights, ...] = ("flush", "2bw")  # all stages make every update from the same microbatches
-Optimizer = Literal["sgd", "momentum", "adam"]
-Precision = Literal["fp32", "mixed"]
+Precision = Literal["fp32", "mixed", "autocast"]
 Zero = Literal[0, 1]
 Engine = Literal["torch"]
 
@@ -26,6 +28,8 @@ class Policy:
     takes costs at their limit, the updates so rare that they cost next to nothing and that microbatches in flight are
     never too many for two versions: what is infeasible then, or takes longer, is and does so at every interval. Other
     policies take one update per microbatch.
+    ``precision`` "mixed" has weights and gradients in 16 bits beside fp32 weights; under "autocast" all of them are as
+    built, and what activations take is the profile's to say.
     ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
     With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
@@ -38,7 +42,8 @@ class Policy:
     ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
     to receive every microbatch of a mini-batch.
     With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
-    gradient and they have summed one number.
+    gradient and they have summed one number. With ``ema`` a running average of the weights is part of the optimizer's
+    state.
     """
 
     weights: Weights = "2bw"
@@ -55,10 +60,16 @@ class Policy:
     engine: Engine | None = None
     pipelines: int = 1
     clip: bool = False
+    ema: bool = False
 
     def sharers(self, replicas: int) -> int:
         """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
         return replicas * self.pipelines if self.zero else 1
+
+    @property
+    def state_eighths(self) -> int:
+        """The optimizer's state over the fp32 weights, in eighths."""
+        return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema
 
     @property
     def drains(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cost.roofline import Constants
 from ..names import shown
-from ..planner.calibration import Calibration
+from ..planner.calibrate.calibration import Calibration
 from .looks import console, make_table
 
 SHOWN_ROWS = 20  # of runs, worst first

@@ -8,9 +8,10 @@ from math import exp, log
 from rich.text import Text
 
 from ..names import shown
-from ..planner.compare import OnePlatform, Reached
+from ..planner.what_if.compare import OnePlatform, Reached
 from ..problem import Problem
 from .looks import console, make_table, print_fitted
+from .words import assumed
 
 
 def print_rows(
@@ -25,8 +26,8 @@ def print_rows(
     counted = "samples" if problem.chain.microbatch > 1 else "microbatches"
     what = f": period in ms per microbatch, an update every so many {counted}, - where nothing fits"
     out.print(Text.assemble((shown(problem.chain.name), "bold"), what))
-    for assumption in assumptions:
-        out.print(f"assumed: {assumption}")
+    for line in assumed(assumptions):
+        out.print(line)
     names = [cell.algorithm for cell in rows[0].cells]
     table = make_table("GPUs", "memory", counted, "bound", *names)
     for row in rows:

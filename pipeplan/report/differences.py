@@ -12,11 +12,11 @@ from ..check.evaluate import evaluate, gap
 from ..cost.saved import saved_bytes
 from ..names import shown
 from ..plan import Plan
-from ..planner.carry import Carried
-from ..planner.matching import Match, matched
+from ..planner.what_if.carry import Carried
+from ..planner.what_if.matching import Match, matched
 from ..problem import Chain, Layer
 from ..units import format_bytes, format_ns
-from .looks import LAYER_WIDTH, console, make_table, print_fitted
+from .looks import LAYER_WIDTH, Name, console, make_table, print_fitted
 from .words import alone_ns, bound_class
 
 MOST_ROWS = 30
@@ -90,7 +90,7 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     out.print()
     columns = ("layer", "A ms", "B ms", "B/A", "share", "weights", "saved", "output")
     caption = "share: of all time, B minus A in points; sizes are B minus A"
-    table = make_table(*columns, left=("layer",), space=2, caption=caption)
+    table = make_table(*columns, left=("layer",), names=("layer",), space=2, caption=caption)
     for pair in listed:
         table.add_row(*_row(pair))
     print_fitted(out, table)
@@ -125,13 +125,13 @@ def print_carried(plan: Plan, result: Carried) -> None:
         out.print(f"its stages can run in another order, with fewer in flight, at {format_ns(result.other_order_ns)}")
 
 
-def _row(pair: LayerPair) -> list[str]:
+def _row(pair: LayerPair) -> list[str | Name]:
     names = dict.fromkeys(layer.name for layer in (pair.before, pair.after) if layer is not None)
     title = " = ".join(shown(name, (LAYER_WIDTH - 3) // 2 if len(names) > 1 else LAYER_WIDTH) for name in names)
     times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
     if pair.before is None or pair.after is None:
         return [
-            title,
+            Name.of(title),
             *times,
             "only in A" if pair.after is None else "only in B",
             "",
@@ -146,7 +146,7 @@ def _row(pair: LayerPair) -> list[str]:
         (pair.before.output_bytes, pair.after.output_bytes),
     ]
     return [
-        title,
+        Name.of(title),
         *times,
         "" if ratio is None else f"{ratio:.2f}",
         "" if change is None else f"{100 * change:+.2f}",

@@ -16,7 +16,7 @@ from ..errors import BadInput
 from ..files.text import replaced
 from ..names import shown
 from ..plan import Plan
-from ..planner.simulation import Simulation
+from ..planner.simulated.simulation import Simulation
 from ..schedule.memory import activation_steps
 from ..schedule.timeline import Timeline
 from ..units import format_ns

@@ -11,8 +11,8 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..cost.memory_model import weights_of
 from ..names import SENTENCE, shown
 from ..plan import Bound, Plan, Stage
-from ..planner.other_schedules import drains
-from ..planner.simulation import Refused, Simulation
+from ..planner.simulated.other_schedules import drains
+from ..planner.simulated.simulation import Refused, Simulation
 from ..runtime.measure.times import OpTime
 from ..runtime.measure.trace_file import MeasuredRun
 from ..schedule.kinds import kind_of

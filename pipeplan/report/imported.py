@@ -9,8 +9,8 @@ from rich.text import Text
 
 from ..check.evaluate import gap
 from ..check.targets import TARGETS, express
-from ..planner.imported import Judged
 from ..planner.plan import Planned
+from ..planner.what_if.imported import Judged
 from ..units import format_bytes, format_ns
 from .looks import console, make_table, print_fitted
 
@@ -35,8 +35,8 @@ def print_change(judged: Judged, target: str) -> None:
             f": {format_ns(best)} with what pipeplan finds for {TARGETS[target].what} and the same updates",
         )
     )
-    columns = ("plan", "ranks x pipelines", "schedule", "recomputed", "units of each stage", "period", "peak", "gap")
-    table = make_table(*columns, left=("plan", "schedule", "recomputed", "units of each stage"), space=2)
+    columns = ("plan", "ranks x\npipelines", "schedule", "recomputed", "units of\neach stage", "period", "peak", "gap")
+    table = make_table(*columns, left=("plan", "schedule", "recomputed", "units of\neach stage"), space=2)
     for name, planned in (("today", judged.today), ("best", judged.best)):
         found = _figures(planned, target)
         table.add_row(

@@ -1,10 +1,10 @@
-"""How do tables look, and how do they fit a terminal? No number is cut: names give way, then columns go below."""
+"""How do tables look, and how do they fit a terminal? No number is cut and no column broken off: names give way."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
@@ -69,41 +69,12 @@ def make_table(
     return table
 
 
-def print_fitted(out: Console, table: Table, keys: int = 1) -> None:
-    """Print a table; one that is wider than the terminal in parts below each other, each with its first ``keys``
-    columns."""
-    found = parts(out, table, keys)
-    for number, part in enumerate(found):
-        if number:
-            out.print()
-        out.print(part)
-    if len(found) > 1 and table.caption:
-        out.print(table.caption, style="dim")
-
-
-def parts(out: Console, table: Table, keys: int = 1) -> list[Table]:
-    """Return the tables, of some of the columns each, in which ``table`` fits the console."""
-    if len(table.columns) <= keys + 1 or _least_width(out, table) <= out.width:
-        return [table]
-    first = list(range(keys))
-    groups: list[list[int]] = [[]]
-    for index in range(keys, len(table.columns)):
-        if groups[-1] and _least_width(out, _part(table, [*first, *groups[-1], index])) > out.width:
-            groups.append([])
-        groups[-1].append(index)
-    return [_part(table, [*first, *group]) for group in groups]
+def print_fitted(out: Console, table: Table) -> None:
+    """Print a table whole: where the terminal is narrower, columns come closer, and then lines run over its edge."""
+    if _least_width(out, table) > out.width:
+        table.padding = (0, 1, 0, 0)
+    console(max(out.width, _least_width(out, table)), out.stderr).print(table)
 
 
 def _least_width(out: Console, table: Table) -> int:
     return table.__rich_measure__(out, out.options.update(width=WIDEST)).minimum
-
-
-def _part(table: Table, indices: Sequence[int]) -> Table:
-    """Return a table of some columns."""
-    made = Table(box=None, pad_edge=False, padding=table.padding, header_style="bold")
-    columns = [table.columns[index] for index in indices]
-    for column in columns:
-        made.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        made.add_row(*cells)
-    return made

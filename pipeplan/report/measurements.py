@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..cost.memory_model import weights_of
 from ..cost.saved import saved_bytes
 from ..cost.time_model import whole_step_ns
@@ -24,14 +26,19 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     columns = ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output")
     caption = "times in ms, ± width of the middle half"
     table = make_table("layer", *columns, left=("layer",), names=("layer",), space=2, caption=caption)
+    steps = np.cumsum([x.forward_ns + x.backward_ns for x in chain.layers])  # where one of them ends
+    spreads, bound, at = np.zeros((len(chain), 2), dtype=np.int64), set[int](), 0
+    for index, x in enumerate(measured.layers):  # several of which may be one
+        at += x.layer.forward_ns + x.layer.backward_ns
+        row = min(int(np.searchsorted(steps, at)), len(chain) - 1)
+        spreads[row] += x.forward_spread_ns, x.backward_spread_ns
+        bound |= {row} if index in measured.host_bound else set()
     unsteady = 0
-    bound = set(measured.host_bound)
-    for index, x in enumerate(measured.layers):
-        layer, kept = x.layer, int(saved_bytes(measured.chain, index, index + 1))
-        time, spread = layer.forward_ns + layer.backward_ns, x.forward_spread_ns + x.backward_spread_ns
-        unsteady += spread > UNSTEADY * time
-        times = (layer.forward_ns, x.forward_spread_ns, layer.backward_ns, x.backward_spread_ns, layer.optimizer_ns)
-        sizes = (layer.weight_bytes, kept, layer.output_bytes)
+    for index, layer in enumerate(chain.layers):
+        forward, backward = spreads[index]
+        unsteady += forward + backward > UNSTEADY * (layer.forward_ns + layer.backward_ns)
+        times = (layer.forward_ns, forward, layer.backward_ns, backward, layer.optimizer_ns)
+        sizes = (layer.weight_bytes, int(saved_bytes(chain, index, index + 1)), layer.output_bytes)
         table.add_row(
             Name.of(layer.name + (" h" if index in bound else "")),
             *(f"{t / 1e6:.3f}" for t in times),
@@ -49,20 +56,20 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     )
     if chain.reading_ns:
         first, last = shown(measured.layers[0].layer.name), shown(measured.layers[-1].layer.name)
-        took = format_ns(chain.reading_ns)
-        out.print(f"reading takes {took} a microbatch, once in the forward of {first} and once in that of {last}")
+        where = "beside the GPU" if chain.reads_beside else f"once in the forward of {first} and once in that of {last}"
+        out.print(f"reading takes {format_ns(chain.reading_ns)} a microbatch, {where}")
     for one, other in chain.tied:
         names = shown(chain.layers[one].name), shown(chain.layers[other].name)
         out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts, and the sum once")
     if bound:
         out.print(
-            f"note: the GPU waits for its host in {len(bound)} of {len(measured.layers)} layers, marked h: larger "
+            f"note: the GPU waits for its host in {len(bound)} of {len(chain)} layers, marked h: larger "
             "microbatches cost little more there, and --host-time compiled or graphs less"
         )
     if unsteady:
         out.print(
-            f"note: times of {unsteady} of {len(measured.layers)} layers spread over more than {UNSTEADY:.0%}; "
+            f"note: times of {unsteady} of {len(chain)} layers spread over more than {UNSTEADY:.0%}; "
             "measure again with more --steps on a quieter machine"
         )
     if len(chain) != len(measured.layers):
-        out.print(f"note: {len(measured.layers)} layers were merged into {len(chain)}")
+        out.print(f"note: {len(measured.layers)} layers were merged into {len(chain)}; --granularity node keeps them")

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.text import Text
 
 from ..check.evaluate import evaluate
 from ..names import shown
 from ..plan import Plan
+from ..problem import Chain
 from ..schedule.kinds import kind_of
 from ..units import format_bytes, format_ns
 from .looks import console, make_table, print_fitted
@@ -49,15 +50,37 @@ def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequ
         print(f"  {line}")
 
 
-def progress_printer(plan: Plan, as_json: bool) -> Callable[[StepProgress], None]:
-    """Return what writes progress to standard error: every update as JSON, or a line every second or so."""
+def elsewhere(chain: Chain, kind: Literal["cpu", "cuda"]) -> bool:
+    """Whether the profile is of another kind of device than the run, whose times it then says nothing of."""
+    return bool(chain.device) and chain.of_cpu == (kind == "cuda")
+
+
+def announced(plan: Plan, steps: int, away: bool) -> str:
+    """Return in words what ``steps`` updates are, and what they take by the profile unless it is of another device."""
+    count, period = plan.interval, evaluate(plan).period_ns
+    text = f"{steps} updates of {count} microbatches = {count * plan.chain.microbatch} samples each: "
+    if away:
+        return f"{text}planned for {shown(plan.chain.device)}, which this run isn't on, so its time isn't known"
+    return f"{text}{count * period / 1e9:.3g} s an update, {steps * count * period / 1e9:.3g} s in all by the profile"
+
+
+def progress_printer(plan: Plan, as_json: bool, away: bool) -> Callable[[StepProgress], None]:
+    """Return what writes progress to standard error: every update as JSON, or a line every second or so.
+
+    Where the run is ``away`` from the device of the profile, nothing is said of that.
+    """
     if as_json:
         return lambda step: print(json.dumps(asdict(step)), file=sys.stderr, flush=True)
-    silent_ns = 0.0
-    planned = evaluate(plan).period_ns
+    silent_ns = float(QUICK_NS)  # the first update is told of
+    planned = "" if away else f" ({format_ns(evaluate(plan).period_ns)} planned)"
 
     def tell(step: StepProgress) -> None:
         nonlocal silent_ns
+        if step.evaluation is not None:
+            found = ", ".join(f"{name} {value:.4f}" for name, value in step.evaluation.items())
+            best = ", the best so far" if step.best else ""
+            print(f"update {step.step} of {step.steps}: on held-out data {found}{best}", file=sys.stderr, flush=True)
+            return
         silent_ns += (step.period_ns or 0.0) * plan.interval
         if silent_ns < QUICK_NS and step.step < step.steps:
             return
@@ -66,7 +89,7 @@ def progress_printer(plan: Plan, as_json: bool) -> Callable[[StepProgress], None
         if step.gradient_norm is not None:
             line += f", gradient norm {step.gradient_norm:.4g}"
         if step.period_ns is not None:
-            line += f", {format_ns(step.period_ns)} per microbatch ({format_ns(planned)} planned)"
+            line += f", {format_ns(step.period_ns)} per microbatch{planned}"
         print(line, file=sys.stderr, flush=True)
 
     return tell
@@ -77,7 +100,8 @@ def print_report(plan: Plan, report: RunReport, evaluates: bool, as_json: bool) 
     if as_json:
         figures = asdict(report)
         del figures["times"]  # for every operation of every rank: thousands
-        print(json.dumps({**figures, "samples_per_s": report.samples_per_s}, indent=1))
+        mean = {"mean_loss": fmean(report.losses)} if evaluates else {}
+        print(json.dumps({**figures, "samples_per_s": report.samples_per_s, **mean}, indent=1))
     elif evaluates:
         print_evaluation(report)
     else:
@@ -115,10 +139,12 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
                 f"            {format_ns(calibrated)} predicted with this run's own operation times: "
                 f"measured is {measured / calibrated - 1:+.1%}"
             )
-        out.print(
-            f"            {format_ns(report.planned_period_ns)} planned from the profile: "
-            f"measured is {measured / report.planned_period_ns - 1:+.1%}"
-        )
+        if elsewhere(plan.chain, "cpu" if report.exchange == "gloo" else "cuda"):
+            name, here = shown(plan.chain.device), ", ".join(map(shown, sorted(set(report.hardware))))
+            said = f"for {name}; this run was on {here}, so planned times aren't its own"
+        else:
+            said = f"from the profile: measured is {measured / report.planned_period_ns - 1:+.1%}"
+        out.print(f"            {format_ns(report.planned_period_ns)} planned {said}")
     if kind_of(plan).by_arrival and measured is not None and calibrated is not None:
         count = report.microbatches // report.steps
         out.print(
@@ -188,6 +214,9 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
                 f"{format_bytes(state.planned_host_bytes)} predicted"
             )
         out.print(line)
+    if report.evaluations:
+        early = "; it got no better, so the run ended" if report.ended_early else ""
+        out.print(f"evaluated {len(report.evaluations)} times, best after update {report.best_step}{early}")
     norms = [norm for norm in report.gradient_norms if norm is not None]
     if norms:
         out.print(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from ..plan import Plan
-from ..planner.simulation import Refused, Simulation, percentile_95
+from ..planner.simulated.simulation import Refused, Simulation, percentile_95
 from ..schedule.synthesis.synthesize import Synthesis
 from ..units import format_bytes, format_ns
 from .gantt import GanttRow, draw, panels, plan_window, timeline_rows
@@ -164,15 +162,6 @@ def print_schedules(
             out.print(f"{run.schedule}: {order_bound(run.order)}")
     for refusal in refused:
         out.print(f"{refusal.schedule}: not possible: {refusal.reason}")
-
-
-@contextmanager
-def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Give what is to be called after each of ``total`` steps, which a terminal shows on standard error meanwhile."""
-    out = console(stderr=True)
-    with Progress(console=out, transient=True, disable=not total or not out.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
 
 
 def schedule_cells(run: Simulation) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -14,6 +15,7 @@ from ..cost.memory_model import weights_of
 from ..cost.stage_cost import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
+from ..problem import Chain
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bytes, format_devices, format_ns
@@ -21,10 +23,13 @@ from .looks import Name, console, make_table, print_fitted
 from .words import (
     MEANING,
     alone_ns,
+    assumed,
     bound_class,
     coarse_sentence,
+    data_parallelism,
     distance,
     idle_devices,
+    late_gradients,
     layer_order,
     machine,
     ordering,
@@ -36,6 +41,7 @@ from .words import (
     throughput,
     unknown_between,
     updates,
+    waited_data,
     waited_sums,
 )
 
@@ -76,9 +82,11 @@ def print_plan(
         )
     )
     out.print(f"on {len(platform)} {machine(platform)}")
-    for assumption in assumptions:
-        out.print(f"assumed: {assumption}")
+    for line in assumed(assumptions):
+        out.print(line)
     out.print()
+    for line in data_parallelism(plan, result):
+        out.print(line)
     speedup = alone / result.period_ns
     out.print(
         Text.assemble(
@@ -109,15 +117,15 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         yield f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling"
     yield f"weights     {plan.policy.weights}: {MEANING[plan.policy.weights]}; {state(plan)}"
+    yield from _titled("late", late_gradients(plan, result))
     yield f"update      {updates(plan, result)}"
     yield from _titled("otherwise", other_weights(plan, result))
     idle = idle_devices(plan)
     if idle:
         yield f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)}, on which there is no stage"
-    if plan.allocation.data_parallel:
-        yield "note        this plan is plain data parallelism: one stage on every GPU that it uses"
     yield from _titled("note", kept_together(plan.chain, plan.policy) if len(plan.platform) > 1 else None)
     yield from _titled("note", waited_sums(plan, result))
+    yield from _titled("note", waited_data(plan, result))
     yield from _titled("note", unknown_between(plan.chain) if kind.splits else None)
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
@@ -138,8 +146,8 @@ def _titled(title: str, sentence: str | None) -> list[str]:
     return [] if sentence is None else [f"{title:<12}{sentence}"]
 
 
-SHORT = 10  # columns of a layer's name where two stand in a cell and there is no room
-WIDE_NAME = 24  # and where there is
+LAYERS_WIDTH = 60  # columns of a stage's first and last layer, at most
+SHORT = 10  # fewer columns say nothing of a name
 NARROW = 112  # columns below which the table leaves out what the peak is made of
 
 
@@ -185,21 +193,23 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     where = ("stage", "layers", "GPUs")
     column = group_column(plan, result.groups)
     title, places = ((column[0],), column[1]) if column else ((), [])
+    limits = [_memory(use, size) for _, _, use, _, _ in stage_figures(plan, result)]
+    same = len(set(limits)) == 1
+    alike = f", of {limits[0]}{'' if limits[0].endswith('B') else f' {unit}'} on each GPU" if same else ""
+    limit = () if same else ("of",)
     table = make_table(
-        *where, "forward", "backward", "recom-\nputed", *title, "in\nflight", *parts, "peak", "of",
-        left=where, names=("layers",), space=2 if parts else 1, caption=f"times in ms, memory in {unit}",
+        *where, "forward", "backward", "recom-\nputed", *title, "in\nflight", *parts, "peak", *limit,
+        left=where, names=("layers",), space=2 if parts else 1, caption=f"times in ms, memory in {unit}{alike}",
     )  # fmt: skip
+    names = short_names(plan.chain)
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
         sizes = [use.weights_bytes, use.activation_bytes, use.buffer_bytes] if parts else []
         memory = [f"{count / size:.2f}" for count in (*sizes, use.peak_bytes)]
-        memory.append(
-            format_bytes(use.memory_bytes) if use.memory_bytes >= 1000 * size else f"{use.memory_bytes / size:.2f}"
-        )
         if first != s:
-            memory = [""] * len(parts) + ["see", str(first)]
+            memory = [""] * len(parts) + [f"see {first}"]
         table.add_row(
             str(s),
-            _layers(plan, stage) if parts else f"{stage.start}-{stage.stop - 1}",
+            _layers(names, stage),
             format_devices(stage.devices),
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
@@ -207,30 +217,45 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
             *places[s : s + 1],
             str(in_flight),
             *memory,
+            *(() if same else (limits[s] if first == s else "",)),
         )
     return table
 
 
-def _layers(plan: Plan, stage: Stage) -> Name:
-    """Return a stage's layers by number and name; names give way together."""
-    first, last = (_short(plan.chain.layers[index].name) for index in (stage.start, stage.stop - 1))
+def _memory(use: DeviceUse, size: int) -> str:
+    return format_bytes(use.memory_bytes) if use.memory_bytes >= 1000 * size else f"{use.memory_bytes / size:.2f}"
+
+
+def short_names(chain: Chain) -> list[str]:
+    """Return the layers' names without what stands before their lists, or before the last dot where they are in none.
+
+    ``transformer.h.3.attn`` is ``h.3.attn`` and ``transformer.wte`` ``wte``; names that would be alike stay whole.
+    """
+    whole = [layer.name.split("..")[0].split("(")[0] for layer in chain.layers]
+    short = []
+    for name in whole:
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+        short.append(".".join(parts[max(0, number - 1) :]))
+    times = Counter(short)
+    return [one if times[one] == 1 else name for one, name in zip(short, whole, strict=True)]
+
+
+def _layers(names: Sequence[str], stage: Stage) -> Name:
+    """Return a stage's layers by number and name; where there is less room names end at an earlier dot, or are gone."""
     numbers = f"{stage.start}-{stage.stop - 1}"
-    if stage.stop - stage.start == 1:
-        return Name(
-            lambda columns: f"{numbers} {shown(first, columns - len(numbers) - 1)}",
-            len(numbers) + 1 + min(len(first), SHORT),
-        )
+    first, last = names[stage.start].split("."), names[stage.stop - 1].split(".")
+    least = 1 + any(part.isdigit() for name in (first, last) for part in name[1:2])  # an item has its number
+    depths = range(max(len(first), len(last)), least - 1, -1)
+    several = stage.stop - stage.start > 1
+    texts = [".".join(first[:n]) + (f"..{'.'.join(last[:n])}" if several else "") for n in depths]
 
     def cut(columns: int) -> str:
-        room = columns - len(numbers) - 3
-        each = max(room // 2, room - min(len(first), len(last)))
-        return f"{numbers} {shown(first, each)}..{shown(last, each)}"
+        room = min(columns, LAYERS_WIDTH) - len(numbers) - 1
+        fitting = next((text for text in texts if len(text) <= room), shown(texts[-1], room) if room >= SHORT else "")
+        return f"{numbers} {fitting}".rstrip()
 
-    return Name(cut, len(numbers) + 3 + min(len(first), SHORT) + min(len(last), SHORT))
-
-
-def _short(name: str) -> str:
-    return shown(name.split("..")[0].split("(")[0], WIDE_NAME)
+    return Name(cut, len(numbers))
 
 
 def _recomputed(stage: Stage) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..check.bounds import bounded
@@ -9,12 +10,15 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.replica_sums import exposed_sums
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
-from ..names import shown
-from ..partition.contiguous.grouped import coarseness
-from ..partition.contiguous.orders import Orders
+from ..names import SENTENCE, shown
+from ..partition.devices.grouped import coarseness
+from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
 from ..problem import Chain, Level, Platform, Policy, Weights
+from ..schedule.weight_versions import lateness
 from ..units import format_bandwidth, format_bytes, format_ns
+
+MOST_MEANS = 12  # stages of which a line has a figure each
 
 
 def bound_class(bound: Bound) -> str:
@@ -112,6 +116,39 @@ def alone_ns(chain: Chain) -> int:
     return int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
 
 
+def assumed(assumptions: Sequence[str]) -> list[str]:
+    """Return what was assumed in lines; some say so themselves."""
+    return [text if "(assumed;" in text else f"assumed: {text}" for text in assumptions]
+
+
+def data_parallelism(plan: Plan, result: Evaluation) -> list[str]:
+    """Return that a plan is plain data parallelism, and what a pipeline would take, in a line; nothing of others."""
+    if not plan.allocation.data_parallel:
+        return []
+    options, count = plan.provenance.options, plan.allocation.stages[0].replicas
+    found = options.get("pipeline_ns")
+    if "pipeline_ns" not in options:
+        other = ""
+    elif isinstance(found, int) and found > 0:
+        other = f"; the best pipeline of single GPUs takes {format_ns(found)} ({longer(found, result)})"
+    else:
+        other = "; no pipeline of single GPUs fits"
+    return [f"best        plain data parallelism, one stage on {count} GPUs{other}"]
+
+
+def late_gradients(plan: Plan, result: Evaluation) -> str | None:
+    """Return by how many updates gradients are late, on average and at most, by stages; None where none is."""
+    found = lateness(plan, result.graph)
+    most = max((count for _, count in found), default=0)
+    if not most:
+        return None
+    means = [float(mean) for mean, _ in found]
+    text = f"gradients by {sum(means) / len(means):.2f} updates on average, {most} at most"
+    several = len(set(means)) > 1
+    first = f"{means[0]:.2f} in stage 0, {means[-1]:.2f} in the last" if len(means) > MOST_MEANS else ""
+    return f"{text}; by stage {first or ' '.join(f'{x:.2f}' for x in means)}" if several else text
+
+
 def waited_sums(plan: Plan, result: Evaluation) -> str | None:
     """Return for which sum over replicas updates wait longest, where that is 1% of the period or more."""
     exposed = max(exposed_sums(plan, result), key=lambda x: x.waited_ns, default=None)
@@ -125,6 +162,18 @@ def waited_sums(plan: Plan, result: Evaluation) -> str | None:
     if plan.policy.weights == "2bw" and not plan.chain.tied:
         return f"{text}; there is no room for a second gradient"
     return text
+
+
+def waited_data(plan: Plan, result: Evaluation) -> str | None:
+    """Return which stage reads data more slowly than it computes on them, if one does beside its GPU's work."""
+    stages = plan.allocation.stages
+    read_ns, s = max((plan.chain.reading_ns / stages[s].replicas, s) for s in (0, len(stages) - 1))
+    if not plan.chain.reads_beside or read_ns <= result.period_ns:
+        return None
+    return (
+        f"stage {s} waits for its data: reading a microbatch takes {format_ns(round(read_ns))} of a rank's host, which "
+        "the period doesn't count; workers of a DataLoader read ahead"
+    )
 
 
 def unknown_between(chain: Chain) -> str | None:
@@ -154,6 +203,8 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
     if isinstance(price, dict) and price:
         found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
         lines.append(f"price       without that restriction {', '.join(found)}")
+    if isinstance(options.get("binds"), str):
+        lines.append(f"binds       {shown(options['binds'], SENTENCE)}")
     return lines
 
 
@@ -227,10 +278,7 @@ def other_weights(plan: Plan, result: Evaluation) -> str | None:
         for x in plan.provenance.alternatives
         if x.weights != plan.policy.weights
     ]
-    same = all(
-        x.microbatches == plan.interval for x in plan.provenance.alternatives if x.weights != plan.policy.weights
-    )
-    return f"{', '.join(found)}, by a quick search{' at the same interval' if same else ''}" if found else None
+    return f"{', '.join(found)}, by quicker searches" if found else None
 
 
 def longer(period_ns: int, result: Evaluation) -> str:
@@ -238,14 +286,15 @@ def longer(period_ns: int, result: Evaluation) -> str:
     ratio = period_ns / result.period_ns
     if max(ratio, 1 / ratio) >= 1.1:
         return f"{ratio:.2f} times longer" if ratio > 1 else f"{1 / ratio:.2f} times shorter"
-    return f"{abs(ratio - 1):.1%} {'longer' if ratio >= 1 else 'shorter'}"
+    share = f"{abs(ratio - 1):.1%}"
+    return "as long" if share == "0.0%" else f"{share} {'longer' if ratio > 1 else 'shorter'}"
 
 
 def state(plan: Plan) -> str:
     """Return what is held for each weight, and how it is updated, in words."""
     policy = plan.policy
     return (
-        f"{policy.optimizer} in {policy.precision}"
+        f"{policy.optimizer} in {policy.precision.replace('autocast', f'fp32, {plan.chain.dtype}')}"
         + _per_parameter(policy)
         + (", state on the host" if policy.offload else "")
         + (", state shared by replicas" if policy.zero else "")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput, PipeplanError, RunFailed
 from ..problem import Chain
+from .processes.surroundings import unseen_gpus
 
 Kind = Literal["cpu", "cuda"]
 Choice = Literal["auto", "cpu", "cuda"]
@@ -31,6 +33,7 @@ CPU: Final = torch.device("cpu")
 LOOKS_S: Final = (5e-5, 2e-4)  # pauses between two looks at an event, growing from the first to the second
 LONG: Final = timedelta(minutes=10)  # for what needs no other rank
 LAST_RESORT: Final = timedelta(minutes=2)  # by which torch's watchdog is later than we are
+FILL: Final = 0.8  # share of the free memory that holding a whole model may need
 LARGEST_IN_HEAP: Final = 32 << 20  # bytes, of one tensor; glibc takes no more
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of them
 NCCL: Final = {  # torch's watchdog of exchanges over NCCL, where the user doesn't say otherwise
@@ -45,15 +48,19 @@ class DeviceWaits(PipeplanError):
 
 
 def kind_of(choice: Choice, chain: Chain) -> Kind:
-    """Return the kind of device to run on: ``auto`` is a GPU if torch sees one and the profile isn't of a CPU.
+    """Return the kind of device to run on: ``auto`` is a GPU, unless the profile is of a CPU or of none that is known
+    and torch sees no GPU.
 
     What a plan promises holds for its profile's device. BadInput when there is no GPU.
     """
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device cuda: torch sees no GPU here; --device cpu runs on the CPU")
-    if choice == "auto":
-        return "cuda" if not chain.of_cpu and torch.cuda.is_available() else "cpu"
-    return choice
+    if choice == "auto" and (chain.of_cpu or not (chain.device or torch.cuda.is_available())):
+        return "cpu"
+    if choice == "cpu" or torch.cuda.is_available():
+        return "cpu" if choice == "cpu" else "cuda"
+    unseen = unseen_gpus()
+    why = "torch sees no GPU here" if unseen is None else f"{unseen[0]}: {unseen[1]}"
+    asked = "--device cuda" if choice == "cuda" else f"the plan is for {chain.device}, and --device is auto"
+    raise BadInput(f"{asked}: {why}; --device cpu runs on the CPU")
 
 
 def own_device(kind: Kind, local_rank: int) -> torch.device:
@@ -251,3 +258,16 @@ def peak_bytes(device: torch.device) -> tuple[int, int, int, int] | None:
         total - free - torch.cuda.memory_reserved(device),
         torch.cuda.memory_stats(device)["num_alloc_retries"],
     )
+
+
+def free_bytes(device: str) -> int:
+    """Return the memory that is free on ``device``: of a CPU what the system can give without swapping."""
+    if torch.device(device).type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it for itself
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62

@@ -34,11 +34,17 @@ class Scalars:
     def hear(self, progress: StepProgress) -> None:
         """Write what is known after an update."""
         self._step = progress.step
+        if progress.evaluation is not None:
+            for name, value in progress.evaluation.items():
+                self._add(f"evaluation/{name}", value)
+            return
         self._add("loss", progress.loss)
         if progress.period_ns is not None:
             self._add("ms per microbatch", progress.period_ns / 1e6)
         if progress.samples_per_s is not None:
             self._add("samples per s", progress.samples_per_s)
+        if progress.learning_rate is not None:
+            self._add("learning rate", progress.learning_rate)
         if progress.gradient_norm is not None:
             self._add("gradient norm", progress.gradient_norm)
 

@@ -11,9 +11,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
+from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
+from ..integers import ceil_div
+from ..plan import Plan
 from ..problem import Policy
+from .pattern import starts_of
 from .program import PASSES, Step
 from .timeline import Timeline, Turn
 
@@ -175,6 +180,28 @@ def _common_versions(timeline: Timeline, interval: int) -> Callable[[int], int]:
     ends = [timeline.end_ns(Step(m, first)) for m in range(program.microbatches)]
     made = sorted(max(ends[m : m + interval]) for m in range(0, len(ends), interval))
     return lambda microbatch: bisect_right(made, timeline.begin_ns(Step(microbatch, last)))
+
+
+def lateness(plan: Plan, graph: StageGraph) -> list[tuple[Fraction, int]]:
+    """Return how many updates the gradients of each stage are late in the steady state of a pattern: on average over
+    the microbatches of an update, and at most; nothing for schedules without one.
+
+    Every one is late by one under 2bw, by none where pipelines drain or backwards use the newest weights. Under
+    ``stash`` an update reaches the forwards behind its last backward: a microbatch is late by as many as fit in among
+    those whose backward has not begun when its forward does.
+    """
+    if plan.pattern is None:
+        return []
+    weights, starts = plan.policy.weights, starts_of(plan.pattern)
+    if weights != "stash":
+        return [(Fraction(1), 1) if weights == "2bw" else (Fraction(0), 0) for _ in graph.stages]
+    found = []
+    for s in range(len(graph.stages)):
+        at = 0 if plan.policy.vertical_sync else s  # whose newest version a microbatch reads
+        inside_ns = starts[graph.position["B", at]] - starts[graph.position["F", at]]
+        before = inside_ns // plan.pattern.period_ns
+        found.append((Fraction(before, plan.interval), ceil_div(before, plan.interval)))
+    return found
 
 
 def alive(passes: Sequence[tuple[int, int]]) -> Iterator[int]:

@@ -23,7 +23,7 @@ from planner import PUBLISHED, gpt, mean
 from pipeplan.check.bounds import proof, quick_proof
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.planner.explain import least_memory
+from pipeplan.planner.periodic.explain import least_memory
 from pipeplan.problem import Chain, Checkpointing, Platform, Problem
 
 GB = 10**9

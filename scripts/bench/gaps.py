@@ -26,7 +26,7 @@ from pipeplan.check.bounds import proof
 from pipeplan.errors import Infeasible
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Problem
 

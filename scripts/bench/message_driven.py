@@ -18,10 +18,10 @@ from runtime import best_cut, plan_of, profiled
 
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 
 LIMITS = (2, 3)
 

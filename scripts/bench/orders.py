@@ -12,8 +12,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from pipeplan.files.profiles import read_profile
-from pipeplan.partition.contiguous import orders
 from pipeplan.partition.contiguous.contiguous import smallest_period
+from pipeplan.partition.devices import orders
 from pipeplan.problem import Chain, Device, Level, Platform, Problem
 
 FOLDER = Path(__file__).parents[2] / "profiles"

@@ -24,11 +24,11 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.files.accelerators import accelerator
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.report import RunReport
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.state_file import read_state
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.model.build.state_file import read_state
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.units import format_bytes

@@ -15,10 +15,10 @@ import statistics
 from typing import Any
 
 import pipeplan as pp
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.report import RunReport
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 
 MODELS = ["zoo:gpt-tiny,blocks=8,8"]
 MACHINE: dict[str, Any] = {

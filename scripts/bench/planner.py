@@ -28,8 +28,8 @@ from pipeplan.errors import Infeasible
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.madpipe.exact import one_special_bound
-from pipeplan.planner.explain import least_memory
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.periodic.explain import least_memory
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Problem
 from pipeplan.units import parse_bandwidth

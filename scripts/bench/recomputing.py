@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import pipeplan as pp
-from pipeplan.planner.best_order import OWN, best_order, placed_graph
+from pipeplan.planner.what_if.best_order import OWN, best_order, placed_graph
 from pipeplan.schedule.kinds import plan_program
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.problem import NoRoom

@@ -29,12 +29,12 @@ from pipeplan import zoo
 from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
-from pipeplan.planner.other_schedules import balanced_stages
+from pipeplan.planner.simulated.other_schedules import balanced_stages
 from pipeplan.problem import Chain, Platform, Policy, Weights
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions, run_otherwise
 from pipeplan.runtime.measure.report import RunReport
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions, run_otherwise
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.pattern import most_in_flight, starts_of

@@ -13,7 +13,7 @@ import time
 
 from pipeplan.check.evaluate import gap
 from pipeplan.files.profiles import read_profile
-from pipeplan.planner.incumbent import GAP, Settings
+from pipeplan.planner.periodic.incumbent import GAP, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 

@@ -23,8 +23,8 @@ from pipeplan.check.targets import GRIDS, Shape
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.files.profiles import read_profile
 from pipeplan.plan import Schedule, ScheduleKind, Stage
-from pipeplan.planner.block_search import MOVES, BlockSearch
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.drained.block_search import MOVES, BlockSearch
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.problem import Platform, Policy, Problem
 
 NAMES: dict[ScheduleKind, str] = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}

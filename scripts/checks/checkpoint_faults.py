@@ -40,10 +40,10 @@ from pipeplan.errors import PipeplanError  # noqa: E402
 from pipeplan.files.plans import plan_text  # noqa: E402
 from pipeplan.plan import Plan  # noqa: E402
 from pipeplan.problem import Problem  # noqa: E402
-from pipeplan.runtime.launch import run_plan  # noqa: E402
-from pipeplan.runtime.model.spec import ModelSpec  # noqa: E402
-from pipeplan.runtime.options import RunOptions, run_otherwise  # noqa: E402
-from pipeplan.runtime.training.optimizers import parse_choice  # noqa: E402
+from pipeplan.runtime.engine.options import RunOptions, run_otherwise  # noqa: E402
+from pipeplan.runtime.model.build.spec import ModelSpec  # noqa: E402
+from pipeplan.runtime.processes.launch import run_plan  # noqa: E402
+from pipeplan.runtime.training.update.optimizers import parse_choice  # noqa: E402
 
 STEPS, EVERY, OPTIMIZER = 6, 2, "SGD,momentum=0.9"
 LIMIT_S, GOING_S = 600, 60  # for a run to end, and for its processes to go then

@@ -30,7 +30,7 @@ from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.accelerators import Accelerator
 from pipeplan.problem import Chain
 from pipeplan.report.differences import time_ns
-from pipeplan.runtime.profiler.clock import ThreadClock
+from pipeplan.runtime.clock import ThreadClock
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.measure import device_name, measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions

@@ -23,13 +23,13 @@ from cases.drained import LOOPS, VEES, drained_instance, soonest, soonest_placed
 from cases.target_plans import every_plan, target_instance
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.drained_bound import drained_bound
+from pipeplan.check.bounds.drained.placed import placed_bound
+from pipeplan.check.bounds.drained.separate import drained_bound
 from pipeplan.check.targets import TARGETS, Shape
 from pipeplan.plan import ScheduleKind
-from pipeplan.planner.block_search import BlockSearch
-from pipeplan.planner.drained import EFFORTS, DrainedSearch
-from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.placed_bounds import placed_bound
+from pipeplan.planner.drained.block_search import BlockSearch
+from pipeplan.planner.drained.search import EFFORTS, DrainedSearch
+from pipeplan.planner.periodic.incumbent import Settings
 
 
 def main() -> None:

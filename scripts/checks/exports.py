@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,16 +42,17 @@ from pipeplan.files.accelerators import accelerator
 from pipeplan.files.export import WRITERS, Asked
 from pipeplan.files.export.asked import parsed_renames
 from pipeplan.plan import ScheduleKind
-from pipeplan.planner.other_schedules import own_schedule
+from pipeplan.planner.periodic.stated import STATED
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.restricted import make_target_plan, unrestricted, with_price
-from pipeplan.planner.simulation import simulate_plan
-from pipeplan.planner.stated import STATED
+from pipeplan.planner.simulated.other_schedules import own_schedule
+from pipeplan.planner.simulated.simulation import simulate_plan
+from pipeplan.planner.what_if.target import make_target_plan, unrestricted, with_price
 from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.kinds import KINDS
 from pipeplan.zoo import load
+from scripts.checks.torch_pipeline import split_up
 
 DECODER = [r"block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1"]
 
@@ -90,9 +93,7 @@ class Vision(nn.Module):
 class Case:
     """A network: its profile, and as deep a model with few numbers, as a list of layers or as it is traced."""
 
-    def __init__(
-        self, name: str, profile: Callable[[], Chain], small: Callable[[], nn.Module], example: Tensor
-    ) -> None:
+    def __init__(self, name: str, profile: Callable[[], Chain], small: Callable[[], nn.Module], example: Any) -> None:
         self.name, self.profile, self.small, self.example = name, profile, small, example
 
 
@@ -314,7 +315,8 @@ def torch_split(_: Path, text: str, case: Case) -> str:
     names = ast.literal_eval(next(x for x in text.splitlines() if x.startswith("SPLIT")).partition("= ")[2] or "set()")
     model = case.small()
     expected = {name for name, _ in model.named_parameters()}
-    pipe = pipeline(model, (case.example,), split_spec=dict.fromkeys(names, SplitPoint.BEGINNING))
+    given, keywords, _ = split_up(case.example)
+    pipe = pipeline(model, given, keywords, dict.fromkeys(names, SplitPoint.BEGINNING))
     held = [[name for name, _ in pipe.get_stage_module(s).named_parameters()] for s in range(pipe.num_stages)]
     assert len(held) == len(names) + 1, f"{len(held)} stages, not {len(names) + 1}"
     assert all(held), "a stage has no parameters"

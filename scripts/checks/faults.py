@@ -39,11 +39,11 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.nearby import NearbyTransport
-from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star

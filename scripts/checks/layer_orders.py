@@ -33,7 +33,7 @@ from pipeplan.cost.layer_orders import several_orders
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.contiguous.contiguous import smallest_period
-from pipeplan.partition.layer_order import EFFORTS, OrderEffort, best_ordered
+from pipeplan.partition.layer_orders.layer_order import EFFORTS, OrderEffort, best_ordered
 from pipeplan.problem import Checkpointing, Platform, Policy, Problem
 
 GPUS, BANDWIDTHS = (2, 4, 8), (12, 1.25, 0.3)  # GB/s

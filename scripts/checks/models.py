@@ -1,26 +1,27 @@
 """Which models of which libraries are profiled, planned and trained as they are? One row for each, against plain torch.
 
-    python scripts/checks/models.py [NAME...] [--csv FILE] [--markdown] [--list]
+    python scripts/checks/models.py [--only NAME...] [--results FILE.json] [--markdown] [--list]
 
 For each model: its operations and its blocks; the bytes that a whole training step saves by its profile, against those
 that autograd's hooks count in plain training; plans for 2 and 4 GPUs; two updates of two microbatches on two processes
 by the first plan, against plain training in one (the largest difference of any loss, and of any entry of the state);
 whether the state loads strictly into the author's model; and the loss of that state in an evaluation on the same two
 processes, against the author's model in ``eval()``. Sizes are tiny, weights random, dropout is off: nothing
-is downloaded. Of transformers, torchvision and timm what is installed is tried. With --csv rows are added to FILE, and
-models that stand there are left out; --markdown prints the table of FILE.
+is downloaded. Models that draw random numbers are compared with one process, whose layers draw the same. Of
+transformers, torchvision and timm what is installed is tried, and what scripts/checks/written has. With --results rows
+are added to FILE, and models that stand there are left out, but those --only names, which are tried again; --markdown
+prints the table of FILE, and how many of its models are trained as plain torch does, refused, or trained otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.util
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,290 +30,27 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
+from torch.nn.parameter import UninitializedParameter
 
-from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import PipeplanError
 from pipeplan.partition.granularity import merge_blocks, merge_zero_time
 from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Platform, Policy, Problem
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.hugging_face import named
-from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.model.loaded import LOSS_ROOT
 from pipeplan.runtime.model.structure import tensors_in
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.trace.exported import loss_in
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
+from scripts.checks.model_tasks import Task, names, task
+from scripts.checks.written.row import BATCH
 
-BATCH, STEPS, ACCUMULATE, RATE = 2, 2, 2, 0.01
-HF = {
-    "gpt2": "GPT2LMHeadModel,n_layer=4,n_embd=32,n_head=4,vocab_size=97,n_positions=32,sequence=16",
-    "llama": "LlamaForCausalLM,{text},num_key_value_heads=2",
-    "mistral": "MistralForCausalLM,{text},num_key_value_heads=2",
-    "mixtral": "MixtralForCausalLM,{text},num_key_value_heads=2,num_local_experts=4",
-    "qwen2": "Qwen2ForCausalLM,{text},num_key_value_heads=2",
-    "qwen3": "Qwen3ForCausalLM,{text},num_key_value_heads=2,head_dim=8",
-    "gemma2": "Gemma2ForCausalLM,{text},num_key_value_heads=2,head_dim=8",
-    "phi3": "Phi3ForCausalLM,{text},num_key_value_heads=2,pad_token_id=0",
-    "olmo2": "Olmo2ForCausalLM,{text},num_key_value_heads=2",
-    "gpt-neox": "GPTNeoXForCausalLM,{text}",
-    "opt": "OPTForCausalLM,num_hidden_layers=4,hidden_size=32,ffn_dim=64,num_attention_heads=4,vocab_size=97,"
-    "word_embed_proj_dim=32,max_position_embeddings=32,sequence=16",
-    "bloom": "BloomForCausalLM,n_layer=4,hidden_size=32,n_head=4,vocab_size=97,sequence=16",
-    "falcon": "FalconForCausalLM,num_hidden_layers=4,hidden_size=32,num_attention_heads=4,vocab_size=97,sequence=16",
-    "mamba": "MambaForCausalLM,num_hidden_layers=4,hidden_size=32,vocab_size=97,state_size=4,sequence=16",
-    "bert": "BertForMaskedLM,{text}",
-    "bert-classes": "BertForSequenceClassification,{text}",
-    "bert-answers": "BertForQuestionAnswering,{text}",
-    "roberta": "RobertaForMaskedLM,{text},max_position_embeddings=32",
-    "distilbert": "DistilBertForMaskedLM,n_layers=4,dim=32,hidden_dim=64,n_heads=4,vocab_size=97,sequence=16",
-    "electra": "ElectraForTokenClassification,{text},embedding_size=16",
-    "albert": "AlbertForMaskedLM,{text},embedding_size=16",
-    "deberta-v2": "DebertaV2ForMaskedLM,{text}",
-    "t5": "T5ForConditionalGeneration,d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=97,sequence=16",
-    "bart": "BartForConditionalGeneration,{seq2seq}",
-    "pegasus": "PegasusForConditionalGeneration,{seq2seq}",
-    "whisper": "WhisperForConditionalGeneration,{seq2seq},num_mel_bins=8,max_source_positions=16,"
-    "max_target_positions=32,decoder_start_token_id=0,pad_token_id=0,bos_token_id=0,eos_token_id=1",
-    "vit": "ViTForImageClassification,{vision}",
-    "deit": "DeiTForImageClassification,{vision}",
-    "beit": "BeitForImageClassification,{vision}",
-    "dinov2": "Dinov2ForImageClassification,num_hidden_layers=4,hidden_size=32,num_attention_heads=4,image_size=32,"
-    "patch_size=8",
-    "swin": "SwinForImageClassification,image_size=64,patch_size=4,embed_dim=8,window_size=4,depths=[2,2],"
-    "num_heads=[2,4]",
-    "convnext": "ConvNextForImageClassification,image_size=32,num_channels=3",
-    "segformer": "SegformerForSemanticSegmentation,image_size=32",
-}
-PARTS = {
-    "text": "num_hidden_layers=4,hidden_size=32,intermediate_size=64,num_attention_heads=4,vocab_size=97,sequence=16",
-    "seq2seq": "d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=4,decoder_attention_heads=4,"
-    "encoder_ffn_dim=64,decoder_ffn_dim=64,vocab_size=97,sequence=16",
-    "vision": "num_hidden_layers=4,hidden_size=32,intermediate_size=64,num_attention_heads=4,image_size=32,"
-    "patch_size=8",
-}
-VISION = {
-    "resnet18": 64, "googlenet": 64, "inception_v3": 299, "efficientnet_b0": 64, "mobilenet_v3_small": 64,
-    "convnext_tiny": 64, "swin_t": 64, "vit_b_16": 224, "densenet121": 64, "shufflenet_v2_x1_0": 64,
-    "regnet_y_400mf": 64, "squeezenet1_1": 64, "segmentation.deeplabv3_resnet50": 64,
-}  # fmt: skip
-TIMM = {"mixer_s32_224": 224, "resmlp_12_224": 224, "levit_128s": 224, "convmixer_768_32": 64, "ghostnet_100": 64}
-ZOO = ("gpt-tiny,tied=true", "llama-tiny", "small-cnn", "awd-lm,hidden=24,embedding=16,vocabulary=130,sequence=6",
-       "gnmt,hidden=16,vocabulary=130,sequence=6", "inception-v3-auxiliary,image=299")  # fmt: skip
-
-
-# --- models of torch alone ------------------------------------------------------------------------------------------
-
-
-class Whole(nn.Module):
-    """Layers of the zoo as one module, so that it is traced."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layers(x)
-
-
-class Translating(nn.Module):
-    """torch's own transformer, from tokens to tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(29, 16), nn.Linear(16, 29)
-        self.transformer = nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        states = self.transformer(self.tokens(source), self.tokens(target), tgt_mask=mask, tgt_is_causal=True)
-        return self.head(states)
-
-
-class Recurrent(nn.Module):
-    """An LSTM over tokens, with its last states among the outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.states = nn.Embedding(29, 16), nn.LSTM(16, 16, 2, batch_first=True)
-        self.head = nn.Linear(16, 29)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        states, (last, _) = self.states(self.tokens(x))
-        return {"logits": self.head(states), "last": last}
-
-
-class UNet(nn.Module):
-    """Two levels down and up, with a skip over each."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(2 * width, 2, 3, padding=1)
-        self.down = nn.ModuleList(nn.Conv2d(width, width, 3, stride=2, padding=1) for _ in range(2))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(width * (1 + i), width, 2, stride=2) for i in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        levels = [self.enter(x)]
-        for down, norm in zip(self.down, self.norms, strict=True):
-            levels.append(functional.relu(norm(down(levels[-1]))))
-        y = levels.pop()
-        for up in self.up:
-            y = torch.cat((up(y), levels.pop()), dim=1)
-        return self.leave(y)
-
-
-def _tokens(logits: Any, target: Tensor) -> Tensor:
-    found = logits["logits"] if isinstance(logits, dict) else logits
-    return functional.cross_entropy(found.flatten(0, 1), target.flatten())
-
-
-def _numbers(generator: torch.Generator, *shape: int, below: int) -> Tensor:
-    return torch.randint(below, shape, generator=generator)
-
-
-OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Any], Any]] = {
-    "nn.Transformer": (
-        Translating,
-        lambda g: ((_numbers(g, BATCH, 8, below=29), _numbers(g, BATCH, 8, below=29)), _numbers(g, BATCH, 8, below=29)),
-        _tokens,
-    ),
-    "nn.LSTM": (Recurrent, lambda g: (_numbers(g, BATCH, 8, below=29), _numbers(g, BATCH, 8, below=29)), _tokens),
-    "u-net": (
-        UNet,
-        lambda g: (torch.randn(BATCH, 3, 16, 16, generator=g), _numbers(g, BATCH, 16, 16, below=2)),
-        functional.cross_entropy,
-    ),
-}
-
-
-# --- finding them ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model: ``build(batch)`` and ``data(index, seed)`` as a user writes them."""
-
-    build: Callable[[int], Any]
-    data: Callable[[int, int], Any]
-
-
-def __getattr__(name: str) -> Any:
-    """Return ``build_KEY`` or ``data_KEY`` of a model, as ranks look them up."""
-    kind, _, key = name.partition("_")
-    if kind in ("build", "data") and key.isdigit():
-        return getattr(task(list(names())[int(key)]), kind)
-    raise AttributeError(name)
-
-
-def names() -> Iterator[str]:
-    """Yield what the models are called."""
-    yield from OWN
-    yield from (f"zoo:{name}" for name in ZOO)
-    yield from (f"transformers:{name}" for name in HF)
-    yield from (f"torchvision:{name}" for name in VISION)
-    yield from (f"timm:{name}" for name in TIMM)
-
-
-def task(name: str) -> Task:
-    """Return the model called ``name``; ImportError where its library isn't installed."""
-    library, _, key = name.partition(":")
-    if name in OWN:
-        make, sample, loss = OWN[name]
-        return _task(make, sample, loss)
-    if library == "zoo":
-        model = zoo.load(key)
-        return Task(lambda batch: _without_chance(_whole(model(batch))), model.data(BATCH))
-    if library == "transformers":
-        found = named(HF[key].format(**PARTS))
-        return Task(lambda batch: _without_chance(_quiet(found)(batch)), found.data(BATCH))
-    size = (VISION if library == "torchvision" else TIMM)[key]
-    make = _torchvision(key) if library == "torchvision" else _timm(key)
-
-    def sample(generator: torch.Generator) -> Any:
-        many = (BATCH, size, size) if "segmentation" in key else (BATCH,)
-        return torch.randn(BATCH, 3, size, size, generator=generator), _numbers(generator, *many, below=10)
-
-    return _task(make, sample, _classes)
-
-
-def _task(make: Callable[[], nn.Module], sample: Callable[[torch.Generator], Any], loss: Any) -> Task:
-    def data(index: int, seed: int) -> Any:
-        return sample(torch.Generator().manual_seed(1000 * seed + index))
-
-    def build(batch: int) -> Any:
-        torch.manual_seed(0)
-        return _without_chance((make(), data(0, 0)[0], loss))
-
-    return Task(build, data)
-
-
-def _whole(built: Any) -> Any:
-    layers, example, loss = built
-    return Whole(layers), example, loss
-
-
-def _without_chance(built: Any) -> Any:
-    for part in built[0].modules():
-        for attribute in ("p", "dropout", "drop_prob", "drop_rate"):
-            if isinstance(getattr(part, attribute, None), float):
-                setattr(part, attribute, 0.0)
-    return built
-
-
-def _quiet(found: Any) -> Any:
-    for key, value in vars(found.config).items():
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
-            setattr(found.config, key, 0.0)
-    return found
-
-
-def _torchvision_imports() -> None:
-    """Let torchvision be imported, where it is, even if its compiled operations are for another build of torch."""
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:  # no model here needs what is missing, but its name
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)
-        for name in [x for x in sys.modules if x.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-
-
-_KEPT: list[Any] = []
-_torchvision_imports()  # before transformers, which looks for it
-
-
-def _torchvision(key: str) -> Callable[[], nn.Module]:
-    import torchvision
-
-    found = torchvision.models
-    for part in key.split("."):
-        found = getattr(found, part)
-    more = {"weights_backbone": None} if "segmentation" in key else {}
-    more |= {"init_weights": False} if key in ("googlenet", "inception_v3") else {}
-    return lambda: found(weights=None, num_classes=10, **more)
-
-
-def _timm(key: str) -> Callable[[], nn.Module]:
-    import timm
-
-    return lambda: timm.create_model(key, pretrained=False, num_classes=10)
-
-
-def _classes(output: Any, target: Tensor) -> Tensor:
-    if hasattr(output, "logits"):  # a named tuple with auxiliary heads
-        others = [x for name, x in zip(output._fields, output, strict=True) if name != "logits" and x is not None]
-        return _classes(output.logits, target) + 0.3 * sum(_classes(x, target) for x in others)
-    if isinstance(output, dict):
-        return functional.cross_entropy(output["out"], target)
-    return functional.cross_entropy(output, target)
-
+STEPS, ACCUMULATE, RATE = 2, 2, 0.01
+EQUAL = 1e-6  # differences up to here are of the order of sums
 
 # --- trying them ----------------------------------------------------------------------------------------------------
 
@@ -363,18 +101,41 @@ def _try(found: Task, number: int, row: Row) -> None:
         plans[gpus] = make_plan(problem, "contiguous").plan
     row.plans = " ".join(f"{gpus}: {len(plan.allocation.stages)}" for gpus, plan in plans.items())
     losses, state, model = plainly(found)
+    if found.draws:
+        losses, state = alone(chain, number)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trained.pt")
-        spec = ModelSpec(f"scripts.checks.models:build_{number}", f"scripts.checks.models:data_{number}")
+        spec = ModelSpec(f"scripts.checks.model_tasks:build_{number}", f"scripts.checks.model_tasks:data_{number}")
         report = run_plan(plans[2], spec, RunOptions(steps=STEPS, lr=RATE, save=path))
         trained = torch.load(path)
-        model.load_state_dict(trained)
+        own = model.state_dict().keys()
+        model.load_state_dict({k: x for k, x in trained.items() if k in own or not k.startswith(LOSS_ROOT)})
         row.strict = "yes"
-        row.evaluation = evaluated(found, model, plans[2], spec, path)
-    row.loss_difference = max(abs(a - b) for a, b in zip(report.losses, losses, strict=True))
-    row.state_difference = max(
-        float((trained[k].double() - x.double()).abs().max()) for k, x in state.items() if x.numel()
+        row.evaluation = "" if found.draws else evaluated(found, model, plans[2], spec, path)
+    row.loss_difference, row.state_difference = differences(report.losses, losses, trained, state)
+
+
+def differences(
+    losses: Sequence[float], plain: Sequence[float], state: dict[str, Any], plain_state: dict[str, Any]
+) -> tuple[float, float]:
+    """Return the largest difference of any loss, and of any entry of the state, from those of plain training."""
+    apart = (
+        float((state[k] - x).abs().max()) if x.is_floating_point() or x.is_complex() else float((state[k] != x).any())
+        for k, x in plain_state.items()
+        if isinstance(x, Tensor) and x.numel()
     )
+    return max(abs(a - b) for a, b in zip(losses, plain, strict=True)), max(apart)
+
+
+def alone(chain: Any, number: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train on one process; return the losses and the state."""
+    problem = Problem(chain, Platform.flat(1, 10**12, 10**11), Policy("flush", ACCUMULATE), replicas=False)
+    plan = make_plan(problem, "contiguous").plan
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trained.pt")
+        spec = ModelSpec(f"scripts.checks.model_tasks:build_{number}", f"scripts.checks.model_tasks:data_{number}")
+        report = run_plan(plan, spec, RunOptions(steps=STEPS, lr=RATE, save=path))
+        return list(report.losses), torch.load(path)
 
 
 def evaluated(found: Task, model: nn.Module, plan: Plan, spec: ModelSpec, path: Path) -> str:
@@ -384,6 +145,9 @@ def evaluated(found: Task, model: nn.Module, plan: Plan, spec: ModelSpec, path: 
     except PipeplanError as error:
         return str(error)
     _, loss = _built(found)
+    if isinstance(loss, nn.Module):
+        own = {k.removeprefix(LOSS_ROOT): x for k, x in torch.load(path).items() if k.startswith(LOSS_ROOT)}
+        loss.load_state_dict(own, strict=bool(own))
     model.eval()
     with torch.no_grad():
         plain = [float(_loss(model, loss, found.data(m, 0))) for m in range(STEPS * ACCUMULATE)]
@@ -394,8 +158,9 @@ def evaluated(found: Task, model: nn.Module, plan: Plan, spec: ModelSpec, path: 
 def _loss(model: nn.Module, loss: Any, given: Any) -> Tensor:
     x, target = given if isinstance(given, tuple) else (given, None)
     keywords = dict(x) if hasattr(x, "keys") else {}
-    output = model(*(() if keywords else x if isinstance(x, tuple) else (x,)), **keywords)
-    return output.loss if loss is None else loss(output, target)
+    with torch.compiler.set_stance("force_eager"):  # which takes minutes less
+        output = model(*(() if keywords else x if isinstance(x, tuple) else (x,)), **keywords)
+    return loss_in(model, output) if loss is None else loss(output, target)
 
 
 def _built(found: Task) -> tuple[nn.Module, Any]:
@@ -405,13 +170,17 @@ def _built(found: Task) -> tuple[nn.Module, Any]:
     for part in model.modules():
         if getattr(getattr(part, "config", None), "use_cache", None) is True:
             part.config.use_cache = False
+    if any(isinstance(x, UninitializedParameter) for x in model.parameters()):
+        with torch.no_grad():
+            model.eval()(built[1])
     return model.train(), loss
 
 
 def eager_bytes(found: Task) -> int:
     """Return what plain training saves, parameters and buffers aside, each storage once."""
     model, loss = _built(found)
-    permanent = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+    own = [*loss.parameters()] if isinstance(loss, nn.Module) else []
+    permanent = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers(), *own)}
     storages = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -426,27 +195,40 @@ def eager_bytes(found: Task) -> int:
     return sum(x.nbytes() for key, x in storages.items() if key not in permanent)
 
 
-def plainly(found: Task) -> tuple[list[float], dict[str, Tensor], nn.Module]:
+def plainly(
+    found: Task, steps: int = STEPS, accumulate: int = ACCUMULATE
+) -> tuple[list[float], dict[str, Tensor], nn.Module]:
     """Train in one process; return the losses, the state, and a model as it was built."""
     model, loss = _built(found)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+    optimizer = torch.optim.SGD([*model.parameters(), *own], lr=RATE)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
-        for m in range(step * ACCUMULATE, (step + 1) * ACCUMULATE):
+        for m in range(step * accumulate, (step + 1) * accumulate):
             value = _loss(model, loss, found.data(m, 0))
             losses.append(float(value.detach()))
-            (value / ACCUMULATE).backward()
+            (value / accumulate).backward()
         optimizer.step()
-    return losses, model.state_dict(), _built(found)[0]
+    state = model.state_dict()
+    return losses, state, _built(found)[0]
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
+def _equal(row: dict[str, Any]) -> bool:
+    return row["loss_difference"] <= EQUAL and row["state_difference"] <= EQUAL
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the table of ``rows``."""
+    differing = [row for row in rows if not row["failure"] and not _equal(row)]
+    refused = sum(bool(row["failure"]) for row in rows)
     lines = [
+        f"{len(rows)} models: {len(rows) - refused - len(differing)} trained as plain torch does, {refused} refused, "
+        f"{len(differing)} trained otherwise.",
+        "",
         "| model | operations | blocks | saved MB | of eager's | stages on 2 and 4 | loss | state | strict "
         "| evaluation |",
         "|---|--:|--:|--:|--:|---|--:|--:|---|---|",
@@ -468,34 +250,37 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def parser_of(words: str | None) -> argparse.ArgumentParser:
     """Return what reads the arguments of :func:`tabulate`."""
     parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="models whose names have one of these")
+    parser.add_argument("--results", type=Path, metavar="FILE.json")
     parser.add_argument("--markdown", action="store_true")
     return parser
 
 
 def tabulate(
-    given: argparse.Namespace, tried: Callable[[str], Any], table: Callable[[list[dict[str, str]]], str]
+    given: argparse.Namespace,
+    tried: Callable[[str], Any],
+    table: Callable[[list[dict[str, Any]]], str],
+    names: Callable[[], Iterable[str]] = names,
 ) -> None:
-    """Print, and add to --csv, the rows that ``tried`` makes of the models asked for; or the ``table`` of the file."""
-    done = list(csv.DictReader(given.csv.open())) if given.csv is not None and given.csv.exists() else []
+    """Print, and add to --results, the rows that ``tried`` makes of the models asked for; or the file's ``table``."""
+    there = given.results is not None and given.results.exists()
+    done: dict[str, dict[str, Any]] = (
+        {row["model"]: row for row in json.loads(given.results.read_text())} if there else {}
+    )
     if given.markdown:
-        print(table(done))
+        print(table([done[name] for name in names() if name in done]))
         return
     torch.set_num_threads(1)
-    known = {row["model"] for row in done}
     for name in names():
-        if name in known or (given.names and not any(part in name for part in given.names)):
+        if (name in done and not given.only) or (given.only and not any(part in name for part in given.only)):
             continue
         row = tried(name)
         print(row, flush=True)
-        if given.csv is not None:
-            new = not given.csv.exists()
-            with given.csv.open("a", newline="") as file:
-                writer = csv.DictWriter(file, [field.name for field in fields(row)])
-                if new:
-                    writer.writeheader()
-                writer.writerow(asdict(row))
+        if given.results is not None:
+            done[name] = asdict(row)
+            scratch = given.results.with_suffix(".new")
+            scratch.write_text(json.dumps(list(done.values()), indent=1))
+            scratch.replace(given.results)
 
 
 def main() -> None:
@@ -505,7 +290,7 @@ def main() -> None:
     if given.list:
         print("\n".join(names()))
         return
-    given.csv = given.csv and given.csv.absolute()
+    given.results = given.results and given.results.absolute()
     os.chdir(Path(__file__).parents[2])
     tabulate(given, tried, markdown)
 

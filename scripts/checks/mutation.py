@@ -356,7 +356,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mutants", type=int, default=300, help="how many to try")
     parser.add_argument(
-        "--rooms", default=",".join(ROOMS), help="folders or modules of pipeplan/, such as cost,planner/grid"
+        "--rooms", default=",".join(ROOMS), help="folders or modules of pipeplan/, such as cost,planner/drained"
     )
     parser.add_argument("--at", default="", help="lines such as cost/memory.py:12, as survivors are printed")
     parser.add_argument("--jobs", type=int, default=2)

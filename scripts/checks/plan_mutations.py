@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from cases.mutations import ACCEPTED, PLACE, document_of, kinds, mutations, reason_of, refusal
 
 from pipeplan.files.plans import load_plan, plan_text
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.report.html import report_html
 from pipeplan.report.simulations import print_pattern, print_simulation
 from pipeplan.report.tables import print_plan

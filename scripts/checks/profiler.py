@@ -22,9 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.problem import Chain
+from pipeplan.runtime.clock import ThreadClock
 from pipeplan.runtime.model.network import Network, chain_network
-from pipeplan.runtime.model.trace import trace_module
-from pipeplan.runtime.profiler.clock import ThreadClock
+from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.profiler.measure import profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeplan.planner.carry import carried
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.carry import carried
 from pipeplan.problem import Chain, Platform, Problem
 
 GPUS = (2, 4, 8)

@@ -31,9 +31,9 @@ from pipeplan.check.validate import check  # noqa: E402
 from pipeplan.cost.stage_graph import stage_graph  # noqa: E402
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage  # noqa: E402
 from pipeplan.problem import Chain, Device, Level, Platform, Policy  # noqa: E402
-from pipeplan.runtime.launch import run_plan  # noqa: E402
-from pipeplan.runtime.model.spec import ModelSpec  # noqa: E402
-from pipeplan.runtime.options import RunOptions  # noqa: E402
+from pipeplan.runtime.engine.options import RunOptions  # noqa: E402
+from pipeplan.runtime.model.build.spec import ModelSpec  # noqa: E402
+from pipeplan.runtime.processes.launch import run_plan  # noqa: E402
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star  # noqa: E402
 
 FORWARD_S, BACKWARD_S = 0.04, 0.08  # of a layer

@@ -28,12 +28,12 @@ from torch import Tensor, nn  # noqa: E402
 from pipeplan.api.synthesizing import synthesized  # noqa: E402
 from pipeplan.check.validate import check  # noqa: E402
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage  # noqa: E402
-from pipeplan.planner.best_order import OWN, Found  # noqa: E402
-from pipeplan.planner.ordered import in_order  # noqa: E402
+from pipeplan.planner.what_if.best_order import OWN, Found  # noqa: E402
+from pipeplan.planner.what_if.ordered import in_order  # noqa: E402
 from pipeplan.problem import Chain, Platform, Policy  # noqa: E402
-from pipeplan.runtime.launch import run_plan  # noqa: E402
-from pipeplan.runtime.model.spec import ModelSpec  # noqa: E402
-from pipeplan.runtime.options import RunOptions  # noqa: E402
+from pipeplan.runtime.engine.options import RunOptions  # noqa: E402
+from pipeplan.runtime.model.build.spec import ModelSpec  # noqa: E402
+from pipeplan.runtime.processes.launch import run_plan  # noqa: E402
 from pipeplan.schedule.kinds import graph_of, vee  # noqa: E402
 
 GPUS, TIMES_MS = 4, (20, 24, 16)

@@ -1,13 +1,13 @@
 """Which of the models of models.py does torch.distributed.pipelining split and train? Beside plain torch.
 
-    python scripts/checks/torch_pipeline.py [NAME...] [--csv FILE] [--markdown]
+    python scripts/checks/torch_pipeline.py [--only NAME...] [--results FILE.json] [--markdown]
 
 Each model is given to ``pipeline()`` with a split before the middle one of its blocks (the items of its outermost
 lists of modules), and trained by ``ScheduleGPipe`` on two processes: two updates of two microbatches, with the data,
 the loss and the rate that models.py has; each stage gets those keywords that it reads. A row says what torch says where
 it cannot, or the largest difference of any loss and of any entry of the state from plain training in one process. The
 loss is the same function, given what torch puts out; of models that return theirs, it is what stands under ``loss``,
-or first. With --csv rows are added to FILE, and models that stand there are left out; --markdown prints its table.
+or first. With --results rows are added to FILE, and models that stand there are left out; --markdown prints its table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from torch.utils._pytree import tree_map
 
-from scripts.checks.models import ACCUMULATE, BATCH, RATE, STEPS, Task, _built, parser_of, plainly, tabulate, task
+from scripts.checks.model_tasks import Task, task
+from scripts.checks.models import ACCUMULATE, BATCH, RATE, STEPS, _built, parser_of, plainly, tabulate
 
 LONGEST_S = 300.0  # for one model
 EQUAL = 1e-6  # differences up to here are of rounding
@@ -170,7 +171,7 @@ def split_up(given: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return (x if isinstance(x, tuple) else (x,)), {}, target
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
+def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the table of ``rows``: what comes out, of which models."""
     groups: dict[str, list[str]] = {}
     for row in rows:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-from pipeplan.planner.costed import Configuration, costed
+from pipeplan.planner.calibrate.costed import Configuration, costed
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy
 
 ROWS = Path(__file__).parent / "published" / "runs.csv"

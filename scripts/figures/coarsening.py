@@ -30,12 +30,12 @@ from pipeplan.cost.time_model import overlapped_ns
 from pipeplan.problem import Policy
 from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.measure.recorder import HostRecorder
-from pipeplan.runtime.model.loading import chain_model
-from pipeplan.runtime.training.half import halved
-from pipeplan.runtime.training.loss_scale import LossScale, Scaling
-from pipeplan.runtime.training.optimizers import optimizer_maker
-from pipeplan.runtime.training.update import StageUpdate
-from pipeplan.runtime.training.versions import Keeping, Versions
+from pipeplan.runtime.model.build.loading import chain_model
+from pipeplan.runtime.training.update.loss_scale import LossScale, Scaling
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.update.update import StageUpdate
+from pipeplan.runtime.training.weights.half import halved
+from pipeplan.runtime.training.weights.versions import Keeping, Versions
 
 WIDTH = 1000
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeplan.files.profiles import read_profile
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.units import format_bytes, parse_bandwidth
 

@@ -27,12 +27,12 @@ from unprofiled import predicted_time, transformer_chain
 
 from pipeplan.papers.transformer import MIXED, Grid, layer_flops, share_seconds, stage_layers
 from pipeplan.plan import Stage
-from pipeplan.planner.grid.microbatches import Profiles
-from pipeplan.planner.grid.plan import segment_length
-from pipeplan.planner.grid.problem import Found, GridConfig, GridProblem
-from pipeplan.planner.grid.search import search_grids
-from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.pipeline_time import batch_time
+from pipeplan.planner.drained.arrivals import batch_time
+from pipeplan.planner.drained.grid_search import search_grids
+from pipeplan.planner.drained.microbatches import Profiles
+from pipeplan.planner.drained.space import Found, GridConfig, GridProblem
+from pipeplan.planner.periodic.incumbent import Settings
+from pipeplan.planner.what_if.grid import segment_length
 from pipeplan.problem import Device, Level, Platform, Problem
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.sizes import TRANSFORMERS

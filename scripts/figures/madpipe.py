@@ -25,8 +25,8 @@ import matplotlib.pyplot as plt
 
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.planner.compare import compare
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.periodic.incumbent import Settings
+from pipeplan.planner.what_if.compare import compare
 from pipeplan.problem import Chain, Platform, Problem
 from pipeplan.units import parse_bandwidth, parse_bytes
 

@@ -22,7 +22,7 @@ from unprofiled import predicted_time, transformer_chain
 
 from pipeplan.papers.transformer import Grid, stage_layers
 from pipeplan.plan import Stage
-from pipeplan.planner.pipeline_time import batch_time
+from pipeplan.planner.drained.arrivals import batch_time
 from pipeplan.problem import Device, Level, Platform, Policy, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
 

@@ -23,9 +23,9 @@ from pipedream_table1 import PROFILES, TABLE, platform_of, scaled
 from pipeplan.check.evaluate import evaluate
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
+from pipeplan.planner.periodic.stated import STATED
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import simulate_plan
-from pipeplan.planner.stated import STATED
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Platform, Policy, Problem
 from pipeplan.schedule.kinds import graph_of
 

@@ -21,8 +21,8 @@ from itertools import groupby
 from pathlib import Path
 
 from pipeplan.files.profiles import read_profile
-from pipeplan.planner.compare import compare
-from pipeplan.planner.explain import least_memory
+from pipeplan.planner.periodic.explain import least_memory
+from pipeplan.planner.what_if.compare import compare
 from pipeplan.problem import Platform, Policy, Problem
 
 SHIPPED = Path(__file__).parents[2] / "profiles"

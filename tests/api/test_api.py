@@ -144,7 +144,7 @@ def test_it_refuses_by_the_command_lines_sentences(given, more, sentence, path, 
 
 
 def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
-    with pytest.raises(pp.Infeasible, match=r"feasible from 28 MB per GPU"):
+    with pytest.raises(pp.Infeasible, match=r"feasible from 20 MB per GPU"):
         pp.plan(path, gpus=1, mem="1MB")
     with pytest.raises(pp.PipeplanError, match="--schedule: 'zigzag' is not one of"):
         pp.plan(path, **GIVEN, split="4,4").simulate("zigzag")

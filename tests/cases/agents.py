@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeplan.runtime.own_processes import context_of
-from pipeplan.runtime.watch import SIGNALS
+from pipeplan.runtime.processes.own_processes import context_of
+from pipeplan.runtime.processes.watch import SIGNALS
 
 from .patience import SECONDS
 
@@ -71,7 +71,7 @@ def two_nodes(
                 prepare(number)
             finally:
                 os.chdir(home)
-            agent = context_of("cpu").Process(target=_agent, args=(number, folder, port, list(arguments), restarts))
+            agent = context_of().Process(target=_agent, args=(number, folder, port, list(arguments), restarts))
             agent.daemon = False
             agent.start()
             nodes.append(Node(number, folder, agent))
@@ -123,7 +123,5 @@ def _rank(number, folder, arguments):
     os._exit = noted
     from pipeplan.__main__ import main
 
-    try:
+    with suppress(SystemExit):
         main()
-    except SystemExit as error:
-        noted(error.code or 0)

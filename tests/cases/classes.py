@@ -11,7 +11,7 @@ from cases.chains import random_chain
 
 from pipeplan.cost.saved import storages
 from pipeplan.errors import Infeasible
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Checkpointing, Device, Level, Platform, Policy, Problem
 

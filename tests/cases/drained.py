@@ -13,7 +13,7 @@ from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.plan import Schedule, ScheduleKind, Stage
-from pipeplan.planner.drained_run import drained_run
+from pipeplan.planner.drained.run import drained_run
 from pipeplan.problem import LayerTimes, Policy, Problem
 from pipeplan.schedule.kinds import refused
 from pipeplan.schedule.simulate import simulate

@@ -136,7 +136,7 @@ def kill_in(place, rank, calls):
     setattr(owner, name, wrapped)
 
 
-SAVED = "pipeplan.runtime.training.saved_state"
+SAVED = "pipeplan.runtime.training.state.saved_state"
 
 
 def in_second_file(rank, do):
@@ -177,7 +177,7 @@ PLACES = {
     # the name; the name is there; an older one is about to be removed
     "begin": (f"{SAVED}:begin", 2),
     "written": (f"{SAVED}:_write_file", 2),
-    "about": ("pipeplan.runtime.training.checkpoint:json_text", 2),
+    "about": ("pipeplan.runtime.training.state.checkpoint:json_text", 2),
     "flushed": ("os:fsync", 7),
     "rename": ("os:replace", 2),
     "remove": ("os:replace", 3),

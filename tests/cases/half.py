@@ -6,7 +6,7 @@ import torch
 from cases.runtime import mean_square, vectors
 from torch import nn
 
-from pipeplan.runtime.training.optimizers import optimizer_maker
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 
 class Explosion(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeplan.runtime.model.network import chain_network
-from pipeplan.runtime.own_processes import context_of
+from pipeplan.runtime.processes.own_processes import context_of
 from pipeplan.runtime.profiler.measure import profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
@@ -22,7 +22,7 @@ SAVED_BYTES = ROWS * WIDTH * 4 * 2  # by each layer
 
 def peak_bytes(hold: str) -> int:
     """Return the most that it holds as it measures :data:`LAYERS` layers, held as ``hold`` says."""
-    context = context_of("cpu")
+    context = context_of()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(hold, theirs))
     process.start()

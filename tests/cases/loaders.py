@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import random
+import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from cases.runtime import chain_of, healthy, plan_of
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+
+from pipeplan.errors import PipeplanError
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 
 SAMPLE_S = 0.005
 
@@ -108,8 +116,36 @@ def here(batch):
     return DataLoader(Vectors(), batch, shuffle=True)
 
 
+def spawned(batch):
+    return DataLoader(Vectors(1000), batch, shuffle=True, num_workers=2, multiprocessing_context="spawn")
+
+
+def killing(whom):
+    """Run, and end the run, one of its ranks or one of their workers once all are at work; print what is told."""
+    plan = plan_of(chain_of(healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], accumulate=2)
+    model = ModelSpec("cases.runtime:healthy", f"{__name__}:spawned")
+    server = multiprocessing.forkserver._forkserver
+
+    def killed(step):
+        if step.step != 2:
+            return
+        ranks = children(server._forkserver_pid)
+        if whom == "run":
+            raise PipeplanError("the run is stopped")
+        os.kill(ranks[0] if whom == "rank" else children(ranks[0])[-1], signal.SIGKILL)
+
+    try:
+        run_plan(plan, model, RunOptions(steps=10**6, lr=1e-12), killed)
+    except PipeplanError as error:
+        print(error)
+
+
 def lines(batch):
     return DataLoader(Numbered(), batch, num_workers=2)
+
+
+def lines_of_one(batch):
+    return DataLoader(Numbered(), batch, num_workers=1)
 
 
 def _begin(worker):

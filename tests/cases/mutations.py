@@ -18,11 +18,11 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.plan import Bound, Plan, Schedule, ScheduleKind, Stage
-from pipeplan.planner.grid.plan import make_grid_plan
-from pipeplan.planner.grid.problem import grid_problem
+from pipeplan.planner.drained.space import grid_problem
+from pipeplan.planner.periodic.stated import STATED
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.restricted import make_target_plan
-from pipeplan.planner.stated import STATED
+from pipeplan.planner.what_if.grid import make_grid_plan
+from pipeplan.planner.what_if.target import make_target_plan
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
 LAYERS = tuple(
@@ -264,6 +264,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
     r"policy\.(shared_)?bytes_per_parameter": (r"left out", "null is the default"),
     r"policy\.engine": (r"left out", "null is the default"),
     r"policy\.clip": (r"left out", "false is the default"),
+    r"policy\.ema": (r"left out", "false is the default"),
     r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeplan.errors import PipeplanError
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.own_processes import context_of
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.own_processes import context_of
 
 from .patience import SECONDS
 
@@ -25,7 +25,7 @@ def on_nodes(*runs: tuple[Any, ...], folders: Sequence[Path] = ()) -> list[Any]:
     ours plays that of torchrun's agent.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context, processes, pipes = context_of("cpu"), [], []
+    context, processes, pipes = context_of(), [], []
     try:
         for rank, run in enumerate(runs):
             ours, theirs = context.Pipe(duplex=False)

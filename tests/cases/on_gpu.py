@@ -13,13 +13,14 @@ from oracles.gpu import Event, Gpu, Kernels, Stream, in_stream
 from oracles.ranks import Ranks
 from torch import nn
 
-from pipeplan.runtime import phases, preparation, reading
 from pipeplan.runtime.device import random_state
+from pipeplan.runtime.engine import phases, preparation, reading
+from pipeplan.runtime.engine.job import Job
+from pipeplan.runtime.engine.launcher import Launcher
 from pipeplan.runtime.exchange import links
-from pipeplan.runtime.job import Job
-from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import draws, loss_scale, offload, stage
+from pipeplan.runtime.training import draws, stage
+from pipeplan.runtime.training.update import beside, loss_scale, offload
 
 
 def mean_square(output, target):
@@ -55,6 +56,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (torch.Tensor, "record_stream", lambda tensor, chosen: gpu.record_stream(tensor, chosen)),
             (links, "new_stream", lambda *_, **__: gpu.new_stream()),
             (offload, "new_stream", lambda *_: gpu.new_stream()),
+            (beside, "new_stream", lambda *_: gpu.new_stream()),
             (offload, "_event", lambda _: Stream(gpu, gpu.current).record_event()),
             (links, "settle", lambda *_: Stream(gpu, gpu.current).synchronize()),
             (links, "on_host", gpu.on_host),

@@ -10,6 +10,11 @@ import pytest
 SECONDS = 600  # pytest's own limit (pyproject.toml) is larger
 
 
+def without_progress(text: str) -> str:
+    """Return what a command wrote to standard error but the lines that say it lives, which depend on the load."""
+    return re.sub(r"^(?: *[\d.]+ s  |spent on ).*\n", "", text, flags=re.MULTILINE)
+
+
 def fails_when_patient(run: Callable[[float], object], error: type[Exception], match: str) -> None:
     """``run(timeout_s)`` raises ``error`` with a message that begins with ``match``, at the latest with a long timeout.
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
+from multiprocessing import current_process
 from pathlib import Path
 
 import torch
@@ -21,14 +22,14 @@ from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
-from pipeplan.runtime.model.network import TensorSpec, chain_layers, chain_network, loss_layer, only
+from pipeplan.runtime.model.network import Network, TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
-from pipeplan.runtime.training.optimizers import optimizer_maker
 from pipeplan.runtime.training.stage import StageModule
-from pipeplan.runtime.training.versions import Versions
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.weights.versions import Versions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -36,10 +37,10 @@ from pipeplan.schedule.program import Step, unroll
 from pipeplan.schedule.simulate import simulate
 
 
-def chain_of(model, batch, *, measured=False, data=None, dtype=None, split=False):
+def chain_of(model, batch, *, measured=False, data=None, dtype=None, autocast=None, split=False):
     """The profile of a model; unless ``measured``, every layer takes 1 ms forward and 2 ms backward."""
     steps = {"steps": 5, "warmup": 2} if measured else {"steps": 1, "warmup": 0}
-    options = MeasureOptions(dtype=dtype, split_backward=split, **steps)
+    options = MeasureOptions(dtype=dtype, autocast=autocast, split_backward=split, **steps)
     chain = measure_model(model, batch, options, name="test", date="today", data=data).chain
     if measured:
         return chain
@@ -100,7 +101,7 @@ def chain_pieces(layers, loss, checkpoint, start=0):
     codes = chain_layers([(type(layer).__name__, layer) for layer in layers], start)
     stop = start + len(layers)
     if loss is not None:
-        codes = (*codes, loss_layer(loss, (stop,), only))
+        codes = (*codes, loss_layer(Network(codes, (), (stop,), only, chain=True), loss))
     return pieces_of(start, [(code,) for code in codes], checkpoint, () if loss is not None else (stop,))
 
 
@@ -331,7 +332,8 @@ def simulated_version(plan, microbatches, vertical_sync=False):
 def largest_difference(one, other):
     """Over all entries of two states, which must have the same keys."""
     assert one.keys() == other.keys()
-    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+    exact = {k: (x, other[k]) if x.is_complex() else (x.double(), other[k].double()) for k, x in one.items()}
+    return max(float((x - y).abs().max()) for x, y in exact.values())
 
 
 def undisturbed(measure, tries=6):
@@ -377,6 +379,12 @@ def healthy(batch):
 def vectors(index, seed):
     generator = torch.Generator().manual_seed(1000 * seed + index)
     return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+
+
+def vectors_of_this_rank(index, seed):
+    """As of a file that each node has another version of."""
+    x, y = vectors(index, seed)
+    return x, y + float(current_process().name[-1])
 
 
 class Waved(nn.Module):
@@ -452,6 +460,27 @@ def announcing(batch):
     return [Announcing(), nn.Linear(16, 16), Announcing(), nn.Linear(16, 16)], torch.zeros(batch, 16), mean_square
 
 
+class Versioned(nn.Linear):
+    """A linear layer whose state says of what version it is, and which takes no other's."""
+
+    _version = 7
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version") != self._version:
+            raise ValueError(f"a state of version {metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def versioned(batch):
+    layers = [nn.Linear(16, 16), nn.Sequential(nn.Tanh(), Versioned(16, 16))]
+    return layers, torch.zeros(batch, 16), mean_square
+
+
+def versioned_whole(batch):
+    layers, x, loss = versioned(batch)
+    return Whole(nn.Sequential(*layers)), x, loss
+
+
 def mean_square(output, target):
     return nn.functional.mse_loss(output, target)
 
@@ -467,6 +496,19 @@ def dropping(batch):
     ]
     layers[1].bias.requires_grad_(False)
     return layers, torch.zeros(batch, 16), mean_square
+
+
+def dropping_whole(batch):
+    layers, x, loss = dropping(batch)
+    return Whole(nn.Sequential(*layers)), x, loss
+
+
+def held_out(index, seed):
+    return vectors(1000 + index, seed)
+
+
+def absolute_error(output, target):
+    return (output - target).abs().mean()
 
 
 def drawn(index, seed):

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from cases.runtime import chain_of, healthy, plan_of
 
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import ABOUT, newest
-from pipeplan.runtime.training.optimizers import parse_choice
-from pipeplan.runtime.training.saved_state import TrainingState
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
+from pipeplan.runtime.training.state.saved_state import TrainingState
+from pipeplan.runtime.training.update.optimizers import parse_choice
 
 MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
 OPTIONS = {"lr": 0.01, "every": 2, "optimizer": parse_choice("SGD,momentum=0.9", "here")}

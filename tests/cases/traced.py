@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeplan.runtime.training.optimizers import optimizer_maker
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 
 class Block(nn.Module):
@@ -321,7 +321,43 @@ def sequences(index, seed):
     return torch.randn(4, 6, 4, generator=generator), torch.randn(4, 6, 4, generator=generator)
 
 
+@dataclass
+class WithLoss:
+    loss: Tensor
+
+
+class Recurrent(nn.Module):
+    """A loop that writes its states into a tensor of zeros, and a mask that is made of ones and zeros."""
+
+    def __init__(self, hidden=8):
+        super().__init__()
+        self.tokens, self.cell, self.head = nn.Embedding(11, 6), nn.GRUCell(6, hidden), nn.Linear(hidden, 11)
+
+    def forward(self, inputs, labels):
+        x = self.tokens(inputs)
+        states, state = torch.zeros(*x.shape[:2], self.cell.hidden_size), torch.zeros(len(x), self.cell.hidden_size)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+            states[:, t] = state
+        counted = torch.ones(x.shape[1])
+        counted[:2] = 0
+        losses = functional.cross_entropy(self.head(states).transpose(1, 2), labels, reduction="none")
+        return WithLoss((losses * counted).sum(1).mean())
+
+
+def recurrent(batch):
+    torch.manual_seed(4)
+    tokens = torch.zeros(batch, 5, dtype=torch.int64)
+    return Recurrent(), {"inputs": tokens, "labels": tokens}
+
+
+def next_tokens(index, seed):
+    x, labels = tokens(index, seed)
+    return {"inputs": x, "labels": (x * 3 + 1 + labels // 10) % 11}
+
+
 DATA = {
+    recurrent: next_tokens,
     attending: sequences,
     averaging: labelled,
     branches: images,
@@ -336,14 +372,14 @@ DATA = {
 }
 
 
-def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=None):
+def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=None, data=None):
     """Train in one process; return (losses per microbatch, state).
 
     ``version(stage, microbatch)`` is how many updates the weights have had that a microbatch is run with, and
-    ``stage_of(name)`` the stage of a weight; without them, all updates before its own mini-batch.
+    ``stage_of(name)`` the stage of a weight; without them, all updates before its own mini-batch. ``data`` is its own.
     """
     module, _, *losses_given = build(4)
-    loss = losses_given[0] if losses_given else None
+    loss, data = losses_given[0] if losses_given else None, data or DATA[build]
     module.train()
     names = [name for name, _ in module.named_parameters()]
     parameters = list(module.parameters())
@@ -360,9 +396,10 @@ def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=No
                     stage = stage_of(names[i]) if stage_of else None
                     p.copy_(history[step if stage is None else version(stage, m)][i])
             if loss is None:
-                value = module(**DATA[build](m, 0)).loss
+                output = module(**data(m, 0))
+                value = output["loss"] if isinstance(output, dict) else output.loss
             else:
-                x, target = DATA[build](m, 0)
+                x, target = data(m, 0)
                 value = loss(module(*x) if isinstance(x, tuple) else module(x), target)
             losses.append(float(value.detach()))
             (value / accumulate).backward()

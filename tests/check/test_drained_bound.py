@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from cases.drained import drained_instance, soonest
 
-from pipeplan.check.drained_bound import drained_bound, drained_bounds
+from pipeplan.check.bounds.drained.separate import drained_bound, drained_bounds
 from pipeplan.deadline import NEVER, Deadline, OutOfTime
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Stage
-from pipeplan.planner.drained_run import drained_run
+from pipeplan.planner.drained.run import drained_run
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.kinds import KINDS
 

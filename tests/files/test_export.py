@@ -9,21 +9,30 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import OrderedDict
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from cases.patience import SECONDS
 from cases.plans import greedy_pattern
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 
+from pipeplan.check.targets import whole_blocks
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.export import WRITERS, Asked, CannotExpress, notes
 from pipeplan.files.export.asked import parsed_renames
+from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
-from pipeplan.planner.other_schedules import program_of, schedule_stages
+from pipeplan.planner.simulated.other_schedules import program_of, schedule_stages
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.runtime.model.network import chain_network
+from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.schedule.simulate import simulate
 
 GPT = ["embedding", *(f"block{i}" for i in range(8)), "norm", "head"]
@@ -31,7 +40,9 @@ GPT = ["embedding", *(f"block{i}" for i in range(8)), "norm", "head"]
 
 def planned(stages, names=GPT, weights="flush", microbatches=6):
     """A plan with these stages (start, stop, devices, *segments) and some valid order."""
-    chain = Chain("gpt", tuple(Layer(name, 3, 6, 4, 1, backward_weight_ns=3) for name in names), 1)
+    chain = Chain(
+        "gpt", tuple(Layer(name, 3, 6, 0 if name == "loss" else 4, 1, backward_weight_ns=3) for name in names), 1
+    )
     made = tuple(Stage(start, stop, devices, tuple(segments)) for start, stop, devices, *segments in stages)
     platform = Platform.flat(1 + max(d for stage in made for d in stage.devices), 10**9, 10**9)
     policy = Policy(weights=weights, accumulate=microbatches)
@@ -362,13 +373,54 @@ def test_pipeline_of_torch_recomputes_nothing_and_splits_at_modules():
     each = [(0, 1, (0,), (0, 1)), (1, 2, (1,), (1, 2))]
     with pytest.raises(CannotExpress, match=r"pipeline\(\) traces the model, and nothing there recomputes"):
         exported(planned(each, ["a", "b"]), "torch-split")
-    with pytest.raises(CannotExpress, match="a stage begins with 'b#2', which is no module"):
+    with pytest.raises(CannotExpress, match="a stage begins with 'b#2', where no module of the model does"):
         exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["b", "b#2"]), "torch-split")
     text = exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["b", "b#2"]), "torch-split", rename=["b#2=c.d"])
-    assert 'SPLIT = {"c.d"}' in text
+    assert 'SPLIT = ["c.d"]' in text
     tied = planned([(0, 1, (0,)), (1, 2, (1,))], ["a", "b"])
     with pytest.raises(CannotExpress, match="layers 0 and 1 share weights and are in two stages"):
         exported(replace(tied, chain=replace(tied.chain, tied=((0, 1),))), "torch-csv")
+
+
+class Written(nn.Module):
+    """Blocks that begin with an operation, a module that is called twice, and sums written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.h = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x * 2) + 1
+        for block in self.h:
+            x = x * 3 + block(x)
+        return self.head(self.twice(self.twice(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "beginnings"),
+    [
+        (nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ["1", "2"]),
+        (nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 4))), ["b"]),
+        (Written(), ["h.0", "h.1", "head"]),
+    ],
+)
+def test_torch_splits_where_profiles_say_that_modules_begin(model, beginnings):
+    x = torch.zeros(2, 4)
+    network = trace_module(model, x) if isinstance(model, Written) else chain_network(model, x)
+    layers = tuple(Layer(code.name, 1, 1, 4, 4, module=code.path) for code in network.layers)
+    chain = Chain("own", layers, 8, None if network.chain else network.edges())
+    assert read_profile("own", profile_text(chain)) == chain
+    units = whole_blocks(chain)
+    own = [name for name, _ in model.named_parameters()]
+    for unit, beginning in zip(units[1:], beginnings, strict=True):
+        two = planned([(0, unit.start, (0,)), (unit.start, len(chain), (1,))], [x.name for x in layers])
+        text = exported(replace(two, chain=chain), "torch-split")
+        assert f'SPLIT = ["{beginning}"]' in text
+        pipe = pipeline(deepcopy(model), (x,), split_spec={beginning: SplitPoint.BEGINNING})  # which changes it
+        held = [[name for name, _ in pipe.get_stage_module(s).named_parameters()] for s in range(pipe.num_stages)]
+        assert sorted([*held[0], *held[1]]) == sorted(own)
+        assert any(name.startswith(beginning) for name in held[1])
 
 
 def test_notes_say_what_changes():
@@ -406,3 +458,19 @@ def test_the_command_writes_a_file_and_refuses_with_the_reason(pipeplan, tmp_pat
     assert "Et*4|t*4L" in json.loads(text)["text"]
     assert "drains the pipeline" in err
     assert pipeplan("export", str(plan), "--to", "torch-csv", "--schedule", "nothing")[0] == 2
+
+
+def test_autocast_is_said_where_the_target_has_a_word_for_it():
+    def cast(plan):
+        chain = replace(plan.chain, dtype="autocast-bfloat16")
+        return replace(plan, chain=chain, policy=replace(plan.policy, precision="autocast"))
+
+    assert '"torch_autocast": {"enabled": True, "dtype": "bfloat16"},' in exported(cast(planned(THREE)), "deepspeed")
+    assert "autocast" not in exported(planned(THREE), "deepspeed")
+    with pytest.raises(CannotExpress, match="torchtitan: casts nothing in pipelines"):
+        exported(cast(planned(THREE)), "torchtitan", rename=[r"(.*)=\1"])
+    one = cast(planned([(0, 11, (0,))]))
+    assert "--training.mixed_precision_param bfloat16" in exported(one, "torchtitan", rename=[r"(.*)=\1"])
+    blocks = ["embedding", *(f"block{i}" for i in range(8)), "norm", "loss"]
+    made = exported(cast(planned(THREE, blocks)), "megatron-bridge")
+    assert "cfg.model.enable_autocast = True\ncfg.model.autocast_dtype = torch.bfloat16" in made

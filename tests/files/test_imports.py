@@ -20,8 +20,8 @@ from pipeplan.files.imports import READERS, Source, read_options
 from pipeplan.files.imports.imported import placed
 from pipeplan.files.profiles import profile_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule
-from pipeplan.planner.other_schedules import own_schedule
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.other_schedules import own_schedule
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy
 
 BLOCKS = 12
@@ -32,7 +32,12 @@ def decoder(mtp: int = 0, parts: int = 1) -> Chain:
     """A decoder of twelve blocks, each of so many layers."""
     blocks = [f"block{i}" + (f".{j}" if parts > 1 else "") for i in range(BLOCKS) for j in range(parts)]
     names = ["embedding", *blocks, *(f"mtp.{i}" for i in range(mtp)), "norm", "head", "loss"]
-    return Chain("decoder", tuple(Layer(name, 3, 6, 4, 1, saved_bytes=2) for name in names), 1, microbatch=2)
+    return Chain(
+        "decoder",
+        tuple(Layer(name, 3, 6, 0 if name == "loss" else 4, 1, saved_bytes=2) for name in names),
+        1,
+        microbatch=2,
+    )
 
 
 def source(tmp_path, text: str, chain: Chain | None = None, gpus: int = 4) -> Source:
@@ -69,7 +74,7 @@ def test_what_is_exported_is_read_as_it_was(name, tmp_path):
         run = simulate_plan(plan, None, own_schedule(plan)).timeline
         asked = Asked(plan, plan.allocation.stages, run, RENAME if name == "torchtitan" else ())
         text = WRITERS[name].write(asked)
-        found = READERS[name].read(source(tmp_path, text, plan.chain, len(plan.platform)))
+        found = READERS[name](source(tmp_path, text, plan.chain, len(plan.platform)))
         assert found.stages == plan.allocation.stages
         assert (found.kind, found.microbatches) == (plan.schedule.kind, plan.schedule.microbatches)
         kinds.add((found.kind, len(found.stages[0].devices), bool(found.stages[0].checkpoint)))
@@ -77,7 +82,7 @@ def test_what_is_exported_is_read_as_it_was(name, tmp_path):
 
 
 def test_a_training_script_is_read_with_its_variables_and_arrays(tmp_path):
-    found = READERS["megatron"].read(source(tmp_path, r"""
+    found = READERS["megatron"](source(tmp_path, r"""
 #!/bin/bash
 PP=2   # ranks
 GPUS_PER_NODE=4
@@ -120,7 +125,7 @@ torchrun --nproc_per_node $GPUS_PER_NODE pretrain_gpt.py ${MODEL_ARGS[@]} $BATCH
 )
 def test_megatrons_own_ways_to_share_layers(text, layers, tmp_path):
     each = "--micro-batch-size 2 --global-batch-size 32 "
-    stages = READERS["megatron"].read(source(tmp_path, each + text)).stages
+    stages = READERS["megatron"](source(tmp_path, each + text)).stages
     assert [stage.stop - stage.start for stage in stages] == layers
 
 
@@ -134,11 +139,36 @@ def test_torchtitans_own_ways_to_share_layers(tmp_path):
         (looped, [4, 4, 3, 5]),
         (looped + "--parallelism.pipeline_parallel_layers_per_stage 4", [4, 4, 3, 5]),
     ):
-        found = READERS["torchtitan"].read(source(tmp_path, text + " activation_checkpoint:full"))
+        found = READERS["torchtitan"](source(tmp_path, text + " activation_checkpoint:full"))
         assert [stage.stop - stage.start for stage in found.stages] == layers
         assert found.zero == 1  # what is left of the GPUs is sharded
         assert found.microbatches == 8
         assert found.stages[0].checkpoint[0] == (1, 2)
+
+
+TOML = """
+[training]
+local_batch_size = 8
+global_batch_size = 64
+[parallelism]
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1F1B"
+pipeline_parallel_microbatch_size = 2
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_torchtitan_s_toml_is_read(tmp_path):
+    found = READERS["torchtitan"](source(tmp_path, TOML))
+    assert [stage.stop - stage.start for stage in found.stages] == [7, 9]
+    assert (found.kind, found.microbatches, found.stages[0].checkpoint[0]) == ("1f1b", 8, (1, 2))
+    assert "an update is 4 batches of 16 samples there; one is judged" in found.notes
+    points = 'pipeline_parallel_degree = 2\npipeline_parallel_split_points = ["layers.3"]'
+    split = READERS["torchtitan"](source(tmp_path, TOML.replace("pipeline_parallel_degree = 2", points)))
+    assert [stage.stop - stage.start for stage in split.stages] == [4, 12]
+    alone = TOML.replace("degree = 2", "degree = 1").replace("local_batch_size = 8", "local_batch_size = 2")
+    assert READERS["torchtitan"](source(tmp_path, alone)).microbatches == 32
 
 
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
@@ -165,6 +195,7 @@ MEGATRON_SLIPS = [
     ("--num-layers 12 --global-batch-size 9", "9 is no multiple of microbatches of 2 in each of 4"),
     ("--num-layers 12 --recompute-granularity selective", "selective recomputation is inside of layers"),
     ("--num-layers 12 --recompute-granularity full", "here it is 'full', 'None'"),
+    ("echo hello", "isn't Megatron-LM's arguments, with or without --pipeline-model-parallel-layout: it has no option"),
 ]
 PARTS = "--parallelism.module_fqns_per_model_part "
 TORCHTITAN_SLIPS = [
@@ -177,6 +208,12 @@ TORCHTITAN_SLIPS = [
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule GPipe",
         "schedule 'GPipe' is none of 1F1B and Interleaved1F1B",
     ),
+    ('hello = "world"', "it has no option such as --parallelism.."),
+    ('[training]\nsteps = "many"', "it has no option such as --parallelism.."),
+    (TOML.replace("microbatch_size = 2", "microbatch_size = 4"), "in microbatches of 4, the profile is of 2 samples"),
+    (TOML.replace("global_batch_size = 64", "global_batch_size = 65"), "isn't a multiple of 8 x 2"),
+    (TOML.replace('mode = "full"', 'mode = "selective"'), "activation_checkpoint:selective is inside of blocks"),
+    ("--parallelism.pipeline_parallel_split_points layers.99", "names 'layers.99', which the profile hasn't"),
 ]
 
 
@@ -186,7 +223,7 @@ TORCHTITAN_SLIPS = [
 )
 def test_slips_are_said_in_a_sentence(name, text, sentence, tmp_path):
     with pytest.raises(BadInput, match=f"run.sh: .*{re.escape(sentence)}"):
-        READERS[name].read(source(tmp_path, text))
+        READERS[name](source(tmp_path, text))
 
 
 def test_what_is_no_shell_text_is_said(tmp_path):
@@ -196,9 +233,10 @@ def test_what_is_no_shell_text_is_said(tmp_path):
 
 def test_the_plan_that_is_run_is_judged_beside_the_best(tmp_path, pipeplan: Command) -> None:
     head = Layer("head", 27000, 6000, 40, 100, saved_bytes=200)
-    layers = tuple(replace(head, name=x.name, forward_ns=27000 if x.name == "head" else 3000) for x in decoder().layers)
+    layers = [replace(head, name=x.name, forward_ns=27000 if x.name == "head" else 3000) for x in decoder().layers]
+    layers[-1] = replace(layers[-1], weight_bytes=0)
     profile = str(tmp_path / "profile.json")
-    Path(profile).write_text(profile_text(Chain("decoder", layers, 100, microbatch=2)))
+    Path(profile).write_text(profile_text(Chain("decoder", tuple(layers), 100, microbatch=2)))
     script = tmp_path / "run.sh"
     script.write_text("--num-layers 12 --pipeline-model-parallel-size 4 --micro-batch-size 2 --global-batch-size 16")
     today, best = tmp_path / "today.json", tmp_path / "best.json"
@@ -219,3 +257,6 @@ def test_the_plan_that_is_run_is_judged_beside_the_best(tmp_path, pipeplan: Comm
     code, _, err = pipeplan(*small)
     assert code == 1
     assert "run.sh: device" in err
+    script.write_text("--num-layers 12 --micro-batch-size 2 --global-batch-size 16")
+    _, _, err = pipeplan(*small)
+    assert [line.partition(" needs ")[0] for line in err.splitlines()] == [f"error: {script}: each of devices 0-3"]

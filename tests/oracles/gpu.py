@@ -97,6 +97,10 @@ class Memory:
     uses: list[Use] = field(default_factory=list)
     recorded: set[Hashable] = field(default_factory=set)
 
+    def used_by_others(self, known: Clock) -> bool:
+        """Whether a recorded stream may still use it, for all that is known."""
+        return any(known.get(x.stream, 0) < x.count for x in self.uses if x.stream in self.recorded)
+
 
 class Gpu:
     """What one rank has given its GPU. ``races`` are sentences; ``waits`` are (what the host was at, what it read)."""
@@ -109,6 +113,8 @@ class Gpu:
         self.doing: Any = None
         self.current: Hashable = COMPUTE
         self.moved_bytes = 0
+        self.most_messages = 0  # whose memory nobody else can have yet
+        self._messages: list[Memory] = []
         self._clocks: dict[Hashable, Clock] = {}
         self._memory: dict[int, Memory] = {}
         self._events = self._streams = 0
@@ -161,6 +167,13 @@ class Gpu:
         if found is None:
             found = self._memory[storage._cdata] = Memory(self.current, StorageWeakRef(storage), made)
         return found
+
+    def receive(self, tensor: Tensor) -> None:
+        """Count a message. Its stream has its memory again when it is freed; where others use it, when they have."""
+        known, memory = self.clock(HOST), self.memory(tensor)
+        held = [x for x in self._messages if x is not memory and (not x.ref.expired() or x.used_by_others(known))]
+        self._messages = [*held, memory]
+        self.most_messages = max(self.most_messages, len(self._messages))
 
     def use(self, stream: Hashable, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """Issue something to a stream (or do it on the host) that reads and writes memory."""
@@ -289,8 +302,7 @@ class Kernels(TorchDispatchMode):
                     gpu.settle(name)
             gpu.use(HOST, name, read, [])
         elif "empty" in name:
-            for tensor in _tensors(result):
-                gpu.memory(tensor, name)
+            gpu.use(gpu.current, name, [], _tensors(result))  # as whoever had that memory before it
         else:
             gpu.use(gpu.current, name, read, [*written, *_tensors(result)])
         return result

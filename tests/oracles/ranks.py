@@ -38,7 +38,8 @@ class Work:
 class Ranks:
     """``torch.distributed`` for one rank of ``world`` whose groups are NCCL's; ``groups`` are those that it has made.
 
-    Every group has a communicator and a stream of its own. The hosts meet in it when it is used first, which connects.
+    Every group has a communicator and a stream of its own. The hosts meet in it when it is used first, and for
+    each kind of exchange anew, which connects.
     """
 
     def __init__(self, gpu: Gpu, world: int) -> None:
@@ -46,12 +47,16 @@ class Ranks:
         self.groups: list[Group] = []
         self.options: list[Any] = []  # that groups were made with, and timeouts
         self.timeouts: list[Any] = []
-        self._connected: set[Group] = set()
+        self._connected: set[tuple[Group, str]] = set()
 
     def new_group(
-        self, ranks: Sequence[int], timeout: Any = None, backend: str | None = None, pg_options: Any = None, **_: Any
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
     ) -> Group:
-        group = Group(len(self.groups), tuple(ranks), backend)
+        group = Group(len(self.groups), self.everybody if ranks is None else tuple(ranks), backend)
         self.groups.append(group)
         self.options.append(pg_options)
         self.timeouts.append(timeout)
@@ -72,6 +77,7 @@ class Ranks:
 
     def irecv(self, tensor: Tensor, src: int, group: Group, tag: int = 0) -> Work:
         _clear(tensor)
+        self.gpu.receive(tensor)
         return self._together(group, self._message(src, self.gpu.rank, tensor), [], [tensor])
 
     def send(self, tensor: Tensor, dst: int, group: Group, tag: int = 0) -> None:
@@ -96,11 +102,17 @@ class Ranks:
     def barrier(self, *_: Any) -> None:
         self._meet("a barrier")
 
-    def all_reduce(self, tensor: Tensor, op: Any = None) -> None:
-        self.gpu.memory(tensor).on_host = True  # of the default group, which is gloo's
-        self._meet("an agreement")
+    def all_reduce(
+        self, tensor: Tensor, op: Any = None, group: Group | None = None, async_op: bool = False
+    ) -> Work | None:
+        if group is None:
+            self.gpu.memory(tensor).on_host = True  # of the default group, which is gloo's
+            self._meet("an agreement")
+            return None
+        work = self._together(group, ("norm", self.gpu.doing), [tensor], [tensor])
+        return work if async_op else work.wait()
 
-    def all_gather_object(self, into: list[Any], value: Any) -> None:
+    def all_gather_object(self, into: list[Any], value: Any, group: Group | None = None) -> None:
         self._meet("a comparison")
         into[:] = [value] * len(into)
 
@@ -120,9 +132,10 @@ class Ranks:
 
     def _together(self, group: Group, what: Any, reads: list[Tensor], writes: list[Tensor]) -> Work:
         gpu, stream = self.gpu, f"communicator {group.number}"
-        if group not in self._connected:
-            self._connected.add(group)
-            gpu.trace.append(HostsMeet(group.ranks, ("connecting", group)))
+        kind = group, what[0]
+        if kind not in self._connected:
+            self._connected.add(kind)
+            gpu.trace.append(HostsMeet(group.ranks, ("connecting", *kind)))
         gpu.wait(stream, *gpu.record(gpu.current))
         gpu.use(stream, what[0], reads, writes)
         gpu.trace.append(Together(stream, group.ranks, what))

@@ -6,7 +6,7 @@ import pytest
 
 from pipeplan.papers.transformer import MIXED, Grid, batch_flops, stage_memories
 from pipeplan.plan import Stage
-from pipeplan.planner.pipeline_time import batch_time
+from pipeplan.planner.drained.arrivals import batch_time
 from pipeplan.problem import Platform, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
 from scripts.figures.unprofiled import transformer_chain

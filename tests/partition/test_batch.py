@@ -8,10 +8,10 @@ import pytest
 from cases.chains import random_chain, random_platform
 
 from pipeplan.cost.saved import storages
-from pipeplan.partition.contiguous.batch import drained_bound, least_drained_ns, pipeline_tables, splits
-from pipeplan.partition.contiguous.options import NEVER
+from pipeplan.partition.tables.options import NEVER
 from pipeplan.plan import Stage
-from pipeplan.planner.pipeline_time import batch_time
+from pipeplan.planner.drained.arrivals import batch_time
+from pipeplan.planner.drained.paths import drained_bound, least_drained_ns, pipeline_tables, splits
 from pipeplan.problem import Platform, Policy, Problem
 
 

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 from cases.chains import PUBLISHED, published, random_chain
 
+from pipeplan.api.asked import problem_of
+from pipeplan.api.profiles import Profile
 from pipeplan.cost.memory_model import weights_of
 from pipeplan.cost.saved import entering_bytes, for_weights_bytes, saved_bytes
 from pipeplan.cost.time_model import whole_step_ns
 from pipeplan.partition.granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time
+from pipeplan.partition.merging import merging
+from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.carry import matching_chain
 from pipeplan.problem import Chain, Layer, SharedWeights, WeightNeeds
 
 
@@ -214,3 +219,25 @@ def test_a_share_smaller_than_every_layer_merges_nothing() -> None:
     for seed in range(20):
         chain = random_chain(random.Random(seed), 8, edges=seed % 2 == 0, saved=True)
         assert merge_share(chain, Fraction(1, 10**9)) == chain
+
+
+def blocks_of(kinds: str, times: int = 1) -> Chain:
+    """A network with an item of a list for each letter, two layers each, of weights that the letter says."""
+    names = [(f"m.h.{i}.{part}", ord(kind)) for i, kind in enumerate(kinds) for part in ("attn", "mlp")]
+    layers = (Layer(name, times, times, weight, 1) for name, weight in [("m.wte", 1), *names, ("head", 1), ("loss", 0)])
+    return Chain("listed", tuple(layers), 1)
+
+
+@pytest.mark.parametrize(("kinds", "count"), [("aaaa", 7), ("baaa", 7), ("aab", 9), ("abcd", 11)])
+def test_blocks_alike_are_planned_whole_unless_somebody_says_node(kinds: str, count: int) -> None:
+    """Three of a kind make most of a model; times don't matter."""
+    whole = blocks_of(kinds)
+    merged = merging()(whole)
+    assert len(merged) == len(merging()(blocks_of(kinds, 50))) == count
+    assert (merged is whole) == (len(whole) == count)
+    assert len(merging("node")(whole)) == len(whole)
+    problem, assumed = problem_of(Profile(whole), gpus=2, mem="1GB")
+    said = f"whole blocks, {count} layers for {len(whole)}; --granularity node cuts inside blocks, too"
+    assert (len(problem.chain), said in assumed) == (count, count < len(whole))
+    plan = make_plan(problem, "contiguous").plan
+    assert len(matching_chain(plan, whole, blocks_of(kinds, 2))) == count

@@ -9,13 +9,13 @@ from cases.dags import all_orders, best_of_all_orders, branches, free_problem, r
 
 from pipeplan.check.bounds import proof
 from pipeplan.cost import memory_model, time_model
-from pipeplan.cost.ideal_chain import IdealChain
 from pipeplan.cost.idle_layers import idle_layers
 from pipeplan.cost.layer_orders import ideals, members, several_orders
 from pipeplan.cost.saved import entering_bytes, inner_bytes, saved_bytes
 from pipeplan.partition.contiguous.contiguous import proved_none, smallest_period
-from pipeplan.partition.contiguous.sifted import sifted
-from pipeplan.partition.layer_order import OrderEffort, best_ordered
+from pipeplan.partition.layer_orders.ideal_chain import IdealChain
+from pipeplan.partition.layer_orders.layer_order import OrderEffort, best_ordered
+from pipeplan.partition.layer_orders.sifted import sifted
 from pipeplan.problem import Platform, Policy, Problem
 
 CHOSEN = (7, 34, 41, 47, 51, 58, 66, 73, 84, 90, 94, 96, 98, 100, 109, 119, 128)  # order matters in most of them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeplan.partition.local_search import local_search
+from pipeplan.partition.moves.local_search import local_search
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Layer, Platform, Problem
 

@@ -19,9 +19,9 @@ from pipeplan.cost.stage_cost import least_load_ns
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
-from pipeplan.partition.contiguous.counted_states import Counted
-from pipeplan.partition.contiguous.device_classes import DeviceKinds
-from pipeplan.partition.contiguous.orders import Orders, most_states
+from pipeplan.partition.devices.counted_states import Counted
+from pipeplan.partition.devices.device_classes import DeviceKinds
+from pipeplan.partition.devices.orders import Orders, most_states
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Device, LayerTimes, Level, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star

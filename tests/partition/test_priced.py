@@ -12,7 +12,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.cost import memory_model
 from pipeplan.deadline import NEVER
 from pipeplan.partition.contiguous.contiguous import contiguous
-from pipeplan.partition.contiguous.priced import Terms, first_terms, nearby, priced_labels
+from pipeplan.partition.recompute.priced import Terms, first_terms, nearby, priced_labels
 from pipeplan.problem import Chain, Layer, Platform, Problem
 
 FREE = 2**60

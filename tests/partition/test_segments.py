@@ -20,9 +20,9 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model
 from pipeplan.partition.contiguous.contiguous import smallest_period
-from pipeplan.partition.contiguous.labels import Units, labels_from, lowest_peaks
-from pipeplan.partition.contiguous.pareto import Resolution, pareto, unbeaten
 from pipeplan.partition.granularity import merge_articulation
+from pipeplan.partition.recompute.labels import Units, labels_from, lowest_peaks
+from pipeplan.partition.recompute.pareto import Resolution, pareto, unbeaten
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.memory import lane_use

@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from pipeplan.partition.blocks import Pipe
-from pipeplan.partition.contiguous.options import NEVER
-from pipeplan.partition.contiguous.split_paths import first_split, least_longest, shortest_split
+from pipeplan.partition.tables.options import NEVER
+from pipeplan.partition.tables.split_paths import first_split, least_longest, shortest_split
 
 
 def test_splits_of_random_tables_are_those_of_all_splits():

@@ -6,7 +6,7 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.check.validate import structure_violations
-from pipeplan.partition.wander import wander
+from pipeplan.partition.moves.wander import wander
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Platform, Problem
 

@@ -13,9 +13,9 @@ from pipeplan.check.evaluate import Evaluation
 from pipeplan.cost.stage_graph import StageGraph
 from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import profile_text
-from pipeplan.planner.grid.plan import make_grid_plan
-from pipeplan.planner.grid.problem import grid_problem
+from pipeplan.planner.drained.space import grid_problem
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.grid import make_grid_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.tables import print_plan
 

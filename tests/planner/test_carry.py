@@ -9,8 +9,8 @@ from cases.chains import random_problem
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.planner.carry import carried, matching_chain
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.carry import carried, matching_chain
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 

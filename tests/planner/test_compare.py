@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipeplan.errors import Infeasible
-from pipeplan.planner.compare import OnePlatform, Reached, compare, gpipe_period_ns
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.compare import OnePlatform, Reached, compare, gpipe_period_ns
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 

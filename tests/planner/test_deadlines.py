@@ -23,12 +23,12 @@ from pipeplan.errors import Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.partition import ALGORITHMS
 from pipeplan.partition.balance import simplest
-from pipeplan.partition.contiguous import tables
 from pipeplan.partition.contiguous.contiguous import contiguous
-from pipeplan.planner.grid.plan import make_grid_plan
-from pipeplan.planner.grid.problem import grid_problem
-from pipeplan.planner.incumbent import Settings
+from pipeplan.partition.tables import stages as tables
+from pipeplan.planner.drained.space import grid_problem
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.grid import make_grid_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.steady import steady_nf1b
 

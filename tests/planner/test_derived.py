@@ -16,9 +16,9 @@ from pipeplan.deadline import Deadline, OutOfTime
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
-from pipeplan.planner.derived import derived
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
+from pipeplan.planner.what_if.derived import derived
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.html import report_html
 from pipeplan.report.tables import headline, print_plan

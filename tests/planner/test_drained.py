@@ -13,12 +13,12 @@ import pytest
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Schedule, ScheduleKind, Stage
-from pipeplan.planner.drained import EFFORTS, DrainedSearch
-from pipeplan.planner.drained_run import any_run, drained_run
+from pipeplan.planner.drained.recompute import fitting_run
+from pipeplan.planner.drained.run import any_run, drained_run
+from pipeplan.planner.drained.search import EFFORTS, DrainedSearch
+from pipeplan.planner.drained.timing import alternating, retimed
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.recomputing import fitting_run
-from pipeplan.planner.retiming import alternating, retimed
-from pipeplan.planner.simulation import compare_schedules
+from pipeplan.planner.simulated.simulation import compare_schedules
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.interleaved import interleaved
 from pipeplan.schedule.kinds import kinds_for, plan_timeline

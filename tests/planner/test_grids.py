@@ -17,13 +17,13 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
-from pipeplan.planner.explain import why_no_grid
-from pipeplan.planner.grid.microbatches import profiles
-from pipeplan.planner.grid.plan import make_grid_plan, segment_length
-from pipeplan.planner.grid.problem import GridConfig, GridProblem, configs, grid_problem, work_bound
-from pipeplan.planner.grid.search import search_grids
-from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.pipelines import limits
+from pipeplan.planner.drained.grid_search import search_grids
+from pipeplan.planner.drained.microbatches import profiles
+from pipeplan.planner.drained.pipelines import limits
+from pipeplan.planner.drained.space import GridConfig, GridProblem, configs, grid_problem, work_bound
+from pipeplan.planner.periodic.explain import why_no_grid
+from pipeplan.planner.periodic.incumbent import Settings
+from pipeplan.planner.what_if.grid import make_grid_plan, segment_length
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
 MS = 10**6

@@ -11,15 +11,15 @@ from cases.chains import random_chain
 
 from pipeplan.deadline import Deadline
 from pipeplan.errors import BadInput, PipeplanError
-from pipeplan.planner.compare import compare
-from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.jobs import Task, in_order
+from pipeplan.planner.periodic.incumbent import Settings
+from pipeplan.planner.periodic.jobs import Task, in_order
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.compare import compare
 from pipeplan.problem import Platform, Problem
 
 PARENT = """
 import os, signal, sys
-from pipeplan.planner.jobs import Task
+from pipeplan.planner.periodic.jobs import Task
 Task(signal.pause)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 import pipeplan as pp
 from pipeplan.cli import group
 from pipeplan.files.plans import load_plan
-from pipeplan.planner.derived import derived
+from pipeplan.planner.what_if.derived import derived
 from pipeplan.problem import Chain, Layer, Platform
 from pipeplan.report.tables import layer_order
 
@@ -40,7 +40,7 @@ def test_the_better_order_is_planned_and_told(plans, capsys):
     about = best.plan.provenance.options["layer_order"]
     assert about == {"ideals": 11, "all": True}
     assert [layer.name for layer in best.plan.chain.layers[1:5]] == ["right", "right again", "left", "left again"]
-    assert (best.plan.allocation.stages[0].stop, given.period_ns, best.period_ns) == (3, 80, 46)
+    assert (best.plan.allocation.stages[0].stop, given.period_ns, best.period_ns) == (3, 80, 42)
     exact = [bound for bound in best.plan.lower_bounds if bound.allocation == "contiguous"]
     assert [bound.any_order for bound in best.plan.lower_bounds] == [True] * len(best.plan.lower_bounds)
     assert all(bound.period_ns == best.period_ns for bound in exact)
@@ -79,5 +79,5 @@ def test_the_plan_is_read_again_and_its_bounds_for_every_order_are_derived(plans
     assert out.count("any order") == 2
     more = (replace(plan.lower_bounds[0], period_ns=47, claimed=True), plan.lower_bounds[1])
     assert derived(replace(plan, lower_bounds=more))[1] == [
-        "lower_bounds: 47 ns of class contiguous is more than can be derived (46 ns)"
+        "lower_bounds: 47 ns of class contiguous is more than can be derived (42 ns)"
     ]

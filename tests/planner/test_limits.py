@@ -17,10 +17,10 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.grid.problem import GridConfig
-from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.limits import LimitSearch, cost_and_excess
-from pipeplan.planner.pipelines import Pipelines
+from pipeplan.planner.drained.limits import LimitSearch, cost_and_excess
+from pipeplan.planner.drained.pipelines import Pipelines
+from pipeplan.planner.drained.space import GridConfig
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight

@@ -15,14 +15,14 @@ from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import written_schedule
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
-from pipeplan.planner import best_order
-from pipeplan.planner.best_order import best_orders
-from pipeplan.planner.ordered import ordered, ordered_alike
 from pipeplan.planner.plan import Planned
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
+from pipeplan.planner.what_if import best_order
+from pipeplan.planner.what_if.best_order import best_orders
+from pipeplan.planner.what_if.ordered import ordered, ordered_alike
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
 from pipeplan.report.words import ordering
-from pipeplan.runtime.options import run_otherwise
+from pipeplan.runtime.engine.options import run_otherwise
 from pipeplan.schedule.kinds import plan_program
 
 UNEVEN = [{**layer, "backward_weight_ns": 900_000, "forward_ns": 10**6 + 10**5 * i} for i, layer in enumerate(LAYERS)]

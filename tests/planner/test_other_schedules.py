@@ -11,10 +11,10 @@ from cases.plans import random_plan, straight
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.planner.other_schedules import balanced_stages, drains, program_of, schedule_stages
+from pipeplan.planner.periodic.stated import STATED
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import simulate_plan
-from pipeplan.planner.stated import STATED
+from pipeplan.planner.simulated.other_schedules import balanced_stages, drains, program_of, schedule_stages
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps, in_flight, lane_use

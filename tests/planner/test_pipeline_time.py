@@ -11,9 +11,9 @@ from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.partition.balance import balance
-from pipeplan.partition.local_search import _changed
+from pipeplan.partition.moves.local_search import _changed
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.pipeline_time import batch_on, batch_time
+from pipeplan.planner.drained.arrivals import batch_on, batch_time
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.message_driven import message_driven

@@ -8,12 +8,12 @@ import pytest
 from cases.drained import drained_instance, soonest_placed
 
 from pipeplan.check.bounds import any_bound
+from pipeplan.check.bounds.drained.placed import placed_bound, placed_bounds
 from pipeplan.deadline import Deadline
 from pipeplan.integers import ceil_div
-from pipeplan.planner.derived import derived
-from pipeplan.planner.incumbent import Settings
-from pipeplan.planner.placed_bounds import placed_bound, placed_bounds
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.derived import derived
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 

@@ -15,7 +15,7 @@ from pipeplan.files.profiles import read_profile
 from pipeplan.partition import ALGORITHMS
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 GB = 10**9

@@ -18,12 +18,12 @@ from pipeplan.deadline import Deadline
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
-from pipeplan.partition.local_search import local_search
 from pipeplan.partition.madpipe.exact import one_special_bound
+from pipeplan.partition.moves.local_search import local_search
 from pipeplan.plan import Allocation, Stage
-from pipeplan.planner.incumbent import Settings, Status
+from pipeplan.planner.periodic.incumbent import Settings, Status
+from pipeplan.planner.periodic.portfolio import EFFORTS
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.portfolio import EFFORTS
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 HIGHS = Settings("highs")

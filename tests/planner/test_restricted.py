@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,13 +12,13 @@ from cases.target_plans import every_plan, network
 
 from pipeplan.check.targets import TARGETS, target_violations
 from pipeplan.check.validate import check, violations
-from pipeplan.errors import BadInput, Infeasible
+from pipeplan.errors import BadInput, Ended, Infeasible
 from pipeplan.plan import Schedule
-from pipeplan.planner.block_search import BlockSearch
-from pipeplan.planner.derived import derived
-from pipeplan.planner.incumbent import Settings
+from pipeplan.planner.drained.block_search import BlockSearch
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.restricted import as_run_by, make_target_plan, target_bound, unrestricted, with_price
+from pipeplan.planner.what_if.derived import derived
+from pipeplan.planner.what_if.target import as_run_by, make_target_plan, priced, target_bound, unrestricted, with_price
 from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.report.words import restriction
 
@@ -143,6 +145,37 @@ def test_the_price_is_that_of_the_same_updates():
     price = plan.provenance.options["price"]
     assert set(price) == {"flush", "2bw"}
     assert all(0 < value <= check(plan).period_ns for value in price.values())
+
+
+def test_a_plan_is_there_before_the_search_and_before_its_price():
+    problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4))
+    heard = []
+
+    def first(planned):
+        heard.append(planned)
+        raise Ended(signal.SIGTERM)
+
+    found = make_target_plan(problem, "megatron", found=first)
+    assert found == heard[0]
+    assert (found.plan.provenance.solver_status, violations(found.plan)) == ("interrupted", [])
+
+    def ended(line):
+        raise Ended(signal.SIGTERM)
+
+    assert priced(problem, found, "megatron", Settings(progress=ended), "quick", 1.0) == found
+
+
+@pytest.mark.parametrize(("name", "binds"), [("torch", True), ("megatron", False)])
+def test_what_makes_a_plan_much_longer_is_said(name, binds):
+    said = (
+        "`embedding` and `head` share weights, which .* can't split: untie them, or --for megatron or --for deepspeed"
+    )
+    problem = Problem(
+        network(tied=True), Platform.flat(2, 10**6, 10**12), Policy("flush", accumulate=8), False, checkpointing="none"
+    )
+    found = priced(problem, make_target_plan(problem, name), name, Settings(), "quick", 300.0)
+    lines = [x for x in restriction(found.plan, found.evaluation) if x.startswith("binds")]
+    assert [bool(re.match(f"binds +{said}", x)) for x in lines] == [True] * binds
 
 
 def test_drained_plans_without_restriction_are_no_longer_than_grids():

@@ -6,10 +6,10 @@ import pytest
 
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
+from pipeplan.planner.periodic.stated import STATED
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.robust import Jitter
-from pipeplan.planner.simulation import percentile_95, run_seeds, simulate_plan, under_jitter
-from pipeplan.planner.stated import STATED
+from pipeplan.planner.simulated.simulation import percentile_95, run_seeds, simulate_plan, under_jitter
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.words import robustness
 from pipeplan.schedule.pattern import most_in_flight, starts_of
@@ -42,7 +42,7 @@ def figures(found) -> dict:
 def p95(plan, told) -> int:
     """What ``simulate --jitter`` finds for a plan."""
     run = simulate_plan(plan, told["microbatches"])
-    drawn = under_jitter(run, told["jitter"], run_seeds(told["seed"], told["runs"]), lambda: None)
+    drawn = under_jitter(run, told["jitter"], run_seeds(told["seed"], told["runs"]))
     return round(percentile_95(drawn.jitter_ns))
 
 

@@ -6,7 +6,7 @@ import pytest
 from cases.plans import straight
 
 from pipeplan.errors import BadInput
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.report.figures import MOST_BARS, save_pattern, save_timeline
 
 

@@ -17,7 +17,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import Refused, compare_schedules, simulate_plan
+from pipeplan.planner.simulated.simulation import Refused, compare_schedules, simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.html import MOST_OPERATIONS, Measured, microbatches_shown, report_html
 from pipeplan.report.traces import measured_trace

@@ -13,13 +13,14 @@ from cases.schedules import balanced, vee
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import profile_text
-from pipeplan.planner.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
+from pipeplan.planner.simulated.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
 from pipeplan.schedule.message_driven import message_driven
 from pipeplan.schedule.one_f_one_b import one_f_one_b
 from pipeplan.schedule.registry import schedules
 from pipeplan.schedule.simulate import jittered_ns, simulate
 from pipeplan.schedule.zbv import zbv
+from pipeplan.status import Status
 
 
 @pytest.fixture
@@ -49,13 +50,14 @@ def test_jitter_has_the_spread_that_was_asked_for_and_is_the_same_for_a_seed():
 
 def test_jitter_slows_a_run_and_counts_its_progress():
     run = simulate_plan(straight(), 32, "1f1b")
-    seen = []
-    shaken = under_jitter(run, 0.3, range(10), lambda: seen.append(1))
-    assert len(seen) == len(shaken.jitter_ns) == 10
+    status = Status()
+    shaken = under_jitter(run, 0.3, range(10), status)
+    assert len(shaken.jitter_ns) == 10
+    assert status.line == "1f1b, drawn durations: 10 of 10 runs"
     figures = shaken.figures()["jitter"]
     assert figures["runs"] == 10
     assert run.per_microbatch_ns < figures["median_ns"] <= figures["p95_ns"] == max(shaken.jitter_ns)
-    still = under_jitter(run, 0, range(3), lambda: None)
+    still = under_jitter(run, 0, range(3))
     assert set(still.jitter_ns) == {run.per_microbatch_ns}
 
 
@@ -213,7 +215,7 @@ def test_plans_written_to_files_simulate_as_in_memory(pipeplan, plan_file):
 
 
 def test_a_plan_without_pattern_needs_a_named_schedule():
-    from pipeplan.planner.other_schedules import program_of
+    from pipeplan.planner.simulated.other_schedules import program_of
 
     bare = replace(straight(), pattern=None)
     with pytest.raises(BadInput, match="the plan has no pattern; name a schedule"):

@@ -13,7 +13,7 @@ from cases.schedules import balanced
 from oracles.chrome_trace import shown
 
 from pipeplan.plan import Schedule
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy
 from pipeplan.report.chrome_trace import ChromeTrace, microseconds
 from pipeplan.report.traces import measured_trace, simulated_trace

@@ -21,7 +21,7 @@ from cases.runtime import chain_of, plan_of
 from pipeplan.check.bounds import any_bound
 from pipeplan.files.plans import plan_text
 from pipeplan.problem import Problem
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.training.state.checkpoint import newest
 
 ARGUMENTS = ["run", "plan.json", "--model", "own:healthy", "--data", "own:vectors", "--steps", "3", "--lr", "0.01"]
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,6 @@ from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Schedule
 from pipeplan.problem import Chain, Policy
 from pipeplan.runtime import device as module
-from pipeplan.runtime import launch
 from pipeplan.runtime.device import (
     CPU,
     exchange_of,
@@ -42,12 +40,13 @@ from pipeplan.runtime.device import (
     sharing,
     watch_last,
 )
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import GpuBytes
+from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import chain_network, final_outputs
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.processes import surroundings
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import device_name
 
 
@@ -73,7 +72,16 @@ def test_auto_takes_a_gpu_if_there_is_one_and_the_profile_is_not_of_a_cpu(gpus, 
     assert kind("cuda", device_name("cpu", 1)) == "cuda"
     assert kind("cpu", "NVIDIA H200") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kind("auto", "NVIDIA H200") == "cpu"
+    assert kind("auto", "") == kind("cpu", "NVIDIA H200") == kind("auto", device_name("cpu", 1)) == "cpu"
+    with pytest.raises(
+        BadInput, match=r"^the plan is for NVIDIA H200, and --device is auto: torch sees no GPU here; --d"
+    ):
+        kind("auto", "NVIDIA H200")
+    monkeypatch.setattr(surroundings, "_driven", lambda: ["NVIDIA H200"] * 8)
+    with pytest.raises(
+        BadInput, match=r"the driver has 8 \(NVIDIA H200\), torch .* CUDA_VISIBLE_DEVICES; --device cpu"
+    ):
+        kind("auto", "NVIDIA H200")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
@@ -90,18 +98,6 @@ def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "cuda: torch sees no GPU here; --device cpu rehearses the checks\n"
     assert not (tmp_path / "out").exists()
-
-
-def test_where_there_is_a_gpu_ranks_are_spawned_not_forked(monkeypatch):
-    """These take the CPU themselves: their torch sees no GPU, or the profile, which is of a CPU, decides."""
-    monkeypatch.setattr(launch, "kind_of", lambda choice, profiled_on: "cuda")
-    start = SpawnProcess.start
-    started = []
-    monkeypatch.setattr(SpawnProcess, "start", lambda self: (started.append(self.name), start(self)))
-    plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
-    report = run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=3, lr=0.01))
-    assert started == ["pipeplan rank 0", "pipeplan rank 1"]
-    assert report.hardware == ("cpu", "cpu")
 
 
 def test_processes_of_a_machine_go_round_its_gpus(gpus):
@@ -279,3 +275,17 @@ def test_what_is_on_the_device_is_not_copied():
     assert moved(x, CPU) is x
     assert on_host(x) is x
     assert moved(x, torch.device("meta")).device.type == "meta"
+
+
+def test_the_server_that_ranks_are_forked_from_asks_nothing_of_cuda() -> None:
+    """What has been asked of it before a fork is of no use behind it."""
+    code = """
+import torch
+
+def asked(*_, **__): raise AssertionError("before a fork")
+
+for name in ("_lazy_init", "init", "device_count", "is_available", "current_device"):
+    setattr(torch.cuda, name, asked)
+import pipeplan.runtime.processes.preloaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +23,26 @@ from cases.patience import SECONDS, fails_when_patient
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
-from pipeplan.runtime import launch
+from pipeplan.runtime.engine.executor import OperationFailed
+from pipeplan.runtime.engine.failure import Failure, failure_of, told
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
-from pipeplan.runtime.failure import Failure, failure_of, told
-from pipeplan.runtime.inbox import Gone, Inbox
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.lowering.instructions import Send, sentence
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.own_processes import INTERFACES, LOOK_S, QuietWatch, StopWatch, is_here, is_stopped, listen_here
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes import launch
+from pipeplan.runtime.processes.inbox import Gone, Inbox
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.own_processes import (
+    INTERFACES,
+    LOOK_S,
+    QuietWatch,
+    StopWatch,
+    is_here,
+    is_stopped,
+    listen_here,
+)
+from pipeplan.runtime.training.state.checkpoint import newest
 
 OPTIONS = {"steps": 6, "lr": 0.01}
 LOOPBACK = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
@@ -101,6 +113,34 @@ def test_a_loss_without_a_number_is_named_with_its_microbatch(two):
         run_plan(two, ModelSpec("cases.runtime:healthy", "cases.endings:nan_from"), RunOptions(**OPTIONS))
 
 
+ASKING = """
+import os, sys, threading
+import torch.distributed as dist
+os.environ["RANK"] = "0"
+store = dist.TCPStore("127.0.0.1", int(sys.argv.pop()), None, False)
+asked = threading.Event()
+def ask():
+    while True:
+        store.check(["failure"])
+        asked.set()
+threading.Thread(target=ask, daemon=True).start()
+asked.wait()
+from pipeplan.__main__ import main
+main()
+"""
+
+
+def test_a_rank_that_ends_well_does_so_whatever_its_threads_wait_for():
+    """Python ends threads of its own by what C++ takes for an error: they ask the store until the end."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    command = [sys.executable, "-c", ASKING, "--version", str(store.port)]
+    with ExitStack() as held:
+        ranks = [held.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) for _ in range(2)]
+        said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert all(words.startswith("pipeplan, version") for words in said), "what was written comes out"
+
+
 # --- who is named ---------------------------------------------------------------------------------------------------
 
 
@@ -167,17 +207,43 @@ def test_a_gpu_that_is_full_is_no_loss_of_a_rank():
     assert "--reserve" in failure.message
 
 
+FAULT = """CUDA error: device-side assert triggered
+Search for `cudaErrorAssert' in https://docs.nvidia.com for more information."""
+
+
+@pytest.mark.parametrize("within", [exchanging("a send", 1), nullcontext()])
+def test_a_fault_of_the_own_gpu_is_no_loss_of_a_rank_and_was_made_before_it_shows(within):
+    send = Send("B", 2, 7, 1)
+    with pytest.raises(torch.AcceleratorError) as caught, within:
+        raise torch.AcceleratorError(FAULT)
+    failed = OperationFailed(send)
+    failed.__cause__ = caught.value
+    failure = failure_of(2, failed)
+    assert failure.kind == "failed"
+    assert failure.message == (
+        f"rank 2 failed in or before {sentence(send)}: CUDA error: device-side assert triggered; "
+        "a GPU reports its errors late, CUDA_LAUNCH_BLOCKING=1 shows where they are made"
+    )
+
+
 @pytest.mark.parametrize(
-    ("on_gpus", "named"), [(True, "^rank 0 doesn't answer .*rank 1 died .*SIGABRT"), (False, "^rank 1 died")]
+    ("on_gpus", "timeout_s", "named"),
+    [
+        (True, 0, "^rank 0 doesn't answer .*rank 1 died .*SIGABRT"),
+        (True, SECONDS, "^rank 1 died .*SIGABRT; torch ends a process so whose GPU has failed"),
+        (False, SECONDS, "^rank 1 died"),
+    ],
 )
-def test_a_rank_that_torchs_watchdog_ends_has_waited_for_another(on_gpus, named, monkeypatch):
-    """On GPUs it aborts the process that waits, not the one that hangs."""
+def test_a_rank_that_torchs_watchdog_ends_has_waited_for_another_if_nobody_has_gone_on(
+    on_gpus, timeout_s, named, monkeypatch
+):
+    """On GPUs it aborts the process that waits, not the one that hangs; but also one whose own GPU has failed."""
     monkeypatch.setattr(launch, "GRACE_S", 0.05)
     pipes, ends = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
     ends[1].close()
     hangs, aborted = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=0, exitcode=-6, join=lambda: None)
     with pytest.raises(RunFailed, match=named):
-        launch._outcome(None, [hangs, aborted], pipes, [-1, -1], SECONDS, on_gpus, lambda _: None)
+        launch._outcome(None, [hangs, aborted], pipes, [-1, -1], timeout_s, on_gpus, lambda _: None)
 
 
 def test_addresses_of_this_machine(monkeypatch):

@@ -14,14 +14,14 @@ from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import newest
 
 PASS = r"the (forward|backward) of microbatch \d+ on stage {}"
-SAVED = r"the checkpoint after update 4"
+SAVED = r"the evaluation or checkpoint after update 4"
 KILLED = {  # (operation, rank): what died in what, and the newest complete checkpoint
     ("send", 0): (r"stage 0's send of the activations of microbatch 4 to rank 1", 2),
     ("send", 1): (r"stage 1's send of the gradient of microbatch 4 to rank 0", 2),

@@ -25,13 +25,13 @@ from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update, sentence
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import newest
 from pipeplan.schedule.program import Step
 from pipeplan.schedule.weight_versions import kept_by_stages, used, weight_policy
 

@@ -22,10 +22,10 @@ from cases.runtime import (
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.optimizers import parse_choice
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.optimizers import parse_choice
 
 TWO_STAGES = [(0, 3, (0,)), (3, 8, (1,))]
 SHARED = [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))]  # the first and the last stage on one device

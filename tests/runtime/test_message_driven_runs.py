@@ -29,15 +29,15 @@ from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform, Problem
-from pipeplan.runtime.arrival_order import arrival_order
+from pipeplan.runtime.engine.arrival_order import arrival_order
+from pipeplan.runtime.engine.executor import RankWork, execute
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.threaded import Message
-from pipeplan.runtime.executor import RankWork, execute
-from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.schedule.message_driven import next_message
 from pipeplan.schedule.program import Step
 
@@ -324,12 +324,12 @@ class FakeUpdate:
 class FakeStage:
     """A stage that takes a random moment and counts what it holds."""
 
-    takes_targets = False
+    takes_targets = reads = False
 
     def __init__(self, chance):
         self.chance, self.held, self.most = chance, set(), 0
 
-    def forward(self, m, version, x, target, counted, lent):
+    def forward(self, m, version, x, target, counted, lent, inputs):
         time.sleep(self.chance.random() / 500)
         self.held.add(m)
         self.most = max(self.most, len(self.held))

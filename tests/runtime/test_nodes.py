@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import threading
 from dataclasses import replace
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -18,17 +21,18 @@ from cases.runtime import chain_of, plan_of
 from torch import nn
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime import agreement
-from pipeplan.runtime import peers as peers_room
-from pipeplan.runtime.agreement import Statement, difference, model_items, run_items, unreachable
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
-from pipeplan.runtime.model.loading import chain_model, load_model
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.peers import StorePeers, writing_to
-from pipeplan.runtime.torchrun import is_under_torchrun
-from pipeplan.runtime.training.checkpoint import FileSum, begin, file_of, finish, newest
+from pipeplan.runtime.model.build.loading import chain_model, load_model
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes import agreement, reachable
+from pipeplan.runtime.processes import peers as peers_room
+from pipeplan.runtime.processes.agreement import Statement, difference, model_items, run_items, unreachable
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.peers import StorePeers, writing_to
+from pipeplan.runtime.processes.reachable import check_reachable
+from pipeplan.runtime.processes.torchrun import is_under_torchrun
+from pipeplan.runtime.training.state.checkpoint import FileSum, begin, file_of, finish, newest
 
 MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
 OPTIONS = RunOptions(steps=2, lr=0.01, timeout_s=SECONDS)
@@ -201,12 +205,55 @@ def test_models_of_the_same_shapes_differ_by_what_their_layers_do():
     assert found.startswith("the ranks differ: layer 1 of the model is relu1: ReLU() for rank 0 on node0 and ")
 
 
-def test_host_names_that_stand_for_the_loopback_are_refused_where_nodes_are_several():
+def test_host_names_that_stand_for_the_loopback_are_refused_where_nodes_are_several(monkeypatch):
     here, there = said({}), said({}, 1, "two", "127.0.1.1")
     assert unreachable([here, there]).startswith("rank 1's host name node1 stands for 127.0.1.1 there")
     assert "GLOO_SOCKET_IFNAME" in unreachable([here, there])
     assert unreachable([here, said({}, 1, "two", "")]) is None  # an interface is named
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    unknown = said({}, 1, "two", agreement._own_address())
+    assert unreachable([here, unknown]).startswith("rank 1's host name node1 stands for no address; set GLOO_SOCKET_IF")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert agreement._own_address() == ""
     assert unreachable([said({}, 0, "two", "127.0.1.1"), there]) is None  # all on one machine
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_firewall_between_nodes_is_told_of_before_anybody_waits(answers, monkeypatch):
+    """Two nodes with two ranks each; the first of each tries the next one."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    tried = mock.Mock(side_effect=None if answers else TimeoutError)
+    monkeypatch.setattr(socket, "create_connection", tried)
+    everybodys = [said({}, rank, "one" if rank < 2 else "two", "10.0.0.1") for rank in range(4)]
+    store, told = dist.HashStore(), {}
+
+    def rank(number):
+        try:
+            check_reachable(everybodys, StorePeers(dist.PrefixStore("x", store), number, 4, SECONDS))
+        except BadInput as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert tried.call_count == 2
+    assert len(told) == (0 if answers else 4)
+    assert len(set(told.values())) <= 1
+    assert all(
+        re.search("^rank .* doesn't reach rank .* no answer within 10 s; gloo and NCCL", x) for x in told.values()
+    )
+
+
+def test_nodes_are_tried_at_the_interface_that_the_user_names(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert reachable._address(said({}, address="")) == "127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        assert reachable._unreached("127.0.0.1", there.getsockname()[1]) is None
+        port = there.getsockname()[1]
+    assert "refused" in reachable._unreached("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text
 from pipeplan.problem import Problem
-from pipeplan.runtime import starting
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes import starting
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import newest
 
 SCRIPT = """
 import os, sys
@@ -35,10 +35,10 @@ from pathlib import Path
 sys.path.insert(0, os.environ["CASES"])
 from pipeplan.errors import PipeplanError
 from pipeplan.files.plans import load_plan
-from pipeplan.runtime import starting
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.processes import starting
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.engine.options import RunOptions
 
 if __name__ == "__main__":
     plan = load_plan(str(Path(__file__).with_name("plan.json")))

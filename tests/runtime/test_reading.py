@@ -1,7 +1,10 @@
 """Runs that read by a loader's workers: the same to all stages, and after a resume; nobody is left behind."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
@@ -18,15 +21,15 @@ from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import BadInput, CodeFailed, RunFailed
 from pipeplan.report.run import print_run
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.data.loader import Loader, Span
+from pipeplan.runtime.engine.options import RunOptions, in_epochs
+from pipeplan.runtime.engine.reading import _Feed, _Takers, differing, repeatedly
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
-from pipeplan.runtime.model.loader import Loader, Span
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions, in_epochs
-from pipeplan.runtime.own_processes import has_gone
-from pipeplan.runtime.reading import _Feed, _Takers, differing, repeatedly
-from pipeplan.runtime.training.checkpoint import folder_of
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.own_processes import has_gone
+from pipeplan.runtime.training.state.checkpoint import folder_of
 
 MODEL = "cases.runtime:healthy"
 
@@ -68,6 +71,15 @@ def test_workers_read_what_one_process_would_and_a_resumed_run_goes_on_with_it(p
     assert "GPU 2: each of 2 workers reads a microbatch in" in capsys.readouterr().out
 
 
+def test_a_stream_that_other_workers_would_share_otherwise_is_not_resumed(plan, tmp_path):
+    folder, model = tmp_path / "c", ModelSpec(MODEL, "cases.loaders:lines")
+    run_plan(plan, model, RunOptions(steps=1, lr=0.01, checkpoint=folder))
+    other = ModelSpec(MODEL, "cases.loaders:lines_of_one")
+    with pytest.raises(BadInput, match=r"was written with 2 loader workers, this run has 1, .* set num_workers=2"):
+        run_plan(plan, other, RunOptions(steps=2, lr=0.01, checkpoint=folder, resume=True))
+    run_plan(plan, model, RunOptions(steps=2, lr=0.01, checkpoint=folder, resume=True))
+
+
 @pytest.mark.parametrize(("weights", "accumulate"), [("flush", 5), ("stash", 6), ("flush", 6)])
 def test_samples_are_read_where_their_passes_run(weights, accumulate):
     """Replicas take turns from where the pipeline was empty, whatever has been trained before."""
@@ -75,11 +87,12 @@ def test_samples_are_read_where_their_passes_run(weights, accumulate):
     plan = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2, 3, 4))], weights=weights, accumulate=accumulate)
     first = Position(3, 3 * accumulate + 1)
     lowered = lower_run(plan, 8, every=2, first=first)
+    model = SimpleNamespace(read_by=lambda s: {} if s else {0: (0, None)})
     for rank, instructions in enumerate(lowered.instructions):
         stages = [s for s in (0, 1) if rank in lowered.ranks_of(s)]
         takers = _Takers(
             SimpleNamespace(options=SimpleNamespace(engine="own")),
-            SimpleNamespace(lowered=lowered, stages=stages, number=rank),
+            SimpleNamespace(lowered=lowered, stages=stages, number=rank, stage=lambda s: s, model=model),
         )
         read = [m for m in range(first.microbatch, lowered.last.microbatch) if takers.times(m)]
         assert read == sorted(x.microbatch for x in instructions if isinstance(x, Forward))
@@ -104,6 +117,26 @@ def test_a_sample_that_fails_in_a_worker_is_told_and_no_worker_stays(plan):
     while not all(map(has_gone, pids)) and time.monotonic() < until:
         time.sleep(0.01)
     assert all(map(has_gone, pids))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
+@pytest.mark.parametrize(
+    ("whom", "words"),
+    [
+        ("run", r"the run is stopped"),
+        ("rank", r"rank 0 died .*: killed by SIGKILL, perhaps for want of memory"),
+    ],
+)
+def test_of_a_run_with_spawned_workers_that_is_killed_one_sentence_is_told(whom, words):
+    """Neither what workers say that were sending something, nor who removes their semaphores."""
+    code = f"from cases.loaders import killing; killing({whom!r})"
+    roots = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert re.fullmatch(words, found.stdout.strip())
+    assert not found.stderr
 
 
 @pytest.mark.parametrize(
@@ -134,9 +167,25 @@ def test_workers_end_with_who_reads_whatever_they_do():
     assert all(has_gone(worker.pid) for worker in workers)  # of two threads that wait for one, one sees that later
 
 
+def test_a_worker_that_dies_as_it_hands_over_is_told_of(monkeypatch):
+    def torn(self):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", torn)
+    loader, span = Loader("m:f", loaders.shuffled, 4), Span(0, 0, 8)
+    with pytest.raises(CodeFailed, match=r"^m:f: a worker of its DataLoader died, perhaps for want of memory$"):
+        next(loader.by_workers(span, lambda: None, loader.entries(span), lambda: None))
+
+
 def test_ranks_that_read_otherwise_are_named():
     assert differing([(0, "a"), (1, "b"), None, (0, "a")]) is None
     assert "ranks 1 and 3 read different samples for microbatch 1" in differing([None, (1, "b"), (0, "a"), (1, "c")])
+
+
+def test_data_that_differ_between_nodes_end_the_run_before_it_begins(plan):
+    words = "data: ranks 0 and 1 read different samples for microbatch 0; every node needs the same files"
+    with pytest.raises(BadInput, match=words):
+        run_plan(plan, ModelSpec(MODEL, "cases.runtime:vectors_of_this_rank"), RunOptions(steps=1, lr=0.1))
 
 
 def test_data_that_fail_when_they_are_read_again_are_told_of_in_one_sentence():

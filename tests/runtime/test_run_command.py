@@ -25,13 +25,13 @@ from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Problem
 from pipeplan.report.run import print_run
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.scalars import Scalars
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.training.state.checkpoint import newest
 
 CPU = ("--device", "cpu")
 MODEL = ["--model", "cases.runtime:dropping", "--data", "cases.runtime:vectors", "--lr", "0.01"]
@@ -65,8 +65,9 @@ def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert [line["loss"] for line in lines] == pytest.approx(figures["losses"])
     assert newest(str(folder)).position.step == 20
-    again = run(plan, *MODEL, "--steps", 3, "--checkpoint", folder, "--resume", "--evaluate")
-    assert "nothing was updated" in again.stdout
+    again = run(plan, *MODEL, "--steps", 3, "--checkpoint", folder, "--resume", "--evaluate", "--json")
+    evaluated = json.loads(again.stdout)
+    assert evaluated["mean_loss"] == pytest.approx(sum(evaluated["losses"]) / 3)
 
     profile = tmp_path / "new.json"
     compared = CliRunner().invoke(
@@ -105,6 +106,8 @@ def test_epochs_are_whole_updates_and_told_to_tensorboard(plan, tmp_path, monkey
     assert [x for x in told if x[0] == "loss"] == [["loss", line["loss"], line["step"]] for line in lines]
     times = [(step, ms) for name, ms, step in told if name == "ms per microbatch"]
     assert times == [(line["step"], line["period_ns"] / 1e6) for line in lines[1:]]
+    rates = [(step, rate) for name, rate, step in told if name == "learning rate"]
+    assert rates == [(line["step"], line["learning_rate"]) for line in lines] == [(step, 0.01) for step in range(1, 7)]
     memory = {name: (value, step) for name, value, step in told if name.startswith("memory")}
     held = figures["activations"][1]
     assert memory["memory in MB/activations of GPU 1"] == (held["measured_bytes"] / 1e6, 6)
@@ -169,7 +172,7 @@ def test_options_that_would_do_nothing_are_refused(plan, options, words):
 
 def test_an_evaluation_is_not_compared_with_a_plan(plan, tmp_path):
     trace = tmp_path / "trace.json"
-    run(plan, *MODEL, "--steps", 2, "--evaluate", "--trace", trace)
+    assert "nothing was updated" in run(plan, *MODEL, "--steps", 2, "--evaluate", "--trace", trace).stdout
     with pytest.raises(BadInput, match="has no backwards"):
         CliRunner().invoke(group, ["diff", plan, str(trace)], catch_exceptions=False)
 

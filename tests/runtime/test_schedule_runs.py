@@ -1,7 +1,4 @@
-"""Plans whose backwards come in two parts, and orders that are written in files, on real processes.
-
-``scripts/checks/schedule_runs.py`` runs every schedule on 2 and 4 of them.
-"""
+"""Plans whose backwards come in two parts, and orders that are written in files, on real processes."""
 
 from dataclasses import replace
 
@@ -13,13 +10,13 @@ from cases.runtime import largest_difference, plan_of, serial, simulated_version
 
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions, run_otherwise
+from pipeplan.runtime.engine.phases import of_schedule
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import PIPEDREAM
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions, run_otherwise
-from pipeplan.runtime.phases import of_schedule
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"
 VEE = [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 3, (1,)), Stage(3, 4, (1,)), Stage(4, 6, (0,))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,16 +16,16 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime import presence as presence_room
-from pipeplan.runtime import starting as starting_room
-from pipeplan.runtime import watch as watch_room
+from pipeplan.runtime.engine.failure import FAILURE, Failure, failure_told, told
 from pipeplan.runtime.exchange.transport import PeerLost
-from pipeplan.runtime.failure import FAILURE, Failure, failure_told, told
-from pipeplan.runtime.own_processes import context_of, has_gone
-from pipeplan.runtime.peers import StorePeers
-from pipeplan.runtime.presence import GONE_S, Presences, present
-from pipeplan.runtime.starting import Start
-from pipeplan.runtime.watch import Watch, watching
+from pipeplan.runtime.processes import presence as presence_room
+from pipeplan.runtime.processes import starting as starting_room
+from pipeplan.runtime.processes import watch as watch_room
+from pipeplan.runtime.processes.own_processes import context_of, has_gone
+from pipeplan.runtime.processes.peers import StorePeers
+from pipeplan.runtime.processes.presence import GONE_S, Presences, present
+from pipeplan.runtime.processes.starting import Start
+from pipeplan.runtime.processes.watch import Watch, watching
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_who_is_late_hears_what_all_have_said_though_one_has_failed_by_it(store)
         def check(self, keys):
             if not self.looked:
                 self.looked = True
-                store.set("told/0/0", '"one"')
+                store.set("told/0", json.dumps([['"one"', '"other"'], [0, 1]]))
                 store.set(FAILURE, "it differs")
                 return False
             return store.check(keys)
@@ -109,6 +110,36 @@ def test_who_is_late_hears_what_all_have_said_though_one_has_failed_by_it(store)
             return getattr(store, name)
 
     assert StorePeers(Late(), 1, 2, SECONDS).gathered("other") == ["one", "other"]
+
+
+def test_each_rank_reads_but_once_what_all_have_said(store):
+    """Equal words go through the store once for each rank, and not for each pair of them."""
+    gets, world, words = [], 16, "x" * 1000
+
+    class Counted:
+        def __init__(self):
+            self.store = dist.PrefixStore("c", store)
+
+        def get(self, key):
+            gets.append(len(found := self.store.get(key)))
+            return found
+
+        def __getattr__(self, name):
+            return getattr(self.store, name)
+
+    said = [None] * world
+
+    def rank(number):
+        said[number] = StorePeers(Counted(), number, world, SECONDS).gathered(words)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert said == [[words] * world] * world
+    assert len(gets) == world
+    assert max(gets) < 2 * len(words)
 
 
 def test_a_failure_before_all_have_met_ends_the_others(store, monkeypatch):
@@ -133,7 +164,7 @@ def test_a_failure_before_all_have_met_ends_the_others(store, monkeypatch):
 def test_a_signal_that_torchrun_sends_on_behalf_of_a_dead_neighbour_names_that(store, monkeypatch):
     for name, value in {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    context = context_of("cpu")
+    context = context_of()
     neighbour = context.Process(target=time.sleep, args=(SECONDS,))
     neighbour.start()
     try:
@@ -180,7 +211,7 @@ def test_ranks_wait_no_longer_for_one_that_was_there_and_has_gone(store, monkeyp
     thread.join(SECONDS)
     assert start.error.peers == (gone,)
     assert f"rank {gone} gave no sign of life" in str(start.error)
-    peers = StorePeers(store, 1, 3, SECONDS, Presences(store))
+    peers = StorePeers(store, start.rank, 3, SECONDS, Presences(store))
     with pytest.raises(PeerLost, match=f"agreement .* rank {gone} gave no sign of life"):
         peers.gathered("mine")
 
@@ -201,7 +232,7 @@ def ended(work, words, *arguments):
 
     What it says comes into the file ``words``.
     """
-    context = context_of("cpu")
+    context = context_of()
     process = context.Process(target=_watched, args=(work, words, arguments))
     process.start()
     process.join(SECONDS)

@@ -8,9 +8,9 @@ torch = pytest.importorskip("torch")
 from cases.patience import SECONDS
 from torch.distributed import HashStore
 
-from pipeplan.runtime import stopping
 from pipeplan.runtime.exchange.transport import PeerLost
-from pipeplan.runtime.stopping import StoreStop
+from pipeplan.runtime.processes import stopping
+from pipeplan.runtime.processes.stopping import StoreStop
 
 
 @pytest.fixture(autouse=True)

@@ -23,22 +23,18 @@ from pipeplan import zoo
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.dry_run import word
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.loading import (
-    chain_model,
-    load_model,
-    load_weights,
-)
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.borrowed import borrowers
-from pipeplan.runtime.training.half import HalfOptions
-from pipeplan.runtime.training.optimizers import Choice
-from pipeplan.runtime.training.tied import check_ties, separated, ties_of
+from pipeplan.runtime.model.build.loading import chain_model, load_model, load_weights
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.optimizers import Choice
+from pipeplan.runtime.training.update.tied import check_ties, separated, ties_of
+from pipeplan.runtime.training.weights.borrowed import borrowers
+from pipeplan.runtime.training.weights.half import HalfOptions
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
 TABLE, HEAD = "embedding.tokens.weight", "head.weight"

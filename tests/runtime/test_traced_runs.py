@@ -22,15 +22,15 @@ from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
 from pipeplan.problem import Problem
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.fitting import check_model, fitted
-from pipeplan.runtime.model.loading import load_model
+from pipeplan.runtime.model.build.fitting import check_model, fitted
+from pipeplan.runtime.model.build.loading import load_model
+from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.half import HalfOptions
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.weights.half import HalfOptions
 
 CHAINS = {}
 
@@ -89,7 +89,10 @@ def test_a_traced_model_trains_as_the_module_does(build, shape, tmp_path):
     if shape == "replicated":
         state, expected = without_statistics(state), without_statistics(expected)
     assert largest_difference(state, expected) < 1e-6
-    assert planned_bytes_are_held(report)
+    if shape == "alternating":  # stages of one rank hold what both read from the data once
+        assert all(x.measured_bytes <= x.planned_bytes for x in report.activations)
+    else:
+        assert planned_bytes_are_held(report)
 
 
 def test_layers_in_another_order_than_the_models_train_as_the_module_does(tmp_path):
@@ -115,10 +118,10 @@ def test_several_values_cross_the_cuts_and_some_are_only_passed_on():
     model = load_model(spec_of(traced_cases.transformer), 4, 0)
     middle = model.cut(position(chain(traced_cases.transformer), "blocks.1.mix"))
     assert [str(spec) for spec in middle.specs] == [
-        "int64 (4, 5)", "bool (4, 1, 5, 5)", "float32 (4, 5, 8)", "float32 (4, 5, 8)",
+        "bool (4, 1, 5, 5)", "float32 (4, 5, 8)", "float32 (4, 5, 8)",
     ]  # fmt: skip
-    assert middle.trained == middle.values[2:]
-    assert middle.forward == TensorSpec((4 * 5 * 8 + 100 + 2 * 4 * 4 * 5 * 8,), torch.uint8)
+    assert middle.trained == middle.values[1:]
+    assert middle.forward == TensorSpec((100 + 2 * 4 * 4 * 5 * 8,), torch.uint8)
     assert middle.backward.nbytes == 2 * 4 * 4 * 5 * 8
 
 
@@ -254,10 +257,10 @@ def test_messages_keep_types_and_share_no_memory():
     assert chain_cut(3, specs[2]).backward == specs[2]
 
 
-def fit(model, profile, cuts):
+def fit(model, profile):
     """Raise what a run does for a model that isn't the profile's."""
     model = fitted(model, profile)
-    check_model(model, profile, cuts)
+    check_model(model, profile)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +277,7 @@ def fit(model, profile, cuts):
 def test_every_difference_from_the_profile_is_named(build, words):
     model = load_model(ModelSpec(f"cases.traced:{build}", "cases.traced:images"), 4, 0)
     with pytest.raises(BadInput, match=words):
-        fit(model, chain(traced_cases.residual), [])
+        fit(model, chain(traced_cases.residual))
 
 
 def test_more_differences_from_the_profile():
@@ -290,22 +293,13 @@ def test_more_differences_from_the_profile():
         ),
     ):
         with pytest.raises(BadInput, match=words):
-            fit(model, wrong, [])
+            fit(model, wrong)
 
 
 def test_a_list_of_layers_is_no_graph():
     plan = plan_of(chain(traced_cases.residual), [(0, 9, (0,)), (9, 20, (1,))], accumulate=2)
     with pytest.raises(BadInput, match="is a chain of 5 layers; the plan's profile test is a graph"):
         run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=1, lr=0.1))
-
-
-def test_cuts_that_cannot_be_made_are_refused():
-    build = traced_cases.two_inputs
-    model = load_model(spec_of(build), 4, 0)
-    fit(model, chain(build), [4])
-    words = r"float32 \(4, 3\) and int64 \(4,\) crosses the cut before layer 2"
-    with pytest.raises(BadInput, match=words):
-        fit(model, chain(build), [2])
 
 
 def test_statistics_that_are_written_twice_stay_in_one_layer():
@@ -345,6 +339,21 @@ def test_a_model_that_returns_its_loss_and_has_a_state_that_forwards_change(agai
     build(4)[0].load_state_dict(state)
 
 
+def test_what_is_written_through_views_and_a_tensor_that_stands_twice_in_the_example(tmp_path):
+    """Layers were made that trained five of six weights never, and that read labels for tokens."""
+    build = traced_cases.recurrent
+    profile = chain(build)
+    plan = plan_of(profile, stages_of(profile, ("head",), ((0,), (1,))), weights="flush", accumulate=2)
+    report, state = run(plan, build, tmp_path, steps=10)
+    losses, expected = serial(build, steps=10, accumulate=2, optimizer="sgd", lr=0.1)
+    assert list(report.losses) == losses
+    assert largest_difference(state, expected) == 0
+    assert losses[-1] < losses[0] - 0.3
+    assert report.compared.startswith("the first microbatch trains as in plain torch")
+    silent = run(plan, build, tmp_path, steps=1, compares=False)[0]
+    assert (silent.losses, silent.compared) == (report.losses[:2], "")
+
+
 def test_data_must_be_like_the_example():
     model = load_model(ModelSpec("cases.traced:two_inputs", "cases.traced:vectors"), 4, 0)
     with pytest.raises(BadInput, match="microbatch 0 has 1 input tensors; the example input has 2"):
@@ -361,9 +370,11 @@ def test_torchs_engine_runs_stages_of_a_graph(tmp_path):
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
     model, profile = load_model(spec_of(traced_cases.transformer), 4, 0), chain(traced_cases.transformer)
-    from pipeplan.runtime.torch_engine import refuse_crossing  # its imports take seconds, for this test alone
+    from pipeplan.runtime.engine.torch_engine import refuse_crossing  # its imports take seconds, for this test alone
 
-    with pytest.raises(BadInput, match=r"plan: int64 \(4, 5\) crosses the cut before layer \d+ without a gradient"):
+    with pytest.raises(
+        BadInput, match=r"plan: bool \(4, 1, 5, 5\) crosses the cut before layer \d+ without a gradient"
+    ):
         refuse_crossing(model, [position(profile, "blocks.1.mix")])
 
 

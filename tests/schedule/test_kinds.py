@@ -13,9 +13,9 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule
-from pipeplan.planner.carry import carried
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.simulation import simulate_plan
+from pipeplan.planner.simulated.simulation import simulate_plan
+from pipeplan.planner.what_if.carry import carried
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.gantt import plan_window
 from pipeplan.report.simulations import print_pattern

@@ -10,8 +10,8 @@ from cases.schedules import balanced, looped, vee
 
 from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import read_schedule
-from pipeplan.planner.other_schedules import program_of
-from pipeplan.planner.simulation import simulate_plan, simulate_written
+from pipeplan.planner.simulated.other_schedules import program_of
+from pipeplan.planner.simulated.simulation import simulate_plan, simulate_written
 from pipeplan.schedule.interleaved import interleaved
 from pipeplan.schedule.one_f_one_b import one_f_one_b
 from pipeplan.schedule.program import lower

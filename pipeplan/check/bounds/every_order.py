@@ -86,4 +86,5 @@ def longest_way(chain: Chain) -> Chain:
         input_bytes=chain.input_bytes if reads_input else 0,
         edges=tuple((place[i], place[j]) for i, j in chain.edges or () if i in place and j in place),
         order=None,
+        inputs=chain.inputs and tuple(place[i] for i in chain.inputs if i in place),
     )

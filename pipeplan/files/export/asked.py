@@ -10,6 +10,7 @@ from ...check.targets import CannotExpress, Expressed, Shape, express
 from ...errors import BadInput
 from ...names import shown
 from ...plan import Plan, ScheduleKind, Stage
+from ...problem import AUTOCAST
 from ...schedule.timeline import Timeline
 
 Renames = tuple[tuple[re.Pattern[str], str], ...]
@@ -42,6 +43,11 @@ class Asked:
     def microbatches(self) -> int:
         """Microbatches of a mini-batch, in all pipelines together."""
         return self.run.program.microbatches
+
+    @property
+    def autocast(self) -> str:
+        """The type that operations are cast to, as torch names it; empty where none is."""
+        return self.plan.chain.dtype.removeprefix(AUTOCAST) if self.plan.policy.precision == "autocast" else ""
 
     def renamed(self, target: str, name: str) -> str:
         """Return what the target calls a layer; CannotExpress where no pattern is for it."""

@@ -17,7 +17,7 @@ PARTS = {parts}  # where the layers of each stage begin, and where they end; the
 CONFIG = {{
     "train_batch_size": {batch},
     "train_micro_batch_size_per_gpu": {each},
-    "gradient_accumulation_steps": {microbatches},
+    "gradient_accumulation_steps": {microbatches},{autocast}
 }}
 
 
@@ -58,5 +58,6 @@ def deepspeed(asked: Asked) -> str:
         each=each,
         batch=each * asked.microbatches,
         parts=[0, *ends],
+        autocast=f'\n    "torch_autocast": {{"enabled": True, "dtype": "{asked.autocast}"}},' if asked.autocast else "",
         interval=0 if found.recompute.rule == "none" else found.recompute.count,
     )

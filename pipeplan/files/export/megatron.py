@@ -53,6 +53,8 @@ def megatron_bridge(asked: Asked) -> str:
         f"cfg.model.share_embeddings_and_output_weights = {not _untied(asked)}",
     ]
     lines += [f"cfg.model.mtp_num_layers = {mtp_layers(asked.plan.chain)}"] if mtp_layers(asked.plan.chain) else []
+    if asked.autocast:
+        lines += ["cfg.model.enable_autocast = True", f"cfg.model.autocast_dtype = torch.{asked.autocast}"]
     if method is not None:
         lines += [
             'cfg.model.recompute_granularity = "full"',

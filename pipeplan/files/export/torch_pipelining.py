@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-from ...check.targets import CannotExpress, refuse_parted, whole_blocks
+from ...check.targets import CannotExpress, Unit, module_of, refuse_parted, whole_blocks
 from ...names import shown
 from ...plan import ScheduleKind
 from ...schedule.program import unequal
@@ -13,7 +13,7 @@ from ...version import __version__
 from ..schedule_csv import written_schedule
 from .asked import Asked
 
-MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+MODULE = re.compile(r"\w+(?:\.\w+)*")
 
 
 def torch_csv(asked: Asked) -> str:
@@ -103,13 +103,16 @@ def schedule(layers, device, loss_fn, mesh=None):
         stages.append(PipelineStage(module, number, len(STAGES), device, group=group))
 '''
 
-TRACED = '''SPLIT = {{{split}}}
+TRACED = '''SPLIT = [{split}]
 
 
 def schedule(model, microbatch, device, loss_fn, mesh=None):
-    """Return this rank's schedule of ``model``, whose step() trains one mini-batch; ``microbatch`` is an example."""
+    """Return this rank's schedule of ``model``, whose step() trains one mini-batch; ``microbatch`` is an example: a
+    tensor, a tuple of arguments or a dict of keywords."""
     group = dist.group.WORLD if mesh is None else mesh.get_group("pp")
-    pipe = pipeline(model, mb_args=(microbatch,), split_spec={{name: SplitPoint.BEGINNING for name in SPLIT}})
+    keywords = microbatch if isinstance(microbatch, dict) else {{}}
+    given = () if keywords else microbatch if isinstance(microbatch, tuple) else (microbatch,)
+    pipe = pipeline(model, given, keywords, {{name: SplitPoint.BEGINNING for name in SPLIT}})
     stages = []
     for number in RANKS[dist.get_rank(group)]:
         stage = pipe.build_stage(number, device, group)
@@ -178,12 +181,17 @@ def _traced(asked: Asked) -> str:
             "torch-split: pipeline() runs a model's layers in the model's own order, and the plan's stand in another; "
             "plan with --order given"
         )
-    names = [asked.plan.chain.layers[stage.start].name for stage in asked.stages[1:]]
-    if asked.renames:
-        names = [asked.renamed("torch-split", name) for name in names]
-    odd = next((name for name in names if not MODULE.fullmatch(name)), None)
-    if odd is not None:
-        raise CannotExpress(f"torch-split: a stage begins with '{shown(odd)}', which is no module of the model")
+    chain, names = asked.plan.chain, []
+    units = {unit.start: unit for unit in whole_blocks(chain)}
+    for stage in asked.stages[1:]:
+        shown_as = chain.layers[stage.start].name
+        unit = units.get(stage.start, Unit(shown_as, stage.start, stage.stop, stage.stop, False))
+        name = asked.renamed("torch-split", shown_as) if asked.renames else module_of(chain, unit)
+        if not MODULE.fullmatch(name):
+            raise CannotExpress(
+                f"torch-split: a stage begins with '{shown(shown_as)}', where no module of the model does"
+            )
+        names.append(name)
     return TRACED.format(split=", ".join(f'"{name}"' for name in names))
 
 

@@ -36,6 +36,10 @@ def torchtitan(asked: Asked) -> str:
             elsewhere = next((t for t in range(s + 1, len(parts)) if name in parts[t]), None)
             if elsewhere is not None:
                 raise CannotExpress(f"torchtitan: module '{shown(name)}' would be in stages {s} and {elsewhere}")
+    if asked.autocast and found.shape.ranks > 1:
+        raise CannotExpress(
+            "torchtitan: casts nothing in pipelines whose weights it doesn't shard; the plan is under autocast"
+        )
     shape, each = found.shape, asked.microbatches // found.shape.pipelines
     without = (
         f"# without pipelines it ignores num_pp_microbatches; for {each} microbatches an update "
@@ -51,6 +55,7 @@ def torchtitan(asked: Asked) -> str:
         "--training.disable_cuda_graphs",
         f"activation_checkpoint:{'none' if found.recompute.rule == 'none' else 'full'}",
     ]
+    flags += [f"--training.mixed_precision_param {asked.autocast}"] if asked.autocast else []
     return (without if shape.ranks == 1 < each else "") + " \\\n".join(flags) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...errors import BadInput
 from .imported import Imported, Source
 from .megatron import megatron
 from .shell import read_options
@@ -19,9 +20,23 @@ class Reader:
 
     read: Callable[[Source], Imported]
     what: str
+    own: tuple[str, ...]  # how options begin of which a file has at least one
+
+    def __call__(self, source: Source) -> Imported:
+        """Return what a file says; BadInput where none of its options is one that is read."""
+        if not any(name.startswith(self.own) for name in source.options.given):
+            wanted = ", ".join(f"--{x}.." if x.endswith((".", "-")) else f"--{x}" for x in self.own)
+            raise BadInput(f"{source.path}: isn't {self.what}: it has no option such as {wanted}")
+        return self.read(source)
 
 
 READERS: dict[str, Reader] = {
-    "megatron": Reader(megatron, "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout"),
-    "torchtitan": Reader(torchtitan, "torchtitan's flags, with or without module_fqns_per_model_part"),
+    "megatron": Reader(
+        megatron,
+        "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
+        ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
+    ),
+    "torchtitan": Reader(
+        torchtitan, "torchtitan's flags or TOML, with or without module_fqns_per_model_part", ("parallelism.",)
+    ),
 }

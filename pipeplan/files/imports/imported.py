@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...check.targets import TARGETS, Recompute, Shape, Unit, refusals, weight_bytes
+from ...choices import Optimizer
 from ...errors import BadInput
 from ...plan import ScheduleKind, Stage
-from ...problem import Chain, Optimizer, Precision, Zero
+from ...problem import Chain, Precision, Zero
 from ..export.asked import Renames
 from .shell import Options
 

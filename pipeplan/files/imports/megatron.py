@@ -6,15 +6,15 @@ import re
 from collections.abc import Sequence
 
 from ...check.targets import TARGETS, Recompute, Shape, mtp_layers
+from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown
 from ...plan import ScheduleKind
-from ...problem import Optimizer
 from .imported import Imported, Source, placed
 from .shell import Options
 
 OTHERS = ("tensor-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
-OPTIMIZERS: dict[str, Optimizer] = {"adam": "adam", "sgd": "momentum"}  # its sgd has momentum
+BY_NAME = {row.megatron: name for name, row in OPTIMIZERS.items() if row.megatron is not None}
 MOST_LETTERS = 10**5
 LAYOUT = "--pipeline-model-parallel-layout"
 LETTER = re.compile(r"([EtmL|])(?:\*([0-9]{1,6}))?")
@@ -52,10 +52,10 @@ def megatron(source: Source) -> Imported:
         stages,
         kind,
         microbatches,
-        optimizer=OPTIMIZERS.get(optimizer),
+        optimizer=BY_NAME.get(optimizer),
         precision="mixed" if "bf16" in options or "fp16" in options else None,
         zero=1 if "use-distributed-optimizer" in options else None,
-        notes=() if optimizer in OPTIMIZERS else (f"what --optimizer {shown(optimizer)} keeps is not known",),
+        notes=() if optimizer in BY_NAME else (f"what --optimizer {shown(optimizer)} keeps is not known",),
     )
 
 

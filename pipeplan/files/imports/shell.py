@@ -1,10 +1,14 @@
-"""Which options does a shell script give a program? Those of a command line, of arrays and of variables, as written."""
+"""Which options does a file give a program? Those of a command line, of arrays, variables and TOML, as written."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import BadInput
 from ...names import shown
@@ -54,13 +58,18 @@ class Options:
 
 
 def read_options(path: str) -> Options:
-    """Return the options in a shell script, or in what is to be pasted into one; BadInput names the file.
+    """Return the options in a shell script, in what is to be pasted into one, or in TOML; BadInput names the file.
 
     Comments, line ends behind a backslash, ``NAME=value`` and arrays are understood, and ``$NAME`` of what the file set
-    before. Anything else is taken as words.
+    before. Anything else is taken as words. Of TOML ``[table]`` and ``key = value`` are the option ``--table.key``.
     """
+    text = read_text(path)
+    with suppress(tomllib.TOMLDecodeError, RecursionError):
+        tables = tomllib.loads(text)
+        if any(isinstance(x, dict) for x in tables.values()):  # NAME="value" alone is a shell's
+            return Options(path, dict(_of_toml(tables)), ())
     try:
-        tokens = shlex.split(read_text(path).replace("\\\n", " "), comments=True)
+        tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise BadInput(f"{path}: is no shell text: {str(error).lower()}") from error
     known: dict[str, str] = {}
@@ -77,6 +86,17 @@ def read_options(path: str) -> Options:
         name = found[1].replace("_", "-")
         given[name] = [] if found[2] is None else [found[2]]
     return Options(path, {key: tuple(value) for key, value in given.items()}, tuple(words))
+
+
+def _of_toml(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the options of a table and of those in it, with their words; true and false are words, too."""
+    for key, value in table.items():
+        name = f"{prefix}{key}".replace("_", "-")
+        if isinstance(value, dict):
+            yield from _of_toml(value, f"{name}.")
+        else:
+            words = value if isinstance(value, list) else [value]
+            yield name, tuple(",".join(map(str, x)) if isinstance(x, list) else str(x) for x in words)
 
 
 def _plain(tokens: list[str], known: dict[str, str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ...check.targets import TARGETS, Recompute, Shape, Unit
 from ...errors import BadInput
@@ -15,6 +16,8 @@ from .shell import Options
 
 OTHERS = ("tensor-parallel-degree", "context-parallel-degree", "expert-parallel-degree")
 PARTS = "parallelism.module-fqns-per-model-part"
+POINTS = "parallelism.pipeline-parallel-split-points"
+LOCAL = ("training.local-batch-size", "training.batch-size")
 KINDS: dict[str, ScheduleKind] = {name.lower(): kind for kind, name in SCHEDULES.items()}
 RECOMPUTED = {"none": Recompute(), "full": Recompute("every", 1)}
 
@@ -37,14 +40,16 @@ def torchtitan(source: Source) -> Imported:
     if ranks > 1 and named.lower() not in KINDS:
         raise BadInput(f"{source.path}: schedule '{shown(named)}' is none of {' and '.join(SCHEDULES.values())}")
     kind = KINDS[named.lower()] if ranks > 1 else "1f1b"
-    counts = _named(source, units) if PARTS in options else _even(options, units, ranks, kind)
+    named_parts = next((read for name, read in ((PARTS, _named), (POINTS, _between)) if name in options), None)
+    counts = named_parts(source, units) if named_parts else _even(options, units, ranks, kind)
     if len(counts) % ranks or (kind == "1f1b") != (len(counts) == ranks):
         raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks, which {named} doesn't run")
     if kind == "zbv" and len(counts) != 2 * ranks:
         raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks; {named} runs two on each")
     shape = Shape(ranks, pipelines, len(counts) // ranks, vee=kind == "zbv")
-    microbatches = _microbatches(options, ranks, pipelines)
     recompute, notes = _recompute(options)
+    microbatches, more = _microbatches(source, ranks, pipelines)
+    notes += more
     stages = placed(source, "torchtitan", units, counts, kind, shape, microbatches, recompute)
     zero: Zero | None = 1 if sharded else None
     if sharded:
@@ -67,20 +72,46 @@ def _pipelines(source: Source, ranks: int) -> tuple[int, bool]:
     return replicate * shard, shard > 1
 
 
-def _microbatches(options: Options, ranks: int, pipelines: int) -> int:
-    """Return the microbatches of all pipelines for an update; without pipelines it accumulates gradients instead."""
+def _microbatches(source: Source, ranks: int, pipelines: int) -> tuple[int, tuple[str, ...]]:
+    """Return the microbatches of all pipelines for an update, and what to note of them; without pipelines it
+    accumulates gradients instead."""
+    options = source.options
+    local = next((name for name in LOCAL if name in options), None)
+    if local is not None:
+        return _of_samples(source, local, ranks, pipelines)
     if ranks > 1:
-        return options.count("parallelism.num-pp-microbatches", 1) * pipelines
+        return options.count("parallelism.num-pp-microbatches", 1) * pipelines, ()
     whole = options.count("training.num-tokens-per-train-step", -1, least=-1)
     each = options.count("training.num-tokens-per-microbatch-per-dp-rank", 16384)
     if whole > 0 and whole % (each * pipelines):
         raise BadInput(f"{options.path}: {whole} tokens an update are no multiple of {each} on {pipelines} GPUs")
-    return max(1, whole // each) if whole > 0 else pipelines
+    return max(1, whole // each) if whole > 0 else pipelines, ()
+
+
+def _of_samples(source: Source, local: str, ranks: int, pipelines: int) -> tuple[int, tuple[str, ...]]:
+    """Return what :func:`_microbatches` does where batches are said in samples, as torchtitan's older TOML says them:
+    ``local`` those of one pipeline, which are one microbatch where it is one rank."""
+    options, profiled = source.options, source.chain.microbatch
+    samples = options.count(local)
+    each = options.count("parallelism.pipeline-parallel-microbatch-size", 1) if ranks > 1 else samples
+    if each != profiled or samples % each:
+        raise BadInput(
+            f"{source.path}: --{local} {samples} is in microbatches of {each}, the profile is of {profiled} samples; "
+            f"profile with --microbatch {each}"
+        )
+    steps, odd = divmod(max(1, options.count("training.global-batch-size", -1, least=-1)), samples * pipelines)
+    if steps and odd:
+        raise BadInput(f"{source.path}: --training.global-batch-size isn't a multiple of {samples} x {pipelines}")
+    if ranks == 1:
+        return max(1, steps) * pipelines, ()
+    notes = (f"an update is {steps} batches of {samples * pipelines} samples there; one is judged",) * (steps > 1)
+    return samples // each * pipelines, notes
 
 
 def _recompute(options: Options) -> tuple[Recompute, tuple[str, ...]]:
     words = [word.lower().replace("-", "_") for word in options.words]
     said = [word.partition(":")[2] for word in words if word.startswith("activation_checkpoint:")]
+    said += [x for x in (options.text("activation-checkpoint.mode"),) if x is not None]
     if not said:
         return Recompute(), ("the flags say no activation_checkpoint; nothing is recomputed",)
     if said[-1] not in RECOMPUTED:
@@ -89,6 +120,19 @@ def _recompute(options: Options) -> tuple[Recompute, tuple[str, ...]]:
             "and say none"
         )
     return RECOMPUTED[said[-1]], ()
+
+
+def _between(source: Source, units: Sequence[Unit]) -> list[int]:
+    """Return how many units each part has, by the names of the modules that begin all but the first."""
+    names = [module_name(source.renames, unit) for unit in units]
+    points = [name for word in source.options.given[POINTS] for name in word.split(",")]
+    odd = next((name for name in points if name not in names), None)
+    if odd is not None:
+        raise BadInput(f"{source.path}: --{POINTS} names '{shown(odd)}', which the profile hasn't (--rename)")
+    ends = [0, *map(names.index, points), len(names)]
+    if ends != sorted(ends):
+        raise BadInput(f"{source.path}: --{POINTS} are out of order")
+    return [b - a for a, b in pairwise(ends)]
 
 
 def _named(source: Source, units: Sequence[Unit]) -> list[int]:

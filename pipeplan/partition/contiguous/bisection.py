@@ -12,11 +12,11 @@ from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation
 from ...problem import Device
+from ..devices.orders import FEW, Order
+from ..tables.options import quickest_replicas
+from ..tables.stages import StageTables
 from .claims import claim, claimed_ns
 from .decision import decide
-from .options import quickest_replicas
-from .orders import FEW, Order
-from .tables import StageTables
 
 
 def shortest_between(

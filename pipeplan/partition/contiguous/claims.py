@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ...cost import memory_model, time_model
 from ...cost.group_bound import group_bound
-from ...cost.ideal_chain import IdealChain
 from ...cost.stage_graph import stage_graph
 from ...plan import Allocation, Stage
 from ...problem import Platform, Problem
-from .options import NEVER
+from ..layer_orders.ideal_chain import IdealChain
+from ..tables.options import NEVER
 from .tied import longest_sums_ns, sums_bound_periods
 
 

@@ -22,15 +22,15 @@ from ...integers import Ints
 from ...plan import Allocation, Stage
 from ...problem import Problem
 from ..cuts import legal_cuts, near_cuts, spread_cuts
+from ..devices.grouped import group_sizes, grouped
+from ..recompute.pareto import Resolution
+from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
+from ..tables.device_counts import device_counts, shortest_delays
+from ..tables.stages import StageTables, stage_tables
 from .bisection import plain_delays, shortest_between
 from .claims import claim, claimed, claimed_ns, longest_period_ns
 from .decision import decide
-from .device_counts import device_counts, shortest_delays
-from .grouped import group_sizes, grouped
 from .long_chains import between_layers, terms_of, thinned, with_priced_segments
-from .pareto import Resolution
-from .segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
-from .tables import StageTables, stage_tables
 from .tied import best_with_sums, first_within, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched

@@ -15,10 +15,10 @@ import numpy as np
 
 from ...integers import Ints, ceil_div, extend_array
 from ...plan import Stage
-from .device_counts import Counts, device_counts
-from .device_states import Flags, Step, places
-from .options import NEVER, Ranges
-from .tables import StageTables, closed, largest_synced_gradients, longest_delay
+from ..devices.device_states import Flags, Step, places
+from ..tables.device_counts import Counts, device_counts
+from ..tables.options import NEVER, Ranges
+from ..tables.stages import StageTables, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 

@@ -14,17 +14,17 @@ from math import ceil
 import numpy as np
 
 from ...cost import memory_model
-from ...cost.ideal_chain import IdealChain
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
 from ...problem import LayerTimes, Problem
 from ..cuts import legal_cuts, spread_cuts
+from ..layer_orders.ideal_chain import IdealChain
+from ..recompute.priced import PricedLabels, Terms, first_terms, nearby, priced_labels
+from ..recompute.segments import AnyLabels, caps_within, most_groups, profiles, with_labels
+from ..tables.stages import StageTables, stage_tables
 from .bisection import plain_delays, shortest_between
 from .claims import claimed_ns, longest_period_ns
-from .priced import PricedLabels, Terms, first_terms, nearby, priced_labels
-from .segments import AnyLabels, caps_within, most_groups, profiles, with_labels
-from .tables import StageTables, stage_tables
 
 _SPREAD = 64  # cuts all over the chain, at least
 _MOST_NEAR = 320  # cuts near the ends of stages

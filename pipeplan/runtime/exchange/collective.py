@@ -18,8 +18,9 @@ from ..device import Exchange, group_timeout
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
-from .links import Group, Links, in_hosts_order
-from .transport import exchanging
+from .links import Links, in_hosts_order
+from .replica_sum import ChunkSum
+from .transport import Group, everybodys, exchanging
 
 PINGS = 10
 PATIENCE: Final = timedelta(hours=4)  # to read a sample, or for a turn to give what was trained; who has gone shows
@@ -32,14 +33,13 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic cloc
 def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
     """Raise RunFailed unless all ranks see the same tensor at every cut: nobody must receive what it doesn't expect."""
     mine = [str(spec) for spec in boundaries]
-    everybodys: list[Any] = [None] * dist.get_world_size()
     with exchanging("the comparison of models at the start"):
-        dist.all_gather_object(everybodys, mine)
-    for index, (here, there) in enumerate(zip(mine, everybodys[0], strict=False)):
+        first = everybodys(mine)[0]
+    for index, (here, there) in enumerate(zip(mine, first, strict=False)):
         if here != there:
             raise RunFailed(f"its model has {here} before layer {index}; rank 0's has {there}")
-    if len(mine) != len(everybodys[0]):
-        raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(everybodys[0]) - 1}")
+    if len(mine) != len(first):
+        raise RunFailed(f"its model has {len(mine) - 1} layers; rank 0's has {len(first) - 1}")
 
 
 def replica_groups(lowered: LoweredRun, exchange: Exchange, timeout: timedelta) -> dict[int, Group]:
@@ -101,6 +101,21 @@ def share_from(first: int, group: Group, tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, first, group=group)
 
 
+def greet(sums: Iterable[Group], norm: Group, device: torch.device) -> None:
+    """Let the groups ``sums`` and ``norm`` (None: there is none) of this GPU do once what they will do in the run.
+
+    NCCL connects a group at its first exchange, and for each kind of them anew; hosts wait, and it takes memory.
+    """
+    with exchanging("the connecting of GPUs"):
+        for group in dict.fromkeys(sums):
+            chunk = ChunkSum(torch.zeros(dist.get_world_size(group), device=device), group)
+            chunk.begin()
+            chunk.turn()
+            chunk.end()
+        if norm is not None:
+            dist.all_reduce(torch.zeros((), dtype=torch.float64, device=device), group=norm)
+
+
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is set on any rank; all ranks ask together."""
     flags = torch.tensor([int(flag)])
@@ -121,14 +136,10 @@ def transfer_times(lowered: LoweredRun, rank: int, specs: Mapping[Edge, TensorSp
         if here == there or rank not in (here, there):
             continue
         tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype, device=links.device)
-        rounds = []
         with exchanging(f"the measuring of the link between ranks {here} and {there}"):
-            for _ in range(PINGS + 1):  # the first connects
-                start = time.monotonic_ns()
-                links.ping(tensor, rank, here, there)
-                rounds.append(time.monotonic_ns() - start)
+            _, *rounds = links.round_trips_ns(tensor, rank, here, there, PINGS + 1)  # the first connects
         if rank == here:
-            found["F", s] = found["B", s + 1] = min(rounds[1:]) // 2
+            found["F", s] = found["B", s + 1] = min(rounds) // 2
     return found
 
 
@@ -138,10 +149,9 @@ def clock_offset(rank: int, machine: str, clock: Callable[[], int] = time.monoto
     Elsewhere rank 0's clock is taken to be what it says in the middle of the fastest ping-pong; the error is at most
     half of what that took.
     """
-    machines: list[Any] = [None] * dist.get_world_size()
     best: tuple[int, int] = (0, 0)
     with exchanging("the comparison of clocks"):
-        dist.all_gather_object(machines, machine)
+        machines = everybodys(machine)
         for other, its in enumerate(machines):
             if its == machines[0] or rank not in (0, other):
                 continue
@@ -175,12 +185,16 @@ def barrier() -> None:
         dist.barrier()
 
 
-def told_by_all(value: T) -> list[T]:
+def patient_group() -> Group:
+    """Return a group of all ranks for what may take long."""
+    with exchanging("the making of groups"):
+        return dist.new_group(timeout=PATIENCE, backend="gloo")
+
+
+def told_by_all(value: T, patient: Group) -> list[T]:
     """Return everybody's ``value``, in rank order, to all; wait for it as long as it takes to read the first sample."""
-    everybodys: list[Any] = [None] * dist.get_world_size()
     with exchanging("the comparison of the first samples"):
-        dist.all_gather_object(everybodys, value, dist.new_group(timeout=PATIENCE, backend="gloo"))
-    return everybodys
+        return everybodys(value, patient)
 
 
 def gathered(rank: int, value: Any) -> list[Any] | None:
@@ -191,15 +205,14 @@ def gathered(rank: int, value: Any) -> list[Any] | None:
     return values
 
 
-def handed_over(rank: int, tensors: Mapping[str, Tensor], begin: Callable[[Specs], Take]) -> None:
+def handed_over(rank: int, tensors: Mapping[str, Tensor], begin: Callable[[Specs], Take], group: Group) -> None:
     """Give rank 0 everybody's ``tensors`` in host memory: there ``begin(specs)`` returns what takes each of them.
 
     They come one after the other, so that no more than one is there twice, however long all of them take; of equal
-    names the last rank's comes last.
+    names the last rank's comes last. ``group`` is a patient one.
     """
     named = gathered(rank, [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
     with exchanging("the gathering of the trained model"):
-        group = dist.new_group(timeout=PATIENCE, backend="gloo")
         dist.barrier(group=group)  # who has little to send may end before others have connected
         if named is None:
             for tensor in tensors.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from threading import Lock
 from typing import Final
 
@@ -12,6 +13,12 @@ GIGA: Final = 10**9
 def carried_ns(size: int, rate: int | None) -> int:
     """Return how long ``size`` bytes are under way at ``rate`` bytes per second; None is as fast as can be."""
     return 0 if rate is None else -(-size * GIGA // rate)
+
+
+def wait_until(due_ns: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    """Sleep until it is then by ``clock``."""
+    while (early_ns := due_ns - clock()) > 0:
+        time.sleep(early_ns / GIGA)
 
 
 class EmulatedLink:
@@ -30,9 +37,3 @@ class EmulatedLink:
         with self._lock:
             self._free_ns = max(self._free_ns, time.monotonic_ns()) + carried_ns(size, self._rate)
             return self._free_ns
-
-    @staticmethod
-    def wait_until(due_ns: int) -> None:
-        """Sleep until then."""
-        while (early_ns := due_ns - time.monotonic_ns()) > 0:
-            time.sleep(early_ns / GIGA)

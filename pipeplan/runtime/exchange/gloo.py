@@ -7,21 +7,37 @@ sent tensor is kept until its handle has been waited for.
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..model.network import TensorSpec
 from .posting import PostingTransport
-from .transport import Sends, exchanging
+from .transport import Receiving, Sends, lane
 
+LAZY = "TORCH_GLOO_LAZY_INIT"
+FILES = 2**16  # that a process may have open
 LARGEST_TAG = 2**31  # gloo's tags are 32 bits, and torch refuses negative ones
 
 
-class GlooTransport(PostingTransport[tuple[dist.Work, Tensor]]):
+def spare_sockets() -> None:
+    """Let each rank's groups of gloo connect to those it exchanges with, when it does, unless the user says otherwise.
+
+    Otherwise each connects to all others at once, for which every rank reads through the store what every other one has
+    for every third. Rank 0 hears of all results, for which a process may have too few files open by default.
+    """
+    os.environ.setdefault(LAZY, "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class GlooTransport(PostingTransport[Receiving]):
     """One rank's exchanges in the default process group.
 
     ``specs`` gives the tensor of every edge, ``instructions`` the rank's order. One send is under way on each edge; the
@@ -47,21 +63,14 @@ class GlooTransport(PostingTransport[tuple[dist.Work, Tensor]]):
         """Wait until everything that was sent has arrived."""
         self._sends.finish()
 
-    def _issue(self, receive: Receive) -> tuple[dist.Work, Tensor]:
+    def _issue(self, receive: Receive) -> Receiving:
         spec = self._specs[receive.edge]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        with exchanging(receive, receive.peer):
-            work = dist.irecv(tensor, receive.peer, tag=self._tag(receive.edge, receive.microbatch))
-        assert work is not None, "every rank is in the default group"
-        return work, tensor
+        return Receiving(receive, tensor, self._tag(receive.edge, receive.microbatch))
 
-    def _arrived(self, receive: Receive, posted: tuple[dist.Work, Tensor]) -> Tensor:
-        work, tensor = posted
-        with exchanging(receive, receive.peer):
-            work.wait()
-        return tensor
+    def _arrived(self, receive: Receive, posted: Receiving) -> Tensor:
+        return posted.wait()
 
     def _tag(self, edge: Edge, microbatch: int) -> int:
-        kind, stage = edge
         lanes = 2 * self._stages
-        return microbatch % (LARGEST_TAG // lanes) * lanes + 2 * stage + (kind == "B")
+        return microbatch % (LARGEST_TAG // lanes) * lanes + lane(edge)

@@ -14,26 +14,27 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count, pairwise
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..clock import HostClock, clock_of
 from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
-from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
+from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
 from .nearby import NearbyTransport
-from .transport import Sends, Transport, exchanging
+from .transport import Group, Receiving, Sends, Transport, exchanging
 from .wires import Message, Wire, open_wires
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins
 PING: Final[Message] = (-1, 0)
 
-Group = Any  # a process group; torch's type for it differs between versions
 Pair = tuple[int, int]  # sender, receiver
 
 
@@ -64,25 +65,39 @@ class Links:
         """Return what moves this device's messages over a transport between hosts."""
         return between_hosts if self.exchange == "gloo" else StagedTransport(between_hosts, self.device)
 
-    def ping(self, tensor: Tensor, rank: int, here: int, there: int) -> None:
-        """Send ``tensor`` from ``here`` to ``there`` and back, and wait until it has arrived; both call this."""
-        group = self.pairs[here, there] if self.exchange == "nccl" else None
-        travels = on_host(tensor) if self.exchange == "staged" else tensor
+    def round_trips_ns(self, tensor: Tensor, rank: int, here: int, there: int, times: int) -> list[int]:
+        """Return how long ``tensor`` was on its way from ``here`` to ``there`` and back, so many times; both call this.
+
+        Over NCCL that is the GPU's time, between events in its stream, as the host only looks in from time to time.
+        """
+        clock = clock_of(self.device) if self.exchange == "nccl" else HostClock()
         settle(self.device, self.timeout)
-        spec = TensorSpec.of(travels)
+        marks = [clock.mark()]
+        for _ in range(times):
+            self._there_and_back(tensor, rank, here, there)
+            marks.append(clock.mark())
+        settle(self.device, self.timeout)
+        return [clock.between(*pair) for pair in pairwise(marks)]
+
+    def _there_and_back(self, tensor: Tensor, rank: int, here: int, there: int) -> None:
+        group = self.pairs[here, there] if self.exchange == "nccl" else None
+        travels, peer = tensor, there if rank == here else here
+        if self.exchange == "staged":
+            travels = on_host(tensor)
+            settle(self.device, self.timeout)
+        spec, wire = TensorSpec.of(travels), None if self.wires is None else self.wires[peer]
         for sender in (here, there):
-            wire = None if self.wires is None else self.wires[there if rank == here else here]
             if wire is not None and rank == sender:
                 wire.give(PING, travels, spec)
             elif wire is not None:
                 travels = wire.take(PING, spec)
             elif rank == sender:
-                dist.send(travels, there if rank == here else here, group=group)
+                dist.send(travels, peer, group=group)
             else:
-                dist.recv(travels, sender, group=group)
+                dist.recv(travels, peer, group=group)
         if self.exchange == "staged":
             tensor.copy_(travels, non_blocking=True)
-        settle(self.device, self.timeout)
+            settle(self.device, self.timeout)
 
     def close(self) -> None:
         """End the wires."""
@@ -135,16 +150,14 @@ def in_rounds(pairs: Collection[Pair]) -> list[Pair]:
     Each rank goes through its own pairs in this order, so all are through after at most about twice as many rounds as
     one rank has pairs, where the order of their numbers would let a chain connect one after the other.
     """
-    rounds: list[list[Pair]] = []
-    for way in ([pair for pair in pairs if pair[0] < pair[1]], [pair for pair in pairs if pair[0] > pair[1]]):
-        first = len(rounds)
-        for pair in sorted(way):
-            free = (x for x in rounds[first:] if not any(set(pair) & set(other) for other in x))
-            found = next(free, None)
-            if found is None:
-                rounds.append(found := [])
-            found.append(pair)
-    return [pair for connected in rounds for pair in connected]
+    rounds: dict[tuple[bool, int], list[Pair]] = {}
+    busy: set[tuple[bool, int, int]] = set()  # way, round and rank
+    for pair in sorted(pairs):
+        way = pair[0] > pair[1]
+        number = next(n for n in count() if not any((way, n, rank) in busy for rank in pair))
+        busy.update((way, number, rank) for rank in pair)
+        rounds.setdefault((way, number), []).append(pair)
+    return [pair for number in sorted(rounds) for pair in rounds[number]]
 
 
 def in_hosts_order() -> None:
@@ -174,9 +187,10 @@ def pair_options(backend: str, timeout: timedelta) -> Any:
 class OrderedTransport:
     """Messages in the order of the instructions, with the group of their directed pair.
 
-    A receive is issued in a stream of its own, so that it doesn't wait for the pass queued before it; its buffer is of
-    that stream's memory, and given back once the passes that use it are over. The host is several passes ahead, so it
-    begins when the GPU is but one pass away: at the :data:`LATE`-th message before it. What waits for earlier work
+    A receive is issued in a stream of its own, so that it doesn't wait for the pass queued before it. Its room is of
+    the passes' memory, for one message of an edge at a time, as planned: it is made when the last message has been
+    taken, and the receive begins when the GPU has come so far. The host is several passes ahead, so it begins no sooner
+    than the GPU is but one pass away: at the :data:`LATE`-th message before it. What waits for earlier work
     alone deadlocks no more than one thing after the other. ``take`` lets the passes' stream wait, not the host. A send
     waits for the pass before it, and its tensor is kept until the edge's next send, for which the passes' stream waits
     until it is through.
@@ -192,7 +206,8 @@ class OrderedTransport:
     ) -> None:
         self._rank, self._specs, self._pairs, self._device, self._timeout = rank, specs, pairs, device, timeout
         self._stream = new_stream(device)
-        self._coming: dict[tuple[Edge, int], tuple[Receive, dist.Work, Tensor]] = {}
+        self._rooms: dict[Edge, tuple[Tensor, Any]] = {}  # for the next message, and when it can be written to
+        self._coming: dict[tuple[Edge, int], Receiving] = {}
         self._sends = Sends()
         self._messages: deque[Any] = deque(maxlen=LATE)  # events where the last ones were taken or sent
 
@@ -201,28 +216,26 @@ class OrderedTransport:
 
     def post(self, receive: Receive) -> None:
         """Issue ``receive``."""
-        spec = self._specs[receive.edge]
+        if receive.edge not in self._rooms:  # the edge's first, or one behind another that is still to be taken
+            self._rooms[receive.edge] = self._room(receive.edge)
+        tensor, free = self._rooms.pop(receive.edge)
         with self._receiving():
+            if self._stream is not None:
+                self._stream.wait_event(free)
             if self._stream is not None and len(self._messages) == LATE:
                 self._stream.wait_event(self._messages[0])
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            with exchanging(sentence(receive)):
-                work = dist.irecv(tensor, receive.peer, group=self._pairs[receive.peer, self._rank])
-        assert work is not None, "this rank is of the pair"
-        self._coming[receive.edge, receive.microbatch] = receive, work, tensor
+            coming = Receiving(receive, tensor, group=self._pairs[receive.peer, self._rank])
+        self._coming[receive.edge, receive.microbatch] = coming
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what comes along ``edge`` for ``microbatch``; what is queued from here on waits for it."""
-        receive, work, tensor = self._coming.pop((edge, microbatch))
-        with exchanging(sentence(receive)):
-            work.wait()
-        if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
-        self._passed()
+        tensor = self._coming.pop((edge, microbatch)).wait()
+        self._messages.append(self._event())
         return tensor
 
     def look_ahead(self, edge: Edge) -> None:
-        """Nothing is received before its turn."""
+        """Make room for the next message."""
+        self._rooms[edge] = self._room(edge)
 
     def await_room(self, send: Send) -> bool:
         """Let what is queued from here on wait until the edge's last send is through."""
@@ -231,13 +244,14 @@ class OrderedTransport:
     def send(self, send: Send, tensor: Tensor) -> None:
         """Issue the send of ``tensor``."""
         self._sends.issue(send, tensor, group=self._pairs[self._rank, send.peer])
-        self._passed()
+        self._messages.append(self._event())
 
-    def _passed(self) -> None:
-        if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self._messages.append(event)
+    def _room(self, edge: Edge) -> tuple[Tensor, Any]:
+        spec = self._specs[edge]
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device), self._event()
+
+    def _event(self) -> Any:
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def finish(self) -> None:
         """Wait for the last sends."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..model.network import TensorSpec
 from .posting import PostingTransport
-from .transport import exchanging
+from .transport import exchanging, lane
 from .wires import Message, Wire
 
 
@@ -59,5 +59,4 @@ class NearbyTransport(PostingTransport[None]):
 
 
 def _message(exchange: Send | Receive) -> Message:
-    kind, stage = exchange.edge
-    return 2 * stage + (kind == "B"), exchange.microbatch
+    return lane(exchange.edge), exchange.microbatch

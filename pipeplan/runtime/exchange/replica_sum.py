@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .emulated_link import EmulatedLink
-from .transport import exchanging
+from .emulated_link import EmulatedLink, wait_until
+from .transport import Group, exchanging
 
-Group = Any  # a process group; torch's type for it differs between versions
 WHAT = "the sum of gradients"
 
 
@@ -99,4 +98,4 @@ class ChunkSum:
         with exchanging(WHAT, *self._others):
             self._work.wait()
         if self._link is not None:
-            self._link.wait_until(self._due_ns)
+            wait_until(self._due_ns)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..model.network import TensorSpec
-from .emulated_link import carried_ns
-from .transport import PeerLost, exchanging
+from .emulated_link import carried_ns, wait_until
+from .transport import Group, PeerLost, exchanging, lane
 
 POSTED: Final = 2  # receives under way on each wire: the next message travels while this one is put away
 UNLIMITED: Final = timedelta(days=365)  # patience is counted where the rank itself waits, not while it computes
@@ -56,7 +56,7 @@ class ThreadedTransport:
         room: int,
         timeout_s: float,
         delay_ns: int = 0,
-        group: Any = None,
+        group: Group = None,
         clock: Callable[[], int] = time.monotonic_ns,
         rate: int | None = None,
     ) -> None:
@@ -106,8 +106,7 @@ class ThreadedTransport:
         with self._changed:
             usable_ns, tensor = self._inbox.pop((edge, microbatch))
             self._taken[wire] += 1
-        while (early_ns := usable_ns - self._clock()) > 0:
-            time.sleep(early_ns / 1e9)
+        wait_until(usable_ns, self._clock)
         return tensor
 
     def look_ahead(self, edge: Edge) -> None:
@@ -225,7 +224,7 @@ class ThreadedTransport:
 class _Receiving:
     """A message whose receives have been posted."""
 
-    def __init__(self, wire: Wire, spec: TensorSpec, group: Any) -> None:
+    def __init__(self, wire: Wire, spec: TensorSpec, group: Group) -> None:
         edge, peer = wire
         self._header = torch.empty(1, dtype=torch.int64)
         self._tensor = torch.empty(spec.shape, dtype=spec.dtype)
@@ -248,9 +247,7 @@ def _done(work: dist.Work | None) -> None:
 
 def _tags(edge: Edge) -> tuple[int, int]:
     """Return the tags of a message's microbatch and of its tensor. What has one tag stays in order."""
-    kind, stage = edge
-    first = 2 * (2 * stage + (kind == "B"))
-    return first, first + 1
+    return 2 * lane(edge), 2 * lane(edge) + 1
 
 
 def _next_on(wire: Wire) -> str:

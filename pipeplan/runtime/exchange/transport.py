@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,23 @@ from torch import Tensor
 
 from ...errors import PipeplanError
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
+
+T = TypeVar("T")
+
+Group = Any  # a process group; torch's type for it differs between versions
+
+
+def lane(edge: Edge) -> int:
+    """Return a number that each edge has for itself."""
+    kind, stage = edge
+    return 2 * stage + (kind == "B")
+
+
+def everybodys(value: T, group: Group = None) -> list[T]:
+    """Return every rank's ``value`` in rank order, on all of ``group`` (None: of all ranks)."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 class Transport(Protocol):
@@ -50,6 +67,7 @@ class PeerLost(PipeplanError):
 
 
 _OF_OTHERS: Final = (RuntimeError, ConnectionError, TimeoutError)  # what gloo and NCCL raise, and what wires do
+_ITS_OWN: Final = (torch.OutOfMemoryError, torch.AcceleratorError)  # of a GPU that is full, or has failed
 
 
 class _Exchanging:
@@ -62,7 +80,7 @@ class _Exchanging:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _OF_OTHERS) and not isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, _OF_OTHERS) and not isinstance(error, _ITS_OWN):
             what = self._what if isinstance(self._what, str) else sentence(self._what)
             raise PeerLost(f"{what}: {_cause(str(error))}", *self._peers) from error
 
@@ -70,7 +88,7 @@ class _Exchanging:
 def exchanging(what: str | Instruction, *peers: int) -> AbstractContextManager[None]:
     """Turn what gloo, NCCL and wires raise into PeerLost, which names the exchange and knows the ``peers``.
 
-    What the device itself lacks, which is no fault of others, stays as it is. Messages are sent and received within
+    A fault of the own device stays as it is. Messages are sent and received within
     such contexts, so nothing is put into words before it fails.
     """
     return _Exchanging(what, peers)
@@ -86,13 +104,30 @@ def _cause(words: str) -> str:
     return f"{plain}: {lines[0]}" if found and lines else plain
 
 
+class Receiving:
+    """A receive that has been posted, in ``group`` (None: all ranks), of what comes into ``tensor``."""
+
+    def __init__(self, receive: Receive, tensor: Tensor, tag: int = 0, group: Group = None) -> None:
+        self._receive, self._tensor = receive, tensor
+        with exchanging(receive, receive.peer):
+            work = dist.irecv(tensor, receive.peer, group=group, tag=tag)
+        assert work is not None, "both ranks are in the group"
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Return what came; over NCCL the current stream waits for it, not the host."""
+        with exchanging(self._receive, self._receive.peer):
+            self._work.wait()
+        return self._tensor
+
+
 class Sends:
     """The sends of one rank, one under way on each edge: the next waits for it, and only then may its tensor go."""
 
     def __init__(self) -> None:
         self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
 
-    def issue(self, send: Send, tensor: Tensor, tag: int = 0, group: Any = None) -> None:
+    def issue(self, send: Send, tensor: Tensor, tag: int = 0, group: Group = None) -> None:
         """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
         self.await_room(send)
         tensor = tensor.contiguous()

@@ -19,14 +19,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import ceil
-from typing import Any, Final
+from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..model.network import TensorSpec
-from .transport import exchanging
+from .transport import everybodys, exchanging
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
@@ -194,12 +193,12 @@ def open_wires(rank: int, peers: Collection[int], machine: str, timeout: timedel
     with exchanging("the connecting of processes", *peers):
         listener, secret = _listener(), secrets.token_bytes(_SECRET)
         here = None if listener is None else (machine, _network(), listener.getsockname(), secret)
-        everybodys: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybodys, here)
+        all_here = everybodys(here)
         if listener is None:
             return None
         with closing(listener):
-            if None in everybodys or len({there[:2] for there in everybodys}) > 1:
+            there = [x for x in all_here if x is not None]
+            if len(there) < len(all_here) or len({x[:2] for x in there}) > 1:
                 return None
             listener.settimeout(timeout.total_seconds())
             links: dict[int, socket.socket] = {}
@@ -207,8 +206,8 @@ def open_wires(rank: int, peers: Collection[int], machine: str, timeout: timedel
                 if peer > rank:
                     links[peer] = link = _socket()
                     link.settimeout(timeout.total_seconds())
-                    link.connect(everybodys[peer][2])
-                    link.send(everybodys[peer][3] + struct.pack("=q", rank))
+                    link.connect(there[peer][2])
+                    link.send(there[peer][3] + struct.pack("=q", rank))
             while len(links) < len(peers):
                 link, _ = listener.accept()
                 link.settimeout(timeout.total_seconds())

@@ -149,7 +149,7 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint of the drained pipeline after ``step`` updates of all stages."""
+    """Evaluate, or write a checkpoint, with a drained pipeline after ``step`` updates of all stages."""
 
     step: int
 
@@ -204,7 +204,7 @@ def sentence(instruction: Instruction) -> str:
         case Agree(version):
             return f"the agreement on update {version}"
         case Save(step):
-            return f"the checkpoint after update {step}"
+            return f"the evaluation or checkpoint after update {step}"
 
 
 def _what(kind: Pass) -> str:

@@ -6,7 +6,7 @@ Without torch, so that a plan that cannot be run is refused before any process s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd, lcm
@@ -230,14 +230,21 @@ class LoweredRun:
 
 
 def lower_run(
-    plan: Plan, steps: int, *, every: int | None = None, first: Position = FROM_THE_START, evaluates: bool = False
+    plan: Plan,
+    steps: int,
+    *,
+    every: int | None = None,
+    first: Position = FROM_THE_START,
+    evaluates: bool = False,
+    judged: int | None = None,
 ) -> LoweredRun:
     """Return the lowered run of a valid ``plan`` from position ``first`` until ``steps`` updates have been made.
 
     With ``every`` a checkpoint is written after each update whose number it divides, and after the last; the pipeline
-    drains before it. BadInput says what cannot be run, or not yet. The simulation proves that the order doesn't
-    deadlock. Linear in the microbatches of a mini-batch, or of the fill and a few rounds of an asynchronous pattern,
-    and in the checkpoints, whatever the number of updates between them.
+    drains before it, as it does where the model is evaluated, every ``judged`` updates. BadInput says what cannot be
+    run, or not yet. The simulation proves that the order doesn't deadlock. Linear in the microbatches of a mini-batch,
+    or of the fill and a few rounds of an asynchronous pattern, and in the checkpoints, whatever the number of updates
+    between them.
     """
     if steps < 1:
         raise BadInput(f"steps: {steps} is not a positive number of weight updates")
@@ -254,7 +261,7 @@ def lower_run(
     on = {d: [s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in devices}
     tied = summed_stages(plan.chain, plan.allocation.stages)
     lenders = lending_stages(plan.chain, plan.allocation.stages)
-    lengths = _lengths(first.step, steps, every)
+    lengths = _lengths(first.step, steps, [x for x in (every, judged) if x is not None])
     beside = {} if evaluates else summed_beside(plan)
 
     def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
@@ -274,7 +281,7 @@ def lower_run(
     for length in sorted(set(lengths), reverse=True):
         if policy.drains:
             program, timeline, lists = lists_of(interval)
-            finish = agreed if plan.policy.precision == "mixed" else with_updates_last  # all stages skip, or none
+            finish = with_updates_last if plan.policy.precision == "fp32" else agreed  # all stages skip, or none
             lists = [finish(instructions) for instructions in lists]
             if plan.policy.clip:
                 lists = [clipped(instructions) for instructions in lists]
@@ -291,7 +298,7 @@ def lower_run(
             parts += listing.later(microbatch, step).parts
         step += length
         microbatch += length * interval
-        if every is not None:
+        if every is not None or judged is not None:
             for parts in joined:
                 parts.append(Repeat((Save(step),)))
     if evaluates:
@@ -368,12 +375,10 @@ def _forward_alone(part: Repeat, version: int) -> Repeat:
     return replace(part, instructions=tuple(forwards(part.instructions, 0)), versions=0, version=version)
 
 
-def _lengths(first: int, last: int, every: int | None) -> list[int]:
+def _lengths(first: int, last: int, every: Sequence[int]) -> list[int]:
     """Return the updates of each segment between updates ``first`` and ``last``."""
-    if every is None:
-        return [last - first]
-    ends = [first, *range((first // every + 1) * every, last, every), last]
-    return [end - start for start, end in pairwise(ends)]
+    ends = {first, last, *(end for some in every for end in range((first // some + 1) * some, last, some))}
+    return [end - start for start, end in pairwise(sorted(ends))]
 
 
 def _refuse(plan: Plan) -> None:
@@ -390,6 +395,9 @@ def _refuse(plan: Plan) -> None:
             f"plan: mixed precision runs in the 16 bits of its profile, but {plan.chain.name} was profiled in "
             f"{plan.chain.dtype}, so its activations and times are others; profile it with --dtype bfloat16"
         )
+    misfit = plan.chain.misfit(plan.policy.precision)
+    if misfit is not None:
+        raise BadInput(f"plan: {misfit}")
     for parted in tied_violations(plan.chain, plan.policy, plan.allocation.stages):
         raise BadInput(f"plan: {parted}")
 

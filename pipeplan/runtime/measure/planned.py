@@ -25,7 +25,7 @@ def planned_times(plan: Plan, graph: StageGraph) -> list[PlannedTimes]:
     last, found = len(graph.stages) - 1, []
     sends = [planned_transfer_ns(graph, "F", s) > 0 for s in range(last + 1)]
     for s, cost in enumerate(graph.stages):
-        reading = plan.chain.reading_ns * min((s == 0) + (s == last), len(plan.chain))
+        reading = plan.chain.read_in_passes_ns * min((s == 0) + (s == last), len(plan.chain))
         held = plan.platform.overhead_ns * (sends[s] + (s > 0 and sends[s - 1]))  # in a forward, and in a backward
         forward, backward = cost.forward_ns - reading - held, cost.backward_ns - cost.update_share_ns - held
         found.append(PlannedTimes(max(0, forward), backward, reading, 2 * held))

@@ -1,17 +1,22 @@
-"""How far is a run? One line for each update, put together from what the last stage's replicas tell."""
+"""How far is a run? Where the last stage is, and what its replicas tell of every update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
+
+from ..lowering.instructions import Backward, BackwardWeights, Forward, Receive, Recompute, Send
+from ..lowering.lowered_run import LoweredRun
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
     """Update ``step`` of ``steps`` is made; ``period_ns`` is the time per microbatch since the update before.
 
-    ``gradient_norm`` is that of all gradients before they are clipped; None where they aren't.
+    ``gradient_norm`` is that of all gradients before they are clipped; None where they aren't. ``learning_rate`` is
+    that of the update, of the first of several groups; None where the last stage trains nothing. An ``evaluation``
+    after the update is told apart, with its loss, and whether it is the ``best`` so far.
     """
 
     step: int
@@ -20,6 +25,25 @@ class StepProgress:
     period_ns: float | None
     samples_per_s: float | None
     gradient_norm: float | None
+    learning_rate: float | None = None
+    evaluation: Mapping[str, float] | None = None
+    best: bool = False
+
+
+def place(lowered: LoweredRun, index: int) -> str:
+    """Return in words at which update and microbatch the last stage's first replica is at its instruction ``index``."""
+    instruction = lowered.instructions[teller(lowered)][max(0, index)]
+    minibatch = lowered.minibatch(instruction)
+    text = f"update {minibatch + 1} of {lowered.last.step}"
+    if isinstance(instruction, Forward | Backward | BackwardWeights | Recompute | Send | Receive):
+        number = instruction.microbatch - lowered.at(minibatch).microbatch + 1
+        return f"{text}: microbatch {number} of {lowered.interval}"
+    return text
+
+
+def teller(lowered: LoweredRun) -> int:
+    """Return the rank that tells how far a run is: that of the last stage's first replica."""
+    return lowered.ranks_of(len(lowered.plan.allocation.stages) - 1)[0]
 
 
 class Progress:
@@ -35,6 +59,11 @@ class Progress:
 
     def hear(self, done: StepDone) -> None:
         """Take one replica's word."""
+        if done.metrics is not None:
+            loss = done.metrics["loss"]
+            told = StepProgress(done.step, self._steps, loss, None, None, None, evaluation=done.metrics, best=done.best)
+            self._listener(told)
+            return
         heard = self._open.setdefault(done.step, [])
         heard.append(done)
         if len(heard) < self._replicas:
@@ -45,17 +74,22 @@ class Progress:
         self._before = now
         losses = [loss for x in heard for loss in x.losses]
         rate = self._batch * 1e9 / period if period else None
-        self._listener(StepProgress(done.step, self._steps, fmean(losses), period, rate, done.norm))
+        self._listener(StepProgress(done.step, self._steps, fmean(losses), period, rate, done.norm, done.learning_rate))
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had.
 
-    ``norm`` is that of all gradients, where they are clipped.
+    It was through with them at ``at_ns``; the update may have waited for other stages.
+    ``norm`` is that of all gradients, where they are clipped, ``learning_rate`` that of the update.
+    An evaluation behind it has ``metrics`` instead.
     """
 
     step: int
     losses: tuple[float, ...]
     at_ns: int
     norm: float | None = None
+    learning_rate: float | None = None
+    metrics: Mapping[str, float] | None = None
+    best: bool = False

@@ -42,13 +42,26 @@ class Times:
         """How many are not kept."""
         return self._count - len(self._first) - len(self._last)
 
+    def last_end_ns(self, activity: Activity, stage: int, within: range) -> int | None:
+        """Return when an activity of a stage ended for the last time on one of the microbatches ``within``."""
+        for times in (reversed(self._last), reversed(self._first)):
+            for x in times:
+                if x.activity == activity and x.stage == stage and x.microbatch in within:
+                    return x.end_ns
+        return None
+
     def __iter__(self) -> Iterator[OpTime]:
         yield from self._first
         yield from self._last
 
 
 class Recorder(Protocol):
-    """Marks on a device's time line, in the monotonic clock of rank 0's machine once they are read."""
+    """Marks on a device's time line, in the monotonic clock of rank 0's machine once they are read.
+
+    ``times`` are those that were read so far.
+    """
+
+    times: Times
 
     def mark(self) -> Any:
         """Return a mark at this moment of the device's work."""
@@ -68,7 +81,7 @@ class HostRecorder:
 
     def __init__(self, offset_ns: int = 0) -> None:
         self._offset_ns = offset_ns
-        self._times = Times()
+        self.times = Times()
 
     def mark(self) -> int:
         """Return the time in ns."""
@@ -76,7 +89,7 @@ class HostRecorder:
 
     def note(self, activity: Activity, stage: int, microbatch: int, start: int, end: int | None = None) -> None:
         """Note what has ended."""
-        self._times.add(OpTime(activity, stage, microbatch, start, self.mark() if end is None else end))
+        self.times.add(OpTime(activity, stage, microbatch, start, self.mark() if end is None else end))
 
     def later(self, action: Callable[[], None]) -> None:
         """Do it now."""
@@ -84,7 +97,7 @@ class HostRecorder:
 
     def settle(self) -> Times:
         """Return what was noted."""
-        return self._times
+        return self.times
 
 
 class CudaRecorder:
@@ -95,7 +108,7 @@ class CudaRecorder:
 
     def __init__(self, timeout: timedelta, offset_ns: int = 0, ahead: int = AHEAD) -> None:
         self._timeout, self._ahead = timeout, ahead
-        self._times = Times()
+        self.times = Times()
         self._waiting: deque[tuple[Any, Callable[[int | None], None]]] = deque()
         base = self.mark()
         await_event(base, timeout)
@@ -117,7 +130,7 @@ class CudaRecorder:
             begin, over = self._ns(start), self._ns(end)
             if heard_ns is not None:
                 self._drift.heard(over, heard_ns)
-            self._times.add(OpTime(activity, stage, microbatch, self._drift.right(begin), self._drift.right(over)))
+            self.times.add(OpTime(activity, stage, microbatch, self._drift.right(begin), self._drift.right(over)))
 
         self._await(end, read)
 
@@ -129,7 +142,7 @@ class CudaRecorder:
         """Wait for the last event."""
         while self._waiting:
             self._oldest()
-        return self._times
+        return self.times
 
     def _await(self, event: Any, action: Callable[[int | None], None]) -> None:
         self._waiting.append((event, action))

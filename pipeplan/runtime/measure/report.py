@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ...schedule.memory import run_uses
@@ -128,19 +128,26 @@ class TransferTime:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A finished run. Periods are ns per microbatch, None where the run was too short to have a steady state.
+    """A finished run of ``steps`` updates from ``microbatches`` in all, of ``batch`` samples each, in ``seconds``.
 
+    Periods are ns per microbatch, None where the run was too short to have a steady state.
     ``planned_period_ns`` is the plan's; ``calibrated_period_ns`` is the simulation of the same program with the times
     that the operations took in this run, so that what is left is the model's error; ``measured_period_ns`` is the
     median over all windows of one update in the middle of the run, ``mean_period_ns`` their mean. ``losses`` has one
-    value per microbatch, ``times`` every rank's operations. ``hardware`` is what each rank ran on, ``exchange`` how
-    messages travelled (nccl, or gloo between CPUs, or staged through the hosts of GPUs; within one machine the latter
-    two are shared memory but where threads receive), ``sums`` how those of gradients did; ``memory`` is of GPUs alone.
+    value per microbatch, ``times`` every rank's operations.
+    Planned beside measured: ``stages`` have their times, ``transfers`` one way of each message, ``activations`` the
+    most that each device held of them, ``states`` of weights, gradients and optimizer state, all in bytes; ``compared``
+    says how the first microbatch compared with plain training, where it was.
+
+    ``hardware`` is what each rank ran on, ``exchange`` how messages travelled (nccl, or gloo between CPUs, or staged
+    through the hosts of GPUs; within one machine the latter two are shared memory but where threads receive), ``sums``
+    how those of gradients did; ``memory`` is of GPUs alone.
     ``skipped`` are the updates that changed nothing, and ``loss_scale`` is the last one, None in fp32. Of a long run
     ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out. ``notes``
     say what the author's module gave up to be run by stages, ``reading`` is that of loaders. What stages wait for it is
     in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has that of each update before, None
-    where it was skipped.
+    where it was skipped. ``evaluations`` on held-out data are by update, that after ``best_step`` is the best; the run
+    has ``ended_early`` where they got no better.
     """
 
     steps: int
@@ -165,8 +172,12 @@ class RunReport:
     loss_scale: float | None = None
     forgotten: int = 0
     notes: tuple[str, ...] = ()
+    compared: str = ""
     reading: tuple[ReadingTime, ...] = ()
     gradient_norms: tuple[float | None, ...] = ()
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    best_step: int | None = None
+    ended_early: bool = False
 
     @property
     def samples_per_s(self) -> float:

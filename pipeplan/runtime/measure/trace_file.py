@@ -218,13 +218,13 @@ def recalibrated(plan: Plan, run: MeasuredRun, place: str) -> Chain:
     What a stage's forward, backward (without recomputation) and update took is shared among its layers as in the
     profile, or evenly where the profile says 0; sums are exact. The new profile has the times of layers that run
     beside each other, and of the plan's own cuts. Reading is part of its first layer's forward and of its last one's,
-    as it was measured on the two stages; of one that has both, halves are.
+    as it was measured on the two stages; of one that has both, halves are. Of GPUs these are what they wait for it.
     """
     chain = plan.chain
     layers = list(chain.layers)
     ends = sorted({0, len(chain) - 1})
     for i in ends:
-        layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns - chain.reading_ns)
+        layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns - chain.read_in_passes_ns)
     for stage, found in zip(plan.allocation.stages, run.stages, strict=True):
         own = range(stage.start, stage.stop)
         forward = _shares([layers[i].forward_ns for i in own], found.forward_ns)
@@ -241,8 +241,9 @@ def recalibrated(plan: Plan, run: MeasuredRun, place: str) -> Chain:
         read = [read[0] // 2, read[0] - read[0] // 2] if len(ends) > 1 else read[:1]
     for i, ns in zip(ends, read, strict=True):
         layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns + ns)
+    reading = chain.reading_ns if chain.reads_beside else min(read)
     source = f"{chain.source}; scaled to the stages of a run".removeprefix("; ")
-    scaled = replace(chain, layers=tuple(layers), source=source, reading_ns=min(read))
+    scaled = replace(chain, layers=tuple(layers), source=source, reading_ns=reading)
     check_chain(scaled, f"{place}: makes no profile")
     return scaled
 

@@ -12,18 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from .adapted import run_uncompiled
-from .deferred import mode_of
+from .autocast import Autocast, autocasting
+from .deferred.deferred import mode_of
 from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
 from .structure import tensors_of
+from .trace.adapted import run_uncompiled
 from .user_code import defined_at, user_code
 
 
-def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[TensorSpec]:
+def boundaries_of(
+    layers: Sequence[nn.Module], example_input: Tensor, autocast: Autocast | None = None
+) -> list[TensorSpec]:
     """Return the tensors between layers, from one pass in evaluation mode, which leaves no trace in the modules.
 
     It runs where the example is; a layer that isn't there comes for its part alone. Where layers have tensors without
-    values, it runs without any.
+    values, it runs without any. Operations are cast as ``autocast`` says.
     """
     x, promised = example_input, mode_of(tensors_of(layers))
     if promised is not None:
@@ -35,7 +38,7 @@ def boundaries_of(layers: Sequence[nn.Module], example_input: Tensor) -> list[Te
         module.eval()
     quietly = torch.no_grad(), torch.random.fork_rng(devices=[]), buffers_kept(layers), run_uncompiled(layers)
     with ExitStack() as stack:
-        for context in (promised or nullcontext(), *quietly):
+        for context in (promised or nullcontext(), *quietly, autocasting(autocast, x.device)):
             stack.enter_context(context)
         for index, module in enumerate(layers):
             with user_code(f"layers[{index}]: failed on {specs[-1]}"), resident(module, str(x.device), release=True):
@@ -91,8 +94,6 @@ def contract(result: Any) -> Built:
         )
     if loss is not None and not callable(loss):
         raise BadInput(f"build: loss is {kind_of(loss)}, which cannot be called")
-    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
-        raise BadInput("build: the loss has parameters; make that part the last layer")
     return Built(layers, example_input, loss)
 
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
+from ...errors import BadInput
 from ...plan import Stage
+from ...problem import LOSS_NAME
 from .network import TARGET, LayerCode, Loss, TensorSpec
-from .pieces import Cut, Piece, pieces_of
-from .spec import Samples
+from .pieces import Cut, Piece, message_spec, pieces_of
+from .samples import Samples
+
+Roots = tuple[tuple[str, nn.Module], ...]  # modules with the prefixes of their entries in the whole model's state
+LOSS_ROOT = f"{LOSS_NAME}."
+
+
+def with_loss_root(roots: Roots, loss: nn.Module) -> Roots:
+    """Return ``roots`` and the ``loss``, which has weights; BadInput where one of its names is taken."""
+    if any(f"{prefix}{name}".startswith(LOSS_ROOT) for prefix, root in roots for name in root.state_dict()):
+        raise BadInput(f"{type(loss).__name__}: its weights are saved as {LOSS_ROOT}NAME, which the model has, too")
+    return (*roots, (LOSS_ROOT, loss))
 
 
 @dataclass(frozen=True)
@@ -49,54 +62,61 @@ class LoadedModel:
     """A built model: its ``layers``, the ``loss`` the last one, and the ``data`` to train on.
 
     ``specs`` are the shapes and types of all values, of which the first ``inputs`` are data; in a ``chain`` each layer
-    reads its predecessor alone. The whole model's state is that of ``roots``, modules with the
-    prefixes of their entries. Of what stands in it more than once ``first_names`` has the first name for each of the
-    others, and ``unused`` is what no layer has. ``notes`` say what the author's module gave up to be
-    run by stages. ``source`` has its state, where it has been built without. A traced model is that of its
-    ``training``, or of its evaluation; ``constants`` are what its forward makes of numbers, by their places in the
-    modules of codes.
+    reads its predecessor alone. Gradients come back to the values ``trained``, in a chain to all whose types can carry
+    them, because a stage waits for the gradient of the next one, whether or not it trains anything. The whole model's
+    state is that of ``roots``, modules with the prefixes of their entries. Of what stands in it more than once
+    ``first_names`` has the first name for each of the others, and ``unused`` is what no layer has. ``notes`` say what
+    the author's module gave up to be run by stages. ``source`` has its state, where it has been built without. A traced
+    model is that of its ``training``, or of its evaluation; ``constants`` are what its forward makes of numbers, by
+    their places in the modules of codes. ``versions`` are those of the modules' states, which torch keeps beside a
+    state. ``compared`` says how it was compared with plain training, or why not, where that was tried.
     """
 
     chain: bool
     inputs: int
     layers: tuple[ModelLayer, ...]
     specs: Mapping[int, TensorSpec]
+    trained: frozenset[int]
     loss: Loss
     data: Samples
-    roots: tuple[tuple[str, nn.Module], ...]
+    roots: Roots
     first_names: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     source: Path | None = None
     training: bool = True
     constants: frozenset[str] = frozenset()
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    compared: str = ""
 
     @property
     def boundaries(self) -> list[TensorSpec]:
-        """What is sent forward if there is a cut before each layer."""
-        return [self.cut(position).forward for position in range(len(self.layers))]
+        """What comes in, and what is sent forward if there is a cut before each further layer."""
+        entering = message_spec([self.specs[value] for value in range(self.inputs)])
+        return [entering, *(self.cut(position).forward for position in range(1, len(self.layers)))]
 
     @cached_property
-    def _trained(self) -> set[int]:
-        """The values whose gradients come back: as far as their types can carry them, those that depend on weights.
+    def _data(self) -> dict[int, int]:
+        """The values that come from the data, and which input each of them is."""
+        handed_on = (code for layer in self.layers for code in layer.codes if code.of_data)
+        return {v: v for v in range(self.inputs)} | {code.makes[0]: code.reads[0] for code in handed_on}
 
-        In a chain all, because a stage waits for the gradient of the next one, whether or not it trains anything.
-        """
-        floating = {value for value, spec in self.specs.items() if spec.dtype.is_floating_point}
-        if self.chain:
-            return floating
-        found: set[int] = set()
-        for code in (code for layer in self.layers for code in layer.codes):
-            if found.intersection(code.reads) or any(p.requires_grad for p in code.module.parameters()):
-                found |= floating.intersection(code.makes)
-        return found
+    def entering(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return all values that come from the data, for the network's ``inputs``."""
+        return {v: inputs[place] for v, place in self._data.items()}
+
+    def read_by(self, stage: Stage) -> dict[int, tuple[int, TensorSpec]]:
+        """Return the values that ``stage`` reads from the data, which input each of them is, and its shape and type."""
+        codes = [code for layer in self.of(stage) for code in layer.codes if not code.of_data]
+        read = sorted({v for code in codes for v in code.reads} & self._data.keys())
+        return {v: (self._data[v], self.specs[v]) for v in read}
 
     def cut(self, position: int) -> Cut:
         """Return the cut before layer ``position``, crossed by what is made before it and read behind it."""
         behind = [code for layer in self.layers[position:] for code in layer.codes]
         read, made = {v for code in behind for v in code.reads}, {v for code in behind for v in code.makes}
-        values = tuple(sorted(read - made - {TARGET}))
-        return Cut(values, tuple(self.specs[v] for v in values), tuple(v for v in values if v in self._trained))
+        values = tuple(sorted(read - made - {TARGET} - self._data.keys()))
+        return Cut(values, tuple(self.specs[v] for v in values), tuple(v for v in values if v in self.trained))
 
     def of(self, stage: Stage) -> tuple[ModelLayer, ...]:
         """Return the layers of ``stage``."""
@@ -109,4 +129,5 @@ class LoadedModel:
     def pieces(self, stage: Stage) -> tuple[Piece, ...]:
         """Return the stored and the recomputed pieces of ``stage``."""
         leaving = self.cut(stage.stop).values
-        return pieces_of(stage.start, [layer.codes for layer in self.of(stage)], stage.checkpoint, leaving)
+        codes = [[code for code in layer.codes if not code.of_data] for layer in self.of(stage)]
+        return pieces_of(stage.start, codes, stage.checkpoint, leaving)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...problem import LOSS_NAME, SharedWeights
-from ..device import place
-from .structure import mapped
+from ..device import CPU, place
+from .autocast import Autocast, autocasting, is_cast
+from .structure import hooked_as, mapped, tensors_in
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
@@ -30,7 +31,9 @@ LOSS, TARGET = -1, -2  # the numbers of two values that aren't counted: what tra
 class LayerCode:
     """One layer: ``run(module, *values)`` makes the values ``makes`` of those that it ``reads``.
 
-    ``module`` holds its parameters. ``place`` is how errors call it: ``layers[3] (block2)``.
+    ``module`` holds its parameters. ``place`` is how errors call it: ``layers[3] (block2)``. ``path`` is what the
+    author's model calls the module whose only call begins here; empty where there is none, None where it is ``name``.
+    Whoever runs it does so under its ``autocast``.
     """
 
     name: str
@@ -39,12 +42,20 @@ class LayerCode:
     run: Callable[..., Sequence[Tensor]]
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    path: str | None = None
+    autocast: Autocast | None = None
+
+    @property
+    def of_data(self) -> bool:
+        """Whether it hands on an input of the network, which all who need it read from the data."""
+        return self.run is unchanged
 
     def forward(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the layer; CodeFailed when it fails, BadInput when it changes its input in place."""
         versions = [x._version for x in inputs]
         try:
-            outputs = self.run(self.module, *inputs)
+            with autocasting(self.autocast, _device(inputs)):
+                outputs = self.run(self.module, *inputs)
         except RAISED as error:
             shapes = " and ".join(f"{tuple(x.shape)}, {x.dtype}" for x in inputs)
             raise code_failed(f"{self.place} failed on an input of shape {shapes}", error) from error
@@ -62,7 +73,8 @@ class Network:
 
     ``inputs`` are the tensors of values 0, 1, ..; ``outputs`` are the values that the loss reads, and ``structure``
     makes of their tensors what the model returned. ``chain`` says that each layer reads its predecessor alone; of
-    other networks ``shapes`` has the shape and type of every value. ``notes`` say what its author's module gave up.
+    other networks ``shapes`` has the shape and type of every value, and ``trained`` are those that gradients come to.
+    ``notes`` say what its author's module gave up.
     """
 
     layers: tuple[LayerCode, ...]
@@ -71,6 +83,7 @@ class Network:
     structure: Callable[[Sequence[Tensor]], Any]
     chain: bool
     shapes: Mapping[int, TensorSpec] = field(default_factory=dict)
+    trained: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -90,16 +103,27 @@ class Network:
     def with_loss(self, loss: Loss, target: Any) -> Network:
         """Return the network with ``loss(output, target)`` as its last layer."""
 
-        def run(_: nn.Module, *outputs: Tensor) -> tuple[Tensor]:
-            return (scalar_loss(loss, self.structure(outputs), target),)
+        def run(own: nn.Module, *outputs: Tensor) -> tuple[Tensor]:
+            return (scalar_loss(own if trained else loss, self.structure(outputs), target),)
 
+        trained = trained_loss(loss)
         made = 1 + max(value for layer in self.layers for value in (*layer.makes, *layer.reads))
-        code = LayerCode(LOSS_NAME, LOSS_NAME, nn.Identity(), run, self.outputs, (made,))
+        module = trained or nn.Identity()
+        code = LayerCode(LOSS_NAME, LOSS_NAME, module, run, self.outputs, (made,), autocast=self.layers[0].autocast)
         return replace(self, layers=(*self.layers, code))
+
+    def under(self, autocast: Autocast | None) -> Network:
+        """Return the network whose layers run under ``autocast``."""
+        return replace(self, layers=tuple(replace(code, autocast=autocast) for code in self.layers))
 
     def on(self, inputs: Sequence[Tensor]) -> Network:
         """Return the network with other tensors as its inputs."""
         return replace(self, inputs=tuple(inputs))
+
+
+def _device(tensors: Iterable[Any]) -> torch.device:
+    """Return where the first of ``tensors`` is."""
+    return next((x.device for x in tensors if isinstance(x, Tensor)), CPU)
 
 
 def chain_network(layers: Any, example_input: Any) -> Network:
@@ -107,7 +131,9 @@ def chain_network(layers: Any, example_input: Any) -> Network:
     named = named_layers(layers)
     if not isinstance(example_input, Tensor):
         raise BadInput(f"example_input is {kind_of(example_input)}, not one tensor")
-    return Network(chain_layers(named), (example_input,), (len(named),), only, chain=True)
+    codes = zip(chain_layers(named), module_names(layers), strict=True)
+    paths = tuple(code if path == code.name else replace(code, path=path) for code, path in codes)
+    return Network(paths, (example_input,), (len(named),), only, chain=True)
 
 
 def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
@@ -118,13 +144,31 @@ def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
     )
 
 
-def loss_layer(loss: Loss, outputs: tuple[int, ...], structure: Callable[[Sequence[Tensor]], Any]) -> LayerCode:
-    """Return the last layer of a network that is trained: the loss of its ``outputs`` against the target."""
+def loss_layer(network: Network, loss: Loss) -> LayerCode:
+    """Return the last layer of a ``network`` that is trained: the loss of its outputs against the target."""
+    structure, trained = network.structure, trained_loss(loss)
 
-    def run(_: nn.Module, *values: Any) -> tuple[Tensor]:
-        return (loss_value(loss, structure(values[:-1]), values[-1]),)
+    def run(own: nn.Module, *values: Any) -> tuple[Tensor]:
+        return (loss_value(own if trained else loss, structure(values[:-1]), values[-1]),)
 
-    return LayerCode(LOSS_NAME, LOSS_NAME, nn.Identity(), run, (*outputs, TARGET), (LOSS,))
+    run.structure = structure  # type: ignore[attr-defined]  # for who wants to see the outputs as the loss does
+    reads = (*network.outputs, TARGET)
+    autocast = next((layer.autocast for layer in network.layers), None)  # none where a stage is the loss alone
+    return LayerCode(LOSS_NAME, LOSS_NAME, trained or nn.Identity(), run, reads, (LOSS,), autocast=autocast)
+
+
+def trained_loss(loss: Loss | None) -> nn.Module | None:
+    """Return ``loss`` if it is a module with weights, which are the last layer's then; None for any other."""
+    return loss if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None else None
+
+
+def refuse_converted(loss: Loss | None, dtype: torch.dtype | None) -> None:
+    """Raise BadInput for a ``loss`` with weights in a model that is converted to ``dtype``."""
+    if dtype is not None and trained_loss(loss) is not None:
+        raise BadInput(
+            f"{type(loss).__name__}: a loss with weights is computed in 32 bits, and they would be converted with the "
+            "model; run both under autocast instead (profile --dtype autocast-bfloat16)"
+        )
 
 
 def _one_to_one(index: int, name: str) -> Callable[[nn.Module, Tensor], tuple[Tensor]]:
@@ -138,6 +182,11 @@ def _one_to_one(index: int, name: str) -> Callable[[nn.Module, Tensor], tuple[Te
         return (out,)
 
     return run
+
+
+def unchanged(_: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return ``values``: what a layer does that hands on an input."""
+    return values
 
 
 def only(outputs: Sequence[Tensor]) -> Tensor:
@@ -166,6 +215,13 @@ def named_layers(layers: Any) -> Named:
     return named
 
 
+def module_names(layers: Any) -> list[str]:
+    """Return what an ``nn.Sequential`` calls the layers that :func:`named_layers` returns, or would if it had them."""
+    if isinstance(layers, nn.Sequential):
+        return list(layers._modules)
+    return [(entry[0] if isinstance(entry, tuple) else "") or str(i) for i, entry in enumerate(layers)]
+
+
 def tied_layers(modules: Iterable[nn.Module]) -> tuple[tuple[int, int], ...]:
     """Return the pairs of layers that share a parameter, each holder paired with the next one.
 
@@ -192,8 +248,9 @@ def shared_weights(modules: Iterable[nn.Module]) -> tuple[SharedWeights, ...]:
 
 def loss_value(loss: Loss, output: Any, target: Any) -> Tensor:
     """Return ``loss(output, target)``, computed in 32 bits where the output has 16: a mean over many terms needs them,
-    and so does the gradient of a scaled loss. A loss with a true attribute ``takes_half`` sees to that itself."""
-    if getattr(loss, "takes_half", False):
+    and so does the gradient of a scaled loss. A loss with a true attribute ``takes_half`` sees to that itself, and
+    autocast does by torch's lists."""
+    if getattr(loss, "takes_half", False) or is_cast(_device(tensors_in(output))):
         return loss(output, target)
     return loss(_widened(output), _widened(target))
 
@@ -275,8 +332,9 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     originals = list(_buffers(modules))
     owners = list(dict.fromkeys(owner for module in dict.fromkeys(modules) for owner in module.modules()))
     numbers = [(owner, {k: x for k, x in vars(owner).items() if type(x) in (bool, int, float)}) for owner in owners]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in originals}  # what is one buffer stays one
     for owner, name, buffer in originals:
-        owner._buffers[name] = buffer.clone()
+        owner._buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:
@@ -312,7 +370,8 @@ def converted(module: nn.Module, dtype: torch.dtype, kept: Sequence[Tensor] = ()
         for name, parameter in list(part._parameters.items()):
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    weight = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    made[id(parameter)] = hooked_as(parameter, weight)
                 setattr(part, name, made[id(parameter)])
         for name, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_floating_point() and id(buffer) not in left:
@@ -349,13 +408,19 @@ class TensorSpec:
     def of(tensor: Tensor) -> TensorSpec:
         """Return that of ``tensor``."""
         order = tuple(sorted(range(tensor.dim()), key=lambda i: -tensor.stride()[i]))
-        dense = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
-        return TensorSpec(tuple(tensor.shape), tensor.dtype, order if dense else ())
+        wide = [i for i in order if tensor.shape[i] > 1]
+        moved = wide != sorted(wide) and all(tensor.stride()[i] for i in wide)  # a view may have gaps, too
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, order if moved else ())
 
     @property
     def in_memory(self) -> TensorSpec:
         """What is sent: the tensor with its dimensions in the order of its memory."""
         return TensorSpec(tuple(self.shape[i] for i in self.order), self.dtype) if self.order else self
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether its type can carry a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,9 @@
 
 Values are numbered as in :mod:`.network`. A cut is crossed by every value that is made before it and read behind it; in
 a chain that is one tensor, which travels as it is. In a DAG it may be several: they travel as the bytes of one message,
-and a stage that only passes a value on takes it from one message and puts it into the next.
+and a stage that only passes a value on takes it from one message and puts it into the next. The network's inputs cross
+no cut: whoever needs one reads it from the data. Where nothing travels, a message of one byte says that its time has
+come.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device import CPU
+from .autocast import autocasting
 from .network import LOSS, TARGET, LayerCode, TensorSpec
 
 
@@ -56,20 +60,28 @@ class Cut:
 
 def message_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
     """Return what tensors of ``specs`` travel as."""
-    return specs[0].in_memory if len(specs) == 1 else TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8)
+    if _as_it_is(specs):
+        return specs[0].in_memory
+    return TensorSpec((max(1, sum(spec.nbytes for spec in specs)),), torch.uint8)
 
 
-def packed(tensors: Sequence[Tensor], specs: Sequence[TensorSpec] = ()) -> Tensor:
-    """Return the message of ``tensors``: a single one itself, otherwise the bytes of all.
+def _as_it_is(specs: Sequence[TensorSpec]) -> bool:
+    """Whether a message is a tensor, and not the bytes of some: not every library sends complex numbers."""
+    return len(specs) == 1 and not specs[0].dtype.is_complex and specs[0].nbytes > 0
+
+
+def packed(tensors: Sequence[Tensor], specs: Sequence[TensorSpec] = (), device: torch.device = CPU) -> Tensor:
+    """Return the message of ``tensors`` on a ``device``: a single one itself, otherwise the bytes of all.
 
     Each is in the order of its memory that ``specs`` say, by default that of its dimensions.
     """
-    ordered = [
-        x.permute(spec.order) if spec.order else x for x, spec in zip(tensors, specs or _plain(tensors), strict=True)
-    ]
-    if len(ordered) == 1:
+    specs = specs or _plain(tensors)
+    ordered = [x.permute(spec.order) if spec.order else x for x, spec in zip(tensors, specs, strict=True)]
+    if _as_it_is(specs):
         return ordered[0]
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in ordered])
+    if not any(spec.nbytes for spec in specs):
+        return torch.zeros(1, dtype=torch.uint8, device=device)
+    return torch.cat([tensor.detach().resolve_conj().reshape(-1).view(torch.uint8) for tensor in ordered])
 
 
 def _plain(tensors: Sequence[Tensor]) -> Sequence[TensorSpec]:
@@ -78,9 +90,10 @@ def _plain(tensors: Sequence[Tensor]) -> Sequence[TensorSpec]:
 
 def unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Return the tensors in ``message``, each in memory of its own, so that none keeps the others."""
-    if len(specs) == 1:
+    if _as_it_is(specs):
         return [_placed(message, specs[0])]
-    parts: Sequence[Tensor] = torch.split(message, [spec.nbytes for spec in specs])
+    sizes = [spec.nbytes for spec in specs]
+    parts: Sequence[Tensor] = torch.split(message[: sum(sizes)], sizes)
     return [
         _placed(part.clone().view(spec.dtype).view(spec.in_memory.shape), spec)
         for part, spec in zip(parts, specs, strict=True)
@@ -129,20 +142,27 @@ class Piece:
     ) -> list[Tensor]:
         """Return the values that go out for those that come in.
 
-        Each layer runs in the context that ``around`` gives for it, called by the first value that it makes, or reads
-        where nobody reads what it makes.
+        Each layer runs in the context that ``around`` gives for what it draws by, all of them under one autocast.
         """
+        device = entered[0].device if entered else CPU
         values: dict[int, Any] = dict(zip(self.reads, entered, strict=True))
         del entered
         values[TARGET] = target
-        for layer, over in zip(self.layers, self.over, strict=True):
-            with around((layer.makes or layer.reads)[0]):
-                outputs = layer.run(layer.module, *[values[v] for v in layer.reads])
-            values.update(zip(layer.makes, outputs, strict=True))
-            del outputs
-            for value in over:
-                del values[value]
+        with autocasting(self.layers[0].autocast if self.layers else None, device):
+            for layer, over in zip(self.layers, self.over, strict=True):
+                with around(drawn_by(layer)):
+                    outputs = layer.run(layer.module, *[values[v] for v in layer.reads])
+                values.update(zip(layer.makes, outputs, strict=True))
+                del outputs
+                for value in over:
+                    del values[value]
         return [values[v] for v in self.makes]
+
+
+def drawn_by(layer: LayerCode) -> int:
+    """Return the value by which ``layer`` is known to what gives it random numbers: the first one that it makes, or
+    reads where nobody reads what it makes; the loss where it does neither."""
+    return (*layer.makes, *layer.reads, LOSS)[0]
 
 
 def pieces_of(
@@ -174,21 +194,6 @@ def pieces_of(
         pieces.append(Piece(tuple(codes), reads, makes, _over(codes, reads, makes), recompute))
         needed = (needed - set(makes)) | set(reads)
     return tuple(reversed(pieces))
-
-
-def parted(piece: Piece, count: int) -> tuple[Piece, Piece]:
-    """Return a piece cut in two, behind its first ``count`` layers."""
-    first, second = piece.layers[:count], piece.layers[count:]
-    made = {v for code in first for v in code.makes}
-    inside = {v for code in second for v in code.makes}
-    reads = tuple(dict.fromkeys(v for code in second for v in code.reads if v not in inside and v != TARGET))
-    makes = tuple(v for code in first for v in code.makes if v in reads or v in piece.makes)
-    entering = tuple(v for v in piece.reads if any(v in code.reads for code in first))
-    rest = tuple(v for v in piece.makes if v not in made)
-    return (
-        Piece(first, entering, makes, _over(first, entering, makes), piece.recompute),
-        Piece(second, reads, rest, _over(second, reads, rest), piece.recompute),
-    )
 
 
 def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]) -> tuple[tuple[int, ...], ...]:

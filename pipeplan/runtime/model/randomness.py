@@ -40,7 +40,7 @@ class OwnRandomness:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within the context draw them; behind it all is as if nothing had been drawn."""
-        others = _states()
+        others = states()
         if self._key is not None:
             begin_all(self._key)
             self._key = None
@@ -49,11 +49,12 @@ class OwnRandomness:
         try:
             yield
         finally:
-            self._state = _states()
+            self._state = states()
             _set(others)
 
 
-def _states() -> Any:
+def states() -> Any:
+    """Return how far torch's, Python's and NumPy's random numbers have been drawn on the CPU."""
     return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 
 
@@ -61,3 +62,9 @@ def _set(states: Any) -> None:
     torch.default_generator.set_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
+
+
+def others() -> Any:
+    """Return how far Python's and NumPy's random numbers have been drawn, to be compared."""
+    _, python, numpy = states()
+    return python, [x.tobytes() if isinstance(x, np.ndarray) else x for x in numpy]

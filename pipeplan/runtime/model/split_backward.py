@@ -81,7 +81,7 @@ class Caught:
 
     def _at(self, gradients: Any) -> Any:
         if self.gradients is None:
-            self.gradients = gradients
+            self.gradients = tuple(x if x is None else alone(x) for x in gradients)
             return None
         return self.gradients  # hooks of the user's have changed them already
 
@@ -167,8 +167,7 @@ def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Te
     targets = [torch.autograd.graph.get_gradient_edge(entry).node for entry in entries]
     children, spine = _walked([edge.node for edge, _ in ends], targets)
     if not spine:
-        leaves = [_weight(node) for node in children if _is_leaf(node)]
-        return WeightPart([Group(leaves, ends=list(ends))] if leaves else [], saved)
+        return WeightPart(later_part(ends), saved)
     meeting = _meeting(children, spine)
     now: list[Tensor] = []
     later: list[Group] = []
@@ -180,6 +179,17 @@ def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Te
     edges, gradients = zip(*ends, strict=True)
     _run(edges, gradients, [*entries, *now], keep=True)
     return WeightPart(later, saved)
+
+
+def alone(gradient: Tensor) -> Tensor:
+    """Return a gradient, or a copy of one that is part of a larger tensor, which keeping it would keep."""
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
+
+
+def later_part(ends: Sequence[tuple[GradientEdge, Tensor]]) -> list[Group]:
+    """Return what of the second part a graph is from whose ``ends`` nothing leads to what entered."""
+    leaves = [_weight(node) for node in _walked([edge.node for edge, _ in ends], [])[0] if _is_leaf(node)]
+    return [Group(leaves, ends=[(edge, alone(gradient)) for edge, gradient in ends])] if leaves else []
 
 
 def _run(

@@ -28,9 +28,26 @@ def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
     return _walked(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
+def own_memory(x: Tensor) -> Tensor:
+    """Return a copy of ``x`` that shares no memory with anything, laid out as it is where that can be."""
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of ``value``."""
     return [leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor)]
+
+
+def leaves_of(outputs: Sequence[Tensor], behind: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """Yield the tensors that gradients of ``outputs`` come to, not through the steps of autograd ``behind``."""
+    pending, seen = [x.grad_fn for x in outputs], set[Any](behind)
+    while pending:
+        step = pending.pop()
+        if step is not None and step not in seen:
+            seen.add(step)
+            if hasattr(step, "variable"):
+                yield step.variable
+            pending += [before for before, _ in step.next_functions]
 
 
 def leaves_in(value: Any) -> list[Any]:
@@ -65,6 +82,12 @@ def closed_leaf(value: Any) -> Any:
     """Return a leaf of ``value`` that holds tensors where nobody can take them out, or None."""
     leaves = (leaf for leaf in leaves_in(value) if not isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if _holds_tensors(leaf, DEEP)), None)
+
+
+def contains(value: Any, kind: type) -> bool:
+    """Whether ``value`` is a ``kind``, or has one inside."""
+    inside = None if isinstance(value, (Tensor, kind)) else _Opened.of(value)
+    return isinstance(value, kind) or (inside is not None and any(contains(part, kind) for part in inside.parts))
 
 
 def places_in(value: Any) -> list[str]:
@@ -121,14 +144,15 @@ class _Opened:
 
 
 def _registered(value: Any) -> _Opened:
-    parts, spec = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+    node = pytree.SUPPORTED_NODES[pytree._get_node_type(value)]
+    parts, context = node.flatten_fn(value)  # tree_flatten leaves a circle behind that keeps the value
     if isinstance(value, dict):
         keys: Sequence[Any] = list(value)
     else:
         keys = getattr(value, "_fields", range(len(parts)))
     if len(keys) != len(parts):
         keys = range(len(parts))
-    return _Opened(keys, parts, lambda changed: pytree.tree_unflatten(changed, spec))
+    return _Opened(keys, parts, lambda changed: node.unflatten_fn(changed, context))
 
 
 def _dataclass(value: Any) -> _Opened:
@@ -204,21 +228,25 @@ def _holds_tensors(leaf: Any, deep: int) -> bool:
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the weights and buffers of ``modules``, and the tensors among their attributes."""
+def tensors_of(modules: Iterable[nn.Module], alone: Iterable[nn.Module] = ()) -> list[Tensor]:
+    """Return the weights and buffers of ``modules``, and the tensors among their attributes; those of modules ``alone``
+    without the modules inside."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
         found.append(x)
         return x
 
-    substitute(modules, note)
+    substitute(modules, note, alone)
     return found
 
 
-def substitute(modules: Iterable[nn.Module], change: Callable[[Tensor], Tensor]) -> None:
-    """Put ``change(x)`` where ``modules`` have the tensor ``x``: as a weight, as a buffer, or among attributes."""
-    for part in dict.fromkeys(part for module in modules for part in module.modules()):
+def substitute(
+    modules: Iterable[nn.Module], change: Callable[[Tensor], Tensor], alone: Iterable[nn.Module] = ()
+) -> None:
+    """Put ``change(x)`` where ``modules`` have the tensor ``x``: as a weight, as a buffer, or among attributes; and
+    where modules ``alone`` have it without the modules inside."""
+    for part in dict.fromkeys([*alone, *(part for module in modules for part in module.modules())]):
         for table in (part._parameters, part._buffers):
             for name, x in list(table.items()):
                 if x is not None:
@@ -227,3 +255,12 @@ def substitute(modules: Iterable[nn.Module], change: Callable[[Tensor], Tensor])
             found = tensors_in(value) if name not in OF_MODULES else ()
             if any(change(x) is not x for x in found):
                 vars(part)[name] = mapped(change, value)
+
+
+def hooked_as(weight: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
+    """Return ``other``, which takes the place of ``weight``, with the hooks that were set on that."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(weight, name, None)
+        if hooks:
+            setattr(other, name, hooks)
+    return other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,13 +60,19 @@ def place_of(file: str, line: int) -> str | None:
     """Return how a line is told, that of a library by its place in it; None if it is ours, Python's or torch's."""
     if file.startswith((OURS, "<")):
         return None
-    for folder in INSTALLED:
+    for folder in _installed():
         if file.startswith(folder + os.sep):
             inside = os.path.relpath(file, folder)
             return None if inside.startswith(f"torch{os.sep}") else f"{inside}:{line}"
     if file.startswith(STANDARD):
         return None
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
+
+
+def _installed() -> tuple[str, ...]:
+    """Return the folders of libraries, and the one where torch lies, which may be another."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    return (*INSTALLED, str(Path(torch).parents[1])) if torch else INSTALLED
 
 
 def defined_at(function: Callable[..., Any]) -> str:
@@ -77,4 +84,4 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 def is_installed(file: str) -> bool:
     """Whether a file is Python's or of a library."""
-    return file.startswith((*INSTALLED, *STANDARD))
+    return file.startswith((*_installed(), *STANDARD))

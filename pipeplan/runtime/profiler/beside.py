@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from ...errors import BadInput
-from ..own_processes import ENDING, context_of, follow_parent, our_imports_alone, settle_in, uninterrupted
+from ..processes.own_processes import ENDING, context_of, follow_parent, our_imports_alone, settle_in, uninterrupted
 
 if TYPE_CHECKING:
     from .steps import MeasureOptions
@@ -43,7 +43,7 @@ class Others:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise BadInput(f"--beside: the model cannot go to other processes: {error}; name it instead") from error
         started: list[tuple[BaseProcess, Connection]] = []
-        context = context_of("cpu")
+        context = context_of()
         try:
             with uninterrupted(), our_imports_alone():
                 for _ in range(self.count):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from ...errors import CodeFailed, PipeplanError
 from ...files.accelerators import Accelerator
 from ...problem import PassWork
 from ...version import __version__
+from ..clock import Clock
+from ..model.contract import Built, built_by
 from ..model.structure import mapped
-from ..model.user_code import said
-from .clock import Clock
+from ..model.user_code import RAISED, said
+from .like_blocks import Unlike, shortened, told
 from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
 from .operations import Kernel, is_free, kernels_of, touched
-from .steps import USUAL, MeasureOptions
+from .steps import USUAL, MakeOptimizer, MeasureOptions
 
 CONVOLUTIONS = (  # what the plan's reader should know; scripts/checks/published_layers.py, the usual constants
     "times of convolutions as estimated: plans of ten CNNs made on such times take 11% longer on average, 75% at "
@@ -68,50 +71,87 @@ def estimate_model(
     bytes are exact for what torch runs, times are a roofline.
     """
     constants = device.constants() if constants is None else constants
+    clock = RooflineClock(device, constants)
+    once = replace(
+        options,
+        steps=1,
+        warmup=0,
+        seconds=None,
+        device="cpu",
+        threads=1,
+        hold="all",
+        clock=clock,
+        autocast=options.autocast and replace(options.autocast, device="cuda"),
+        optimizer=_looking_at_nothing(options.optimizer or _plain_sgd),
+        note=lambda text: None,  # nothing is held
+    )
+    about = {
+        "name": name,
+        "batch": batch,
+        "device": f"{device.name} (estimated)",
+        "source": (
+            f"estimated by pipeplan {__version__}, torch {torch.__version__}: roofline of "
+            f"{constants.compute_share:.0%} of peak, {constants.bandwidth_share:.0%} of bandwidth, {device.launch} "
+            f"per kernel, {said_host_time(constants)}; not measured; {date}"
+        ),
+    }
     with _fake() as mode, _AsOnGpu():
         try:
-            clock = RooflineClock(device, constants)
-            once = replace(
-                options,
-                steps=1,
-                warmup=0,
-                seconds=None,
-                device="cpu",
-                threads=1,
-                hold="all",
-                clock=clock,
-                optimizer=options.optimizer or _plain_sgd,
-            )
-            try:
-                network, loss, target = built_network(build, batch, data, once)
-            except CodeFailed as error:
-                if isinstance(error.__cause__, SystemExit):
-                    raise
-                raise CodeFailed(_without_values(error)) from error
-            network = network.on([mode.from_tensor(x) for x in network.inputs])
-            target = mapped(mode.from_tensor, target)
-            with clock:
-                measurements, _ = profile_network(network, loss, once, target)
+            estimated = partial(_estimated, data=data, once=once, mode=mode, about=about)
+            found = _by_like_blocks(_built(build, batch), estimated) or estimated(_built(build, batch))
         except PipeplanError:
             raise
         except Exception as error:
             raise CodeFailed(_without_values(said(error))) from error
-        chain = network_chain(
-            network,
-            measurements,
-            name=name,
-            batch=batch,
-            device=f"{device.name} (estimated)",
-            source=(
-                f"estimated by pipeplan {__version__}, torch {torch.__version__}: roofline of "
-                f"{constants.compute_share:.0%} of peak, {constants.bandwidth_share:.0%} of bandwidth, {device.launch} "
-                f"per kernel, {said_host_time(constants)}; not measured; {date}"
-            ),
-        )
-    chain = replace(timed(chain, constants), worth=CONVOLUTIONS if clock.convolutions else "")
-    measurements = [replace(x, layer=layer) for x, layer in zip(measurements, chain.layers, strict=True)]
+    chain = replace(timed(found.chain, constants), worth=CONVOLUTIONS if clock.convolutions else "")
+    measurements = [replace(x, layer=layer) for x, layer in zip(found.layers, chain.layers, strict=True)]
     bound = tuple(i for i, layer in enumerate(chain.layers) if layer.work and constants.bound_by_host(layer.work))
-    return MeasuredModel(chain, tuple(measurements), False, network.notes, bound)
+    return replace(found, chain=chain, layers=tuple(measurements), host_bound=bound)
+
+
+def _estimated(
+    built: Built, data: Data | None, once: MeasureOptions, mode: FakeTensorMode, about: dict[str, Any]
+) -> MeasuredModel:
+    """Return what was counted in one step of the whole of a built model."""
+    with _without_values_said():
+        network, loss, target, _ = built_network(built, data, once)
+    network = network.on([mode.from_tensor(x) for x in network.inputs])
+    target = mapped(mode.from_tensor, target)
+    assert isinstance(once.clock, RooflineClock)
+    with once.clock:
+        measurements, _ = profile_network(network, loss, once, target)
+    return MeasuredModel(network_chain(network, measurements, **about), tuple(measurements), False, network.notes)
+
+
+def _by_like_blocks(built: Built, estimated: Callable[[Built], MeasuredModel]) -> MeasuredModel | None:
+    """Return what is estimated of a model with few of its like blocks as that of the whole; None where they aren't."""
+    with shortened(built) as (few, runs):
+        if not runs:
+            return None
+        try:
+            found = estimated(few)
+            for run in runs:
+                chain, source = told(found.chain, run)
+                found = replace(found, chain=chain, layers=tuple(found.layers[i] for i in source))
+        except (Unlike, *RAISED):  # the whole model may run, or says what is wrong
+            return None
+    return found
+
+
+def _built(build: Callable[[int], Any], batch: int) -> Built:
+    with _without_values_said():
+        return built_by(build, batch)
+
+
+@contextmanager
+def _without_values_said() -> Iterator[None]:
+    """Say of code of the user's that fails in the context that it has no values there."""
+    try:
+        yield
+    except CodeFailed as error:
+        if isinstance(error.__cause__, SystemExit):
+            raise
+        raise CodeFailed(_without_values(error)) from error
 
 
 def said_host_time(constants: Constants) -> str:
@@ -131,6 +171,28 @@ def _without_values(why: object) -> str:
 
 def _plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0, foreach=True)
+
+
+class _Ones(TorchFunctionMode):
+    """Lets code that looks at a number in a tensor, as Adafactor at norms of weights, find a 1 there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 1.0 if func is torch.Tensor.item else func(*args, **(kwargs or {}))
+
+
+def _looking_at_nothing(make: MakeOptimizer) -> MakeOptimizer:
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        made = make(parameters)
+        step = made.step
+
+        def blindly() -> None:
+            with _Ones():
+                step()
+
+        made.step = blindly  # type: ignore[method-assign,assignment]  # of this one alone
+        return made
+
+    return optimizer
 
 
 @contextmanager

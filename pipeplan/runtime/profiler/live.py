@@ -19,12 +19,12 @@ def builder_of_live(model: Any, inputs: Any, loss: Any, fake: bool) -> Callable[
     What it builds is a copy; with ``fake``, under fake tensors, one whose parameters and buffers have no numbers and
     take no memory.
     """
-    tensors = {id(x): x for module in _modules_in(model) for x in (*module.parameters(), *module.buffers())}
+    tensors = {id(x): x for module in _modules_in([model, loss]) for x in (*module.parameters(), *module.buffers())}
 
     def build(batch: int) -> Any:
         known: dict[int, Any] = {key: _without_numbers(x) for key, x in tensors.items()} if fake else {}
-        copied = copy.deepcopy(model, known)
-        return (copied, mapped(lambda x: x.detach().to("cpu"), inputs) if fake else inputs, loss)
+        copied, own = copy.deepcopy((model, loss), known)
+        return (copied, mapped(lambda x: x.detach().to("cpu"), inputs) if fake else inputs, own)
 
     return build
 

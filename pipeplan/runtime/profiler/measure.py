@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import platform
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput, CodeFailed
-from ...problem import Chain, Layer
+from ...problem import AUTOCAST, Chain, Layer
 from ...units import format_bytes
 from ...version import __version__
-from ..device import freed_kept
-from ..model.adapted import compiled_lines, no_reentry, run_uncompiled
-from ..model.contract import built_by, example_of, is_whole
+from ..clock import clock_of
+from ..device import CPU, FILL, free_bytes, freed_kept, place
+from ..model.contract import Built, built_by, example_of, is_whole
 from ..model.network import (
     LayerCode,
     Loss,
@@ -38,24 +39,25 @@ from ..model.network import (
     kind_of,
     named_layers,
     own_loss,
+    refuse_converted,
     scalar_loss,
     shared_weights,
     tied_layers,
 )
 from ..model.structure import mapped, tensors_in
-from .clock import clock_of
+from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, with_dense_gradients
+from ..model.trace.compared import Author, apart, compare
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
 
 Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
-FILL = 0.8  # share of the free memory that holding the whole model may need
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasurement:
     """One layer's costs, times as medians over the ``steps``, and how wide the middle half of the steps is.
 
-    ``reading_ns`` of its forward is the reading of a microbatch.
+    ``reading_ns`` is the reading of a microbatch, on a CPU as part of its forward.
     """
 
     layer: Layer
@@ -97,8 +99,8 @@ def measure_model(
     ``nn.Sequential`` nor a list of modules is traced (:func:`.trace.trace_module`), and its profile is a DAG. ``date``
     goes into ``source``: the library reads no calendar.
     """
-    network, loss, target = built_network(build, batch, data, options)
-    measurements, one = profile_network(network, loss, options, target)
+    network, loss, target, author = built_network(built_by(build, batch), data, options)
+    measurements, one = profile_network(network, loss, options, target, author)
     count = 0 if options.others is None else options.others.count
     how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     how += f", beside {count} other process{'es' if count > 1 else ''}" if count else ""
@@ -119,24 +121,29 @@ def measured_again(builder: Callable[[], Callable[[int], Any]], batch: int, opti
     return measure_model(builder(), batch, options, name="", date="")
 
 
-def built_network(
-    build: Callable[[int], Any], batch: int, data: Data | None, options: MeasureOptions
-) -> tuple[Network, Loss, Any]:
-    """Build a model and return its network without the loss, the loss, and the target (None: to be made up)."""
-    built = built_by(build, batch)
+def built_network(built: Built, data: Data | None, options: MeasureOptions) -> tuple[Network, Loss, Any, Author]:
+    """Return a built model's network without the loss, the loss, the target (None: to be made up), and itself."""
     layers, dtype = built.layers, options.dtype
     example_input, target = example_of(built, data) if is_whole(layers) or data is not None else (built.example, None)
     if dtype is not None:
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
+        refuse_converted(built.loss, dtype)
         converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
     if is_whole(layers):
-        from ..model.trace import trace_module
+        from ..model.trace.trace import trace_module
+        from ..model.trace.traced import with_state_of
 
-        network = trace_module(layers, example_input, options.device, loss_alone=built.loss is None)
+        network = trace_module(
+            layers, example_input, options.device, loss_alone=built.loss is None, autocast=options.autocast
+        )
+        with_state_of(layers, network)
+        author = Author.of(layers, example_input, built.loss is None, options.autocast)
     else:
-        network = chain_network(layers, example_input)
-        network = replace(network, notes=tuple(compiled_lines([code.module for code in network.layers])))
-    return network, built.loss or own_loss, target
+        network = chain_network(layers, example_input).under(options.autocast)
+        modules = [code.module for code in network.layers]
+        network = replace(network, notes=(*compiled_lines(modules), *with_dense_gradients(modules)))
+        author = Author.of_layers([(f"{i}.", module) for i, module in enumerate(modules)], options.autocast)
+    return network, built.loss or own_loss, target, author
 
 
 def _converted(value: Any, dtype: torch.dtype) -> Any:
@@ -148,12 +155,17 @@ def network_chain(
 ) -> Chain:
     """Return the profile of a measured network: a chain, or a DAG with the edges of what layers read."""
     whole = network.with_loss(lambda output, target: output, None)
+    of_data = tuple(i for i, code in enumerate(network.layers) if code.of_data)
+    late = any(value < len(network.inputs) for code in network.layers[1:] for value in code.reads)
     dtypes = {str(p.dtype).removeprefix("torch.") for layer in network.layers for p in layer.module.parameters()}
+    if autocast := network.layers[0].autocast:
+        dtypes = {AUTOCAST + str(autocast.dtype).removeprefix("torch.")}
     return Chain(
         name=name,
         layers=tuple(x.layer for x in measurements),
         input_bytes=sum(x.nbytes for x in network.inputs),
         edges=None if network.chain else whole.edges(),
+        inputs=of_data if (of_data or late) and not network.chain else None,
         tied=tied_layers(code.module for code in network.layers),
         shared=shared_weights(code.module for code in network.layers) or None,
         microbatch=batch,
@@ -164,7 +176,7 @@ def network_chain(
 
 
 def profile_network(
-    network: Network, loss: Loss, options: MeasureOptions = USUAL, target: Any = None
+    network: Network, loss: Loss, options: MeasureOptions = USUAL, target: Any = None, author: Author | None = None
 ) -> tuple[list[LayerMeasurement], bool]:
     """Measure each layer, and the loss as the last one, in training steps on a device.
 
@@ -185,8 +197,10 @@ def profile_network(
 
     Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
     and all other sizes are counted in a pass of their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others`
-    compute. What :attr:`MeasureOptions.read` takes is added to the forwards of the first layer and of the loss.
-    BadInput names a layer that doesn't map one tensor to one, works on its input in place, or passes no gradient on.
+    compute. What :attr:`MeasureOptions.read` takes is added to the forwards of the first layer and of the loss, but not
+    where a GPU computes meanwhile. BadInput names a layer that doesn't map one tensor to one, works on its input in
+    place, or passes no gradient on, or the first difference from a step of the ``author``'s, if that is given and fits
+    (:mod:`..model.compared`).
     """
     if options.steps < 1 or options.warmup < 0:
         raise BadInput(
@@ -203,13 +217,15 @@ def profile_network(
         if target is None and loss is not own_loss:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
         target = mapped(lambda x: x.detach().clone().to(device), target)
-        network = network.with_loss(loss, target)
+        whole, network = network, network.with_loss(loss, target)
         saved, values = saved_values(network, device, release, options.split_backward)
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values))
         processes = 1 if options.others is None else 1 + options.others.count
         one = hold == "one" or (hold == "auto" and processes * needed > FILL * free_bytes(device))
         options.note(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
+        if author is not None:
+            _compare(author, whole, loss, target, options, one)
         clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
@@ -223,11 +239,27 @@ def profile_network(
     reading = _median(samples[0].reading_ns or [0])
     reads = [reading if index in (0, len(network) - 1) else 0 for index in range(len(network))]
     parts = zip(network.layers, layers, samples, reads, strict=True)
-    measured = [_measurement(code, layer, sample, reading_ns) for code, layer, sample, reading_ns in parts]
+    beside = clock.host is not clock
+    measured = [_measurement(code, layer, sample, reading_ns, beside) for code, layer, sample, reading_ns in parts]
     return measured, one
 
 
-def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: int) -> LayerMeasurement:
+def _compare(author: Author, network: Network, loss: Loss, target: Any, options: MeasureOptions, one: bool) -> None:
+    """Compare ``network`` with its author's model, where that can be run whole."""
+    if one and options.hold != "one":
+        options.note("it wasn't compared with plain training, which doesn't fit; pipeplan run does that where it fits")
+        return
+    options.say("comparing with plain training")
+    modules = [*author.modules, *(layer.module for layer in network.layers)]
+    begun = time.perf_counter()
+    place(modules, torch.device(options.device))
+    compare(author, apart(network, loss), loss, network.inputs, target)
+    if one:
+        place(modules, CPU)
+    options.note(f"its layers train as its code does: compared in {time.perf_counter() - begun:.2f} s")
+
+
+def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: int, beside: bool) -> LayerMeasurement:
     backward_weight_ns = None
     if samples.inputs_only_ns:
         backward = _median(samples.backward_ns)
@@ -235,7 +267,7 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: in
         backward_weight_ns = max(backward - rest, 0)
     layer = replace(
         sized,
-        forward_ns=_median(samples.forward_ns) + reading_ns,
+        forward_ns=_median(samples.forward_ns) + (0 if beside else reading_ns),
         backward_ns=_median(samples.backward_ns),
         backward_weight_ns=backward_weight_ns,
         optimizer_ns=_median(samples.optimizer_ns),
@@ -273,19 +305,6 @@ def _needed_bytes(network: Network, saved: int) -> int:
     """Return the bytes of a whole step: parameters, their gradients, and everything saved."""
     parameters = {id(p): p for layer in network.layers for p in layer.module.parameters()}
     return saved + sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters.values())
-
-
-def free_bytes(device: str) -> int:
-    """Return the memory that is free on ``device``: of a CPU what the system can give without swapping."""
-    if torch.device(device).type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps it for itself
-        return torch.cuda.mem_get_info(device)[0] + unused
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
 
 
 def device_name(device: str, threads: int) -> str:

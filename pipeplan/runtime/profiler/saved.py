@@ -210,6 +210,7 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
                 output_bytes=sum(values[v].size for v in code.makes),
                 parameters=sum(p.numel() for p in parameters),
                 weight_needs=need,
+                module=code.path,
                 **fields,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,16 @@ from torch import Tensor, nn
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
 from ...problem import LOSS_NAME, LayerWork
+from ..clock import Clock
+from ..model.autocast import Autocast
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed
 from .beside import Others
-from .clock import Clock
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Hold = Literal["auto", "all", "one"]
+WINDOW = 5  # rounds of warm-up that a median is of
+AGREEING = 0.02  # of a median, by which two that agree may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class MeasureOptions:
     """CPU threads."""
     dtype: torch.dtype | None = None
     """What the model and its floating-point inputs are converted to; None: as built."""
+    autocast: Autocast | None = None
+    """What casts its operations."""
     hold: Hold = "auto"
     """"all" has all layers on the device at once, "one" one at a time, "auto" one where all don't fit."""
     clock: Clock | None = None
@@ -89,7 +95,7 @@ def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, op
         options.make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
     ]
     samples = [Samples() for _ in network.layers]
-    for warm in _rounds(options, options.seconds):
+    for warm in _rounds(options, options.seconds, clock.warm_s):
         options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
         _read(samples[0], clock, options, warm)
         for inputs_only in (False, True) if options.split_backward else (False,):
@@ -116,7 +122,8 @@ def one_at_a_time(
             inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
             alone = Network((layer,), (), (), network.structure, network.chain)
             sample = Samples()
-            for warm in _rounds(options, None if options.seconds is None else options.seconds / len(network)):
+            seconds = None if options.seconds is None else options.seconds / len(network)
+            for warm in _rounds(options, seconds, 0.0 if index else clock.warm_s):  # then the device is at work
                 if index == 0:
                     _read(sample, clock, options, warm)
                 for inputs_only in (False, True) if options.split_backward else (False,):
@@ -137,28 +144,43 @@ def one_at_a_time(
 def _read(sample: Samples, clock: Clock, options: MeasureOptions, warm: bool) -> None:
     """Make a microbatch's data once more, if they are made at all."""
     if options.read is not None:
-        start = clock.mark()
+        start = clock.host.mark()
         options.read()
-        end = clock.mark()
+        end = clock.host.mark()
         if not warm:
-            sample.reading_ns.append(clock.between(start, end))
+            sample.reading_ns.append(clock.host.between(start, end))
 
 
-def _rounds(options: MeasureOptions, seconds: float | None) -> Iterator[bool]:
+def _rounds(options: MeasureOptions, seconds: float | None, warm_s: float = 0.0) -> Iterator[bool]:
     """Yield True for each round of warm-up, then False for each that counts, fewer when ``seconds`` have passed.
 
-    One of each stays, of warm-up if there is any. Warm-up takes a quarter of the time at most.
+    One of each stays, of warm-up if there is any. Warm-up takes a quarter of the time at most. A device whose clocks
+    rise under load is warmed up for ``warm_s`` seconds at least, until two medians agree, ten times that at most.
     """
     began = time.monotonic()
 
     def passed(share: float) -> bool:
         return seconds is not None and time.monotonic() - began > share * seconds
 
-    for count, warm, share in ((options.warmup, True, 0.25), (options.steps, False, 1.0)):
-        for index in range(count):
-            if index and passed(share):
-                break
-            yield warm
+    took: list[float] = []
+    while len(took) < options.warmup or (took and warm_s and not _is_warm(took, warm_s)):
+        if took and passed(0.25):
+            break
+        start = time.monotonic()
+        yield True
+        took.append(time.monotonic() - start)
+    for index in range(options.steps):
+        if index and passed(1.0):
+            break
+        yield False
+
+
+def _is_warm(took: Sequence[float], warm_s: float) -> bool:
+    """Whether rounds of warm-up that ``took`` so many seconds are enough: the last two medians of five agree."""
+    if sum(took) < warm_s or len(took) < 2 * WINDOW:
+        return sum(took) >= 10 * warm_s
+    last, before = (statistics.median(x) for x in (took[-WINDOW:], took[-2 * WINDOW : -WINDOW]))
+    return abs(last - before) <= AGREEING * before or sum(took) >= 10 * warm_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,14 +335,3 @@ def chosen_device(choice: str) -> str:
     if choice == "auto":
         return "cuda" if seen else "cpu"
     return choice
-
-
-def optimizer_of(name: str, foreach: bool | None = None) -> MakeOptimizer:
-    """Return what makes the optimizer called ``sgd``, ``momentum`` or ``adam``, at rate 0: a step's work, no movement.
-
-    ``foreach`` forces one kernel over all tensors of a layer, as on a GPU.
-    """
-
-    if name == "adam":
-        return partial(torch.optim.Adam, lr=0.0, foreach=foreach)
-    return partial(torch.optim.SGD, lr=0.0, momentum=0.9 if name == "momentum" else 0.0, foreach=foreach)

@@ -6,13 +6,20 @@ another plan. That costs seeding a generator before each pass of a layer that dr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from ...errors import RunFailed
 from ..device import CPU, random_state
-from ..model.randomness import key_of
+from ..model.pieces import Piece, drawn_by
+from ..model.randomness import OwnRandomness, key_of, others
+
+Drawn = Literal["nothing", "torch's", "all"]  # random numbers; all are also Python's and NumPy's
 
 
 def begin_draws(seed: int, microbatch: int, layer: int) -> None:
@@ -31,18 +38,41 @@ class Draws:
 
     def __init__(self, seed: int = 0, device: torch.device = CPU) -> None:
         self._seed, self._device = seed, device
-        self._draws: dict[int, bool] = {}  # by layer, once it has run
+        self._draws: dict[int, Drawn] = {}  # by layer, once it has run
+        self._left: Tensor | None = None  # how the layers that draw leave torch's random numbers
+
+    def run(self, piece: Piece, microbatch: int, entered: Sequence[Tensor], target: Any) -> list[Tensor]:
+        """Return what ``piece`` makes of ``microbatch``.
+
+        RunFailed where a layer draws that drew nothing in its first microbatch: when it is recomputed, or on another
+        plan, it would draw something else.
+        """
+        self._left = random_state(self._device)
+        made = piece.run(entered, target, partial(self.of, microbatch))
+        if not torch.equal(self._left, random_state(self._device)):
+            names = " or ".join(x.name for x in piece.layers if self._draws.get(drawn_by(x)) == "nothing")
+            raise RunFailed(
+                f"{names} drew no random numbers in its first microbatch and does in microbatch {microbatch}; let it "
+                "draw in each, or in none"
+            )
+        self._left = None
+        return made
 
     def of(self, microbatch: int, layer: int) -> AbstractContextManager[None]:
         """Return the context in which ``layer`` runs ``microbatch``."""
-        return self._seeded(microbatch, layer) if self._draws.get(layer, True) else nullcontext()
+        return nullcontext() if self._draws.get(layer) == "nothing" else self._seeded(microbatch, layer)
 
     @contextmanager
     def _seeded(self, microbatch: int, layer: int) -> Iterator[None]:
-        begin_draws(self._seed, microbatch, layer)
-        if layer in self._draws:
+        known, key = self._draws.get(layer), key_of(self._seed, microbatch, layer)
+        late = self._left is not None and not torch.equal(self._left, random_state(self._device))
+        # Python's and NumPy's, which a user's data may draw from too, go on behind it as if nothing had been drawn
+        with nullcontext() if known == "torch's" else OwnRandomness(key).installed():
+            begin_draws(self._seed, microbatch, layer)
+            begun = None if known else (random_state(self._device), others())
             yield
-            return
-        begun = random_state(self._device)
-        yield
-        self._draws[layer] = not torch.equal(begun, random_state(self._device))
+            if begun is not None:
+                drawn = not torch.equal(begun[0], random_state(self._device))
+                self._draws[layer] = "all" if begun[1] != others() else "torch's" if drawn else "nothing"
+        if self._left is not None and not late:
+            self._left = random_state(self._device)

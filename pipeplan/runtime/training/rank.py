@@ -10,7 +10,7 @@ from torch import nn
 from ...plan import Stage
 from ..lowering.lowered_run import LoweredRun
 from ..model.loaded import LoadedModel, ModelLayer
-from .groups import Groups
+from .update.groups import Groups
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ stage's own uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,8 +29,11 @@ from ..model.pieces import Cut, Piece, packed
 from ..model.split_backward import Saved
 from .changing_buffers import Before, ChangingBuffers
 from .draws import Draws
-from .newest_weights import reading_newest
-from .versions import Versions
+from .weights.newest_weights import reading_newest
+from .weights.versions import Versions
+
+FromData = Mapping[int, tuple[int, TensorSpec]]
+NO_DATA: FromData = MappingProxyType({})
 
 
 @dataclass
@@ -39,18 +42,25 @@ class Held:
 
     A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the buffers
     that it changes as they were.
-    ``gradients`` is where the gradients of the values that ``want`` one arrive.
+    ``gradients`` is where the gradients of the values that ``want`` one arrive, and of those at which graphs end
+    ``inner``.
     """
 
     want: tuple[int, ...]
     ends: dict[int, GradientEdge] = field(default_factory=dict)
+    inner: dict[int, GradientEdge] = field(default_factory=dict)
     again: tuple[list[Tensor], Before] | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
     holding: Holding = field(default_factory=dict)
     saved: Saved | None = None
 
+    def begun(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Take and return the ends of the ``inner`` graphs with the gradients that have come there."""
+        inner, self.inner = self.inner, {}
+        return [(edge, self.gradients.pop(value)) for value, edge in inner.items() if value in self.gradients]
 
-class _Entry(torch.autograd.Function):
+
+class Entry(torch.autograd.Function):
     """The identity at a piece's entry, which catches the gradient.
 
     A leaf would do the same, but keep the input in memory even where no operation saves it.
@@ -58,11 +68,13 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, caught: dict[int, Tensor], value: int) -> Tensor:
+        """Return ``x``, whose gradient will be ``caught`` as that of ``value``."""
         ctx.caught, ctx.value = caught, value
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        """Catch the gradient."""
         ctx.caught[ctx.value] = gradient
         return None, None, None, None
 
@@ -84,7 +96,8 @@ def _at_once(action: Callable[[], None]) -> None:
 class StageModule:
     """The ``pieces`` of a stage, the one with the loss last, between two ``cuts``; there is none behind the loss.
 
-    What comes in and goes out are the messages of the cuts. The gradient of the loss is divided by ``divisor``, the
+    What comes in and goes out are the messages of the cuts; ``data`` are the values that are read from the data
+    beside, and which of the inputs each is, of which shape. The loss's gradient is divided by ``divisor``, the
     microbatches of an update, so that updates see means, and multiplied by a loss scale if there is one. With
     ``reads_newest`` the version of a backward may be another than its forward's: stored layers are differentiated at
     the stored activations, recomputed ones run again with the backward's version. ``activations`` counts what is kept.
@@ -104,6 +117,8 @@ class StageModule:
         device: torch.device = CPU,
         later: Callable[[Callable[[], None]], None] = _at_once,
         draws: Draws | None = None,
+        data: FromData = NO_DATA,
+        trained: Set[int] | None = None,
     ) -> None:
         self.index = index
         self.versions = versions
@@ -115,7 +130,10 @@ class StageModule:
         self._seed = torch.tensor(1 / divisor, dtype=torch.float64, device=device)
         self._anchor = torch.zeros((), requires_grad=True, device=device)  # makes autograd follow what enters
         self._input, self._output = cuts
+        self._data = data
         self._pieces = pieces
+        made = (v for piece in pieces for v in piece.makes)
+        self._trained = {*made, *self._input.trained} if trained is None else trained
         self._buffers = [ChangingBuffers(piece.modules) for piece in pieces]
         leaving = self._output.values if self._output is not None else ()
         # by piece, the values that are needed behind it
@@ -131,19 +149,31 @@ class StageModule:
         """Whether the stage computes the loss."""
         return self._pieces[-1].has_loss
 
+    @property
+    def reads(self) -> bool:
+        """Whether the stage reads any of the data."""
+        return bool(self._data) or self.takes_targets
+
     def forward(
-        self, microbatch: int, version: int, x: Tensor, target: Tensor | None, counted: bool, lent: Lent = ()
+        self,
+        microbatch: int,
+        version: int,
+        x: Tensor | None,
+        target: Tensor | None,
+        counted: bool,
+        lent: Lent = (),
+        inputs: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return what the stage puts out for ``x``; it keeps what the backward needs.
+        """Return what the stage puts out for the message ``x`` and the network's ``inputs``; it keeps what the
+        backward needs.
 
         Of the loss it puts out the value, which also goes into :attr:`losses`.
         """
-        values = self._opened(microbatch, x)
+        values = self._opened(microbatch, x, inputs)
         self.versions.install(version, lent)
         flight = InFlight(microbatch, target, [], counted)
         # the stage before waits for gradients, whether or not it trains anything
         wanted = set(self._input.trained) if self.index > 0 else set()
-        around = partial(self._draws.of, microbatch)
         for number, piece in enumerate(self._pieces):
             entered = [values[v] for v in piece.reads]
             held = Held(tuple(v for v in piece.reads if v in wanted))
@@ -153,17 +183,18 @@ class StageModule:
                     for tensor in entered:
                         self._activations.hold(held.holding, tensor)
                 with torch.no_grad(), self._buffers[number].apart(recomputed=True) as before:
-                    made = piece.run(entered, target, around)
+                    made = self._draws.run(piece, microbatch, entered, target)
                 held.again = entered, before
                 del before
                 passes_on = bool(held.want) or piece.trains
-                wanted |= {v for v, out in zip(piece.makes, made, strict=True) if passes_on and out.is_floating_point()}
+                wanted |= set(piece.makes) if passes_on else set()
             else:
                 with self._buffers[number].apart(recomputed=False), self._keeping(held, counted):
-                    made = piece.run(self._entered(piece, entered, held), target, around)
+                    made = self._draws.run(piece, microbatch, self._entered(piece, entered, held), target)
                 held.ends = ends_of(piece, made)
                 wanted |= held.ends.keys()
                 made = [out.detach() for out in made]  # from here on nothing but autograd keeps its graph
+            wanted &= self._trained
             values.update(zip(piece.makes, made, strict=True))
             del entered, made
             self._forget(values, number)
@@ -176,15 +207,23 @@ class StageModule:
 
     def scale_loss(self, scale: float) -> None:
         """Multiply the gradients of the backwards to come by ``scale``."""
-        self._seed = torch.tensor(scale / self._divisor, dtype=torch.float64, device=self._device)
+        self._seed.fill_(scale / self._divisor)  # to a new tensor a GPU's host would wait to copy it
 
-    def evaluate(self, microbatch: int, version: int, x: Tensor, target: Tensor | None, lent: Lent = ()) -> Tensor:
-        """Return what the stage puts out for ``x`` without keeping anything; the modules are in evaluation mode."""
-        values = self._opened(microbatch, x)
+    def evaluate(
+        self,
+        microbatch: int,
+        version: int,
+        x: Tensor | None,
+        target: Tensor | None,
+        lent: Lent = (),
+        inputs: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Return what :meth:`forward` does without keeping anything; the modules are in evaluation mode."""
+        values = self._opened(microbatch, x, inputs)
         self.versions.install(version, lent)
         with torch.no_grad():
             for number, piece in enumerate(self._pieces):
-                made = piece.run([values[v] for v in piece.reads], target, partial(self._draws.of, microbatch))
+                made = self._draws.run(piece, microbatch, [values[v] for v in piece.reads], target)
                 values.update(zip(piece.makes, made, strict=True))
                 del made
                 self._forget(values, number)
@@ -227,7 +266,7 @@ class StageModule:
         self.versions.released(version)
         if self.index == 0:
             return None
-        found = [packed([self._gradient(gradients, v) for v in self._input.trained]) for gradients in known]
+        found = [self._closed_back(gradients) for gradients in known]
         return found[0] if covers == 1 else torch.stack(found)
 
     def _through(self, flights: Sequence[InFlight], gradients: Sequence[dict[int, Tensor]]) -> None:
@@ -248,6 +287,8 @@ class StageModule:
             if ends:
                 torch.autograd.backward(ends, starts)
             del ends, starts
+            for edge, gradient in (begun for held in everybodys for begun in held.begun()):
+                torch.autograd.backward(edge, gradient)
             for held, known in zip(everybodys, gradients, strict=True):
                 for value, gradient in held.gradients.items():
                     known[value] = known[value] + gradient if value in known else gradient
@@ -266,13 +307,17 @@ class StageModule:
             buffers_kept(piece.modules),
             self._saving(held, flight.counted),
         ):
-            around = partial(self._draws.of, flight.microbatch)
-            made = piece.run(self._entered(piece, entered, held), flight.target, around)
+            made = self._draws.run(piece, flight.microbatch, self._entered(piece, entered, held), flight.target)
         return ends_of(piece, made)
 
-    def _opened(self, microbatch: int, message: Tensor) -> dict[int, Tensor]:
-        self._check(microbatch, "gets", message, self._input.forward)
-        return self._input.opened(message)
+    def _opened(self, microbatch: int, message: Tensor | None, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        values = {v: inputs[place] for v, (place, _) in self._data.items()}
+        for v, (_, spec) in self._data.items():
+            self._check(microbatch, "gets", values[v], spec)
+        if message is not None:
+            self._check(microbatch, "gets", message, self._input.forward)
+            values |= self._input.opened(message)
+        return values
 
     def _closed(self, microbatch: int, values: Mapping[int, Tensor]) -> Tensor:
         """Return the message of what goes out, or the loss."""
@@ -280,13 +325,17 @@ class StageModule:
             return values[LOSS]
         for value, spec in zip(self._output.values, self._output.specs, strict=True):
             self._check(microbatch, "puts out", values[value], spec)
-        return packed([values[value] for value in self._output.values], self._output.specs)
+        return packed([values[value] for value in self._output.values], self._output.specs, self._device)
 
     def _opened_back(self, message: Tensor | None) -> dict[int, Tensor]:
         if message is None:
             return {LOSS: self._seed}
         assert self._output is not None, "only where there is a stage behind does a gradient come"
         return self._output.opened_back(message)
+
+    def _closed_back(self, known: Mapping[int, Tensor]) -> Tensor:
+        """Return the message of the gradients that go back."""
+        return packed([self._gradient(known, v) for v in self._input.trained], device=self._device)
 
     def _gradient(self, known: Mapping[int, Tensor], value: int) -> Tensor:
         """Return the gradient of a value that came in; zeros where nothing depends on it."""
@@ -313,7 +362,7 @@ class StageModule:
 
     def _entered(self, piece: Piece, tensors: Sequence[Tensor], held: Held) -> list[Tensor]:
         return [
-            _Entry.apply(self._anchor, x, held.gradients, value) if value in held.want else x  # type: ignore[no-untyped-call]
+            Entry.apply(self._anchor, x, held.gradients, value) if value in held.want else x  # type: ignore[no-untyped-call]
             for value, x in zip(piece.reads, tensors, strict=True)
         ]
 

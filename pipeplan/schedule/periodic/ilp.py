@@ -21,9 +21,9 @@ from ...plan import Pattern
 from ..pattern import memory_fits, one_at_a_time, starts_of
 from .heights import height_bounds
 from .retime import Order, retime
-from .solvers import TOLERANCE, Solver, SolverLimits, solved
+from .solvers import TOLERANCE, Solver, SolverFailed, SolverLimits, solved
 
-IlpStatus = Literal["optimal", "infeasible", "cutoff", "node limit", "time limit", "unproved"]
+IlpStatus = Literal["optimal", "infeasible", "cutoff", "node limit", "time limit", "unproved", "failed"]
 
 OBJECTIVE_SCALE = 1e4  # CBC drops improvements below 1e-5, which is a lot for a frequency in (0, 1]
 
@@ -35,7 +35,8 @@ class IlpResult:
     ``optimal``: no pattern is shorter by more than the solver's tolerance (1e-6). ``infeasible``: no pattern at any
     period. ``cutoff``: none below the cutoff. ``node limit``, ``time limit``: stopped, the first of them at the same
     place every time; the pattern, if any, is the best so far.
-    ``unproved``: rounding in the solver cost the proof; the pattern, if any, is valid all the same.
+    ``unproved``: rounding in the solver cost the proof; the pattern, if any, is valid all the same. ``failed``: the
+    solver gave no answer; the pattern, if any, is what was known without it.
     """
 
     pattern: Pattern | None
@@ -73,7 +74,10 @@ def schedule_ilp(
         model = _Model.of(graph, low, high, margin)
         if progress:
             progress(f"{solver}: {len(graph.operations)} operations, {len(model.heights)} orders to choose")
-        answer = model.solve(solver, left)
+        try:
+            answer = model.solve(solver, left)
+        except SolverFailed:
+            return IlpResult(best, "failed", bound)
         left = left.less(answer.seconds)
         if not margin:  # the second model is narrower: it proves nothing
             bound = max(bound, min(high + 1, answer.bound_ns))

@@ -21,6 +21,10 @@ STOP_S = 2.0  # that HiGHS may take to notice that it shall stop; its thread end
 TOLERANCE = 1e-6  # what a solver's arithmetic is trusted to, relative
 
 
+class SolverFailed(PipeplanError):
+    """A solver that runs on this machine gave no answer to one problem: it crashed, or lost its way in rounding."""
+
+
 @dataclass(frozen=True, slots=True)
 class SolverLimits:
     """What ends a search: so many ``nodes``, seconds of its own, or seconds on the clock, whichever comes first.
@@ -44,7 +48,10 @@ class SolverLimits:
 
 
 def solved(problem: Any, solver: Solver, limits: SolverLimits) -> float:
-    """Have ``solver`` solve a PuLP problem within the limits; return the seconds that it took, of the limited kind."""
+    """Have ``solver`` solve a PuLP problem within the limits; return the seconds that it took, of the limited kind.
+
+    SolverFailed where it has no answer.
+    """
     import pulp
 
     with warnings.catch_warnings(), scratch_folder() as folder:
@@ -55,7 +62,7 @@ def solved(problem: Any, solver: Solver, limits: SolverLimits) -> float:
         try:
             problem.solve(solving)
         except pulp.PulpSolverError as error:
-            raise PipeplanError(f"the solver {solver} failed: {error}") from error
+            raise SolverFailed(f"the solver {solver} failed: {error}") from error
         except BaseException as error:
             _kill_solver(error)
             raise
@@ -97,6 +104,9 @@ def _cbc(pulp: Any, limits: SolverLimits) -> Any:
     return solver
 
 
+_NO_ANSWER = {"kNotset", "kLoadError", "kModelError", "kPresolveError", "kSolveError", "kPostsolveError", "kUnknown"}
+
+
 def _highs(pulp: Any, limits: SolverLimits) -> Any:
     class Highs(pulp.HiGHS):  # type: ignore[misc]  # PuLP has no types
         def callSolver(self, lp: Any) -> None:
@@ -105,6 +115,8 @@ def _highs(pulp: Any, limits: SolverLimits) -> Any:
             statuses, status = type(model.getModelStatus()), model.getModelStatus()
             if status == statuses.kSolutionLimit:  # by nodes; PuLP doesn't know it, but treats this one alike
                 model.getModelStatus = lambda: statuses.kIterationLimit
+            elif status.name in _NO_ANSWER:  # of which PuLP would read values that aren't there
+                raise pulp.PulpSolverError(model.modelStatusToString(status))
 
     nodes = {} if limits.nodes is None else {"mip_max_nodes": limits.nodes}
     solver = Highs(msg=False, threads=1, timeLimit=limits.seconds, gapRel=0, gapAbs=TOLERANCE, random_seed=1, **nodes)

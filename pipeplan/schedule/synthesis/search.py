@@ -11,6 +11,7 @@ from ...cost.stage_graph import StageGraph
 from ...deadline import Deadline, OutOfTime
 from ...errors import PipeplanError
 from ...integers import ceil_div
+from ...status import Status
 from ..periodic.solvers import Solver, SolverLimits
 from ..program import Program
 from .bounds import NARROW, WIDE, bearable, floor, raised, slots_of
@@ -67,10 +68,12 @@ class Search:
         plain: OrderProblem | None = None,
         bounding: OrderProblem | None = None,
         before: Search | None = None,
+        status: Status | None = None,
     ) -> None:
         self.graph, self.problem, self.known = graph, problem, known
         self.seed, self.solver, self.deadline = seed, solver, deadline
         self.plain, self.bounding, self.before = plain or problem, bounding or problem, before
+        self.status = status or Status()
         self.bound = floor(self.bounding)
         self.found: list[tuple[int, list[Word]]] = []
         self.tried = 0
@@ -103,6 +106,7 @@ class Search:
                 self._raise(WIDE)
             if self._over() or (number >= len(ROUNDS) and not endless):
                 break
+            self._say(f"moves in orders of {self.problem.microbatches} microbatches")
             search, each, warm, start = ROUNDS[number % len(ROUNDS)]
             words = self.found[0][1] if start < 0 else starts[start % len(starts)]
             steps = max(endless, ceil_div(budget, len(ROUNDS) * each)) << (number // len(ROUNDS))
@@ -119,7 +123,9 @@ class Search:
         problem, plain = (replace(x, microbatches=few) for x in (self.problem, self.plain))
         before = self.before and self.before.fewer
         until = self.deadline.part(4)
-        self.fewer = search = Search(self.graph, problem, self.known, self.seed, None, until, plain, before=before)
+        self.fewer = search = Search(
+            self.graph, problem, self.known, self.seed, None, until, plain, None, before, self.status
+        )
         search._begin()
         search._rounds(budget, endless)
         self.tried += search.tried
@@ -132,6 +138,10 @@ class Search:
         """Return the best few orders."""
         return self.found[:3] if len(self.problem.on) > len(self.problem.devices) else self.found[:1]
 
+    def _say(self, what: str) -> None:
+        above = self.found[0][0] / self.bound - 1 if self.bound else 0
+        self.status.say(f"{what}, {self.tried} moves so far, the best order is {above:.2%} above the bound")
+
     def _late(self) -> bool:
         return self.deadline.passed
 
@@ -139,6 +149,7 @@ class Search:
         return self._late() or self.found[0][0] <= self.bound
 
     def _begin(self) -> None:
+        self.status.say(f"orders of {self.problem.microbatches} microbatches")
         for _, words in self.before.found[:MOST_JUSTIFIED] if self.before else ():
             self._begin_with(words)
         with suppress(OutOfTime):  # what follows takes less
@@ -197,6 +208,7 @@ class Search:
     def _raise(self, window: int) -> None:
         if self.solver is not None and not self._over():
             until = self.deadline.part(2)  # the rest is for moves
+            self._say("linear programs")
             self.bound = raised(self.bounding, self.bound, self.found[0][0], self.solver, until, window)
 
     def _whole(self) -> None:

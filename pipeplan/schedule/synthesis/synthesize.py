@@ -14,6 +14,7 @@ from typing import Any
 
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
+from ...status import Status
 from ..periodic.solvers import Solver
 from ..program import Program, pipelines
 from ..simulate import simulate
@@ -81,16 +82,17 @@ def synthesize(
     solver: Solver | None = "cbc",
     deadline: Deadline = NEVER,
     endless: bool = False,
+    status: Status | None = None,
 ) -> Synthesis:
     """Return the best order that is found of ``microbatches`` on the stages of ``graph``, with a lower bound.
 
     Any placement of stages on devices within whose memory it stays, and of at most ``limit`` activations on each, as
     :func:`.problem.order_problem` counts them. With ``split`` backwards weight parts are passes of their own; so are
     recomputations where that is better. Equal
-    pipelines run the same order. It ends after so many ``moves``, in the mean some seconds, and the same ``seed`` finds
+    pipelines run the same order. It ends after so many ``moves``, or some seconds, and the same ``seed`` finds
     the same order, unless the ``deadline`` comes before; an ``endless`` search goes on until then. Without a ``solver``
-    the bound is a plain one. A KeyboardInterrupt ends the search with the best order so far, if there is one. BadInput
-    where replicas differ, or no order fits the memory.
+    the bound is a plain one. ``status`` says what is going on. A KeyboardInterrupt ends it with the best order so
+    far, if there is one. BadInput where replicas differ, or no order fits the memory.
     """
     side_by_side = pipelines(graph, "a synthesised order")
     alone = graph.first_replicas()
@@ -99,12 +101,17 @@ def synthesize(
     problem = order_problem(alone, share, **stated)
     apart = recomputing_apart(alone, share, **stated)
     search = first = Search(
-        alone, problem, known, seed, *((solver, deadline) if apart is None else (None, deadline.part(2)))
+        alone,
+        problem,
+        known,
+        seed,
+        *((solver, deadline) if apart is None else (None, deadline.part(2))),
+        status=status,
     )
     first.run(moves, endless)
     found = [(frozenset[int](), words) for _, words in first.best()]
     if apart is not None:
-        search = Search(alone, apart.problem, known, seed, solver, deadline, apart.held, apart.bounding, first)
+        search = Search(alone, apart.problem, known, seed, solver, deadline, apart.held, apart.bounding, first, status)
         if first.cut != INTERRUPTED and first.found[0][0] > search.bound:
             search.run(moves, endless)
             found += [(apart.stages, words) for _, words in search.best()]

@@ -25,7 +25,11 @@ from pipeplan import zoo
 SAMPLES = 8  # microbatches that are made; more of them repeat these, so that making data isn't what is measured
 FAULTY = 9  # the microbatch at which something goes wrong
 WARM = 16  # microbatches after which nothing is the first of its kind
-MODEL, BATCH = os.environ.get("CHECKED_MODEL", "gpt-tiny"), int(os.environ.get("CHECKED_BATCH", "4"))
+KIND = os.environ.get("CHECKED_DEVICE", "cuda")
+LARGE = {"cnn": ("resnet50", 32), "gpt": ("gpt2-small,tied=false", 4), "tied": ("gpt2-small,tied=true", 4)}
+SMALL = {"cnn": ("small-cnn", 4), "gpt": ("gpt-tiny,blocks=3", 4), "tied": ("gpt-tiny,tied=true", 4)}
+MODELS = LARGE if KIND == "cuda" and "CHECKED_SMALL" not in os.environ else SMALL  # of the zoo, with their microbatches
+BATCH = 4  # of the model that is traced
 FOLDER = Path(os.environ.get("CHECKED_FOLDER", "."))
 
 # differences from plain training are then those of the order of sums
@@ -39,9 +43,35 @@ def sample(model: str, batch: int, index: int) -> tuple[Tensor, Tensor]:
     return zoo.load(model).data(batch)(index, 0)
 
 
-def data(index: int, seed: int) -> tuple[Tensor, Tensor]:
+def gpt(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return microbatch ``index`` of endless repetitions of the first ones."""
-    return sample(MODEL, BATCH, index % SAMPLES)
+    return sample(*MODELS["gpt"], index % SAMPLES)
+
+
+def cnn(index: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return pictures likewise."""
+    return sample(*MODELS["cnn"], index % SAMPLES)
+
+
+def tied(index: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return text for the model whose embedding is its head."""
+    return sample(*MODELS["tied"], index % SAMPLES)
+
+
+class Texts(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The samples of the first microbatches, one at a time, as workers of a loader read them."""
+
+    def __len__(self) -> int:
+        return SAMPLES * MODELS["gpt"][1]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = sample(*MODELS["gpt"], index // MODELS["gpt"][1])
+        return x[index % MODELS["gpt"][1]], y[index % MODELS["gpt"][1]]
+
+
+def loader(batch: int) -> torch.utils.data.DataLoader[tuple[Tensor, Tensor]]:
+    """Return what reads them in order by two workers."""
+    return torch.utils.data.DataLoader(Texts(), batch, num_workers=2)
 
 
 # --- a model to be traced --------------------------------------------------------------------------------------------
@@ -89,70 +119,105 @@ def dying(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """End the process as the system does that lacks memory."""
     if index == FAULTY:
         os.kill(os.getpid(), signal.SIGKILL)
-    return data(index, seed)
+    return gpt(index, seed)
 
 
 def stalling(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Take longer than anybody waits."""
     if index == FAULTY:
         time.sleep(3600)
-    return data(index, seed)
+    return gpt(index, seed)
 
 
 def raising(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Lack something."""
     if index == FAULTY:
         raise FileNotFoundError("shard-0009 is missing")
-    return data(index, seed)
+    return gpt(index, seed)
 
 
 def infinite(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Let the loss be no number."""
-    x, target = data(index, seed)
-    return (x * float("nan") if index == FAULTY and x.is_floating_point() else x), target
+    x, target = cnn(index, seed)
+    return x * float("nan") if index == FAULTY else x, target
+
+
+def out_of_range(index: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Have a label that no class has, the commonest fault that a GPU tells late."""
+    x, target = gpt(index, seed)
+    return x, target + 10**6 if index == FAULTY else target
 
 
 def hungry(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Ask for more than a GPU has."""
     if index == FAULTY:
         torch.empty(10**13, dtype=torch.uint8, device="cuda")
-    return data(index, seed)
+    return gpt(index, seed)
 
 
 def telling(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Say that the run is under way."""
     if index == FAULTY:
         (FOLDER / "under-way").touch()
-    return data(index, seed)
+    return gpt(index, seed)
 
 
 # --- hidden waits ----------------------------------------------------------------------------------------------------
 
 TO_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
+COPIES = {"aten::_to_copy", "aten::copy_"}
+UNTIL = 40  # the microbatch before which waits are counted
 
 
 class Waits(TorchDispatchMode):
-    """Writes a line to a file wherever the host waits for a value of a device of ``kind``."""
+    """Writes a line to a file wherever the host waits for a device of ``kind``.
+
+    That is for a value of it, for a copy from or to memory that isn't pinned, for a stream or an event, or where CUDA
+    itself says that the host does.
+    """
 
     def __init__(self, kind: str, file: Path) -> None:
         super().__init__()
         self._kind, self._file = kind, file
+        if kind == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_, **__: (
+                self.note("warned") if "synchroniz" in str(message) else None
+            )
+            for owner in (torch.cuda.Stream, torch.cuda.Event, torch.cuda):
+                owner.synchronize = self._noting(owner.synchronize)  # type: ignore[method-assign, attr-defined]
+
+    def note(self, what: str) -> None:
+        """Write down that the host waits."""
+        with self._file.open("a") as file:
+            file.write(f"{what} {' < '.join(_ours())}\n")
+
+    def _noting(self, call: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.note("synchronize")
+            return call(*args, **kwargs)
+
+        return noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        source = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        there = any(x.device.type == self._kind for x in source)
-        comes = name in TO_HOST or (
-            name in ("aten::_to_copy", "aten::copy_")
-            and isinstance(result, Tensor)
-            and result.device.type == "cpu" != self._kind
-            and not result.is_pinned()
-        )
-        if there and comes:
-            with self._file.open("a") as file:
-                file.write(f"{name} {' < '.join(_ours())}\n")
+        sources = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        reads = name in TO_HOST and any(x.device.type == self._kind for x in sources)
+        copies = name in COPIES and self._pageable([*sources, result])
+        if reads or copies:
+            self.note(name)
         return result
+
+    def _pageable(self, tensors: list[Tensor]) -> bool:
+        """Whether something goes between the device and host memory that isn't pinned."""
+        hosts = [x for x in tensors if x.device.type == "cpu"]
+        return (
+            self._kind != "cpu"
+            and any(x.device.type == self._kind for x in tensors)
+            and any(x.numel() > 0 and not x.is_pinned() for x in hosts)
+        )
 
 
 def _ours() -> Iterator[str]:
@@ -165,17 +230,14 @@ _watching: list[Waits] = []
 
 
 def watched(index: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Watch what this rank waits for from microbatch WARM on until CHECKED_UNTIL."""
+    """Watch what this rank waits for from microbatch WARM on until UNTIL."""
     if index == WARM and not _watching:
-        kind = os.environ.get("CHECKED_DEVICE", "cuda")
-        _watching.append(Waits(kind, FOLDER / f"waits-{os.getpid()}"))
+        file = FOLDER / f"waits-{os.getpid()}"
+        file.touch()
+        _watching.append(Waits(KIND, file))
         _watching[0].__enter__()
-        (FOLDER / f"waits-{os.getpid()}").touch()
-        if kind == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-            warnings.simplefilter("always")
-    if index >= int(os.environ.get("CHECKED_UNTIL", "0")) and _watching:
+    if index >= UNTIL and _watching:
         _watching.pop().__exit__(None, None, None)
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
-    return data(index, seed)
+    return gpt(index, seed)

@@ -1,34 +1,41 @@
-"""What the checks on GPUs share: where they write, on which devices and models, how they run pipeplan and judge it."""
+"""What the checks on GPUs share: models and devices, how they profile, plan and run in this process, and judge it."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import checked_models
 import torch
-from checked_models import SAMPLES, sample
+from checked_models import MODELS, SAMPLES, sample
 from torch import Tensor, nn
 
+import pipeplan as pp
 from pipeplan import zoo
+from pipeplan.api.profiles import Profile
+from pipeplan.plan import Plan
 from pipeplan.runtime.device import moved
-from pipeplan.runtime.training.optimizers import optimizer_maker
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 LR = 0.01
 ACCUMULATE = 4
-PART_S = 300  # no command may take longer
-LARGE = {"cnn": ("resnet50", 32), "gpt": ("gpt2-small,tied=false", 4), "tied": ("gpt2-small,tied=true", 4)}
-SMALL = {"cnn": ("small-cnn", 4), "gpt": ("gpt-tiny", 4), "tied": ("gpt-tiny,tied=true", 4)}
+STEPS = 6
+COMMAND_S = 300  # no command may take longer
 LOOSE = 1e-2  # losses and weights may differ by so much, relatively, and by NOISES times what two equal runs differ by
 NOISES = 10
-TRAINED = "trained.pt"
+
+FLUSH: Mapping[str, Any] = {"weights": "flush", "checkpointing": "none"}
+STRAIGHT = {**FLUSH, "no_replicas": True, "algorithm": "contiguous"}
+NEVER = {"weights": "2bw", "no_replicas": True, "algorithm": "contiguous"}
+REPLICAS = {"algorithm": "data-parallel", "checkpointing": "none"}
 
 Figures = dict[str, Any]
 Data = Callable[[int], tuple[Tensor, Tensor]]
@@ -42,8 +49,23 @@ class Outcome:
     figures: Figures = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A question with what it takes: so many seconds about, and GPUs; ``rehearsed`` are those that need no GPU then."""
+
+    ask: Callable[[Check], Outcome]
+    question: str
+    seconds: float
+    gpus: int = 1
+    rehearsed: bool = True
+
+
 class Skipped(Exception):
     """The part cannot be done here; says why."""
+
+
+class TooFewGpus(Exception):
+    """The part wants more GPUs than there are."""
 
 
 def needed(holds: bool, why: str) -> None:
@@ -60,15 +82,13 @@ def must(holds: bool, sentence: str) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """What every part knows: where to write, and on what kind of device."""
+    """What every part knows: where large files go, and on what kind of device."""
 
     folder: Path
     kind: str
-
-    @property
-    def models(self) -> dict[str, tuple[str, int]]:
-        """The zoo models, with their microbatches."""
-        return LARGE if self.kind == "cuda" else SMALL
+    noise: list[float] = field(default_factory=list)
+    serial: dict[tuple[Any, ...], tuple[list[float], dict[str, Tensor]]] = field(default_factory=dict)
+    _profiles: dict[tuple[str, str], Profile] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -80,94 +100,67 @@ class Check:
         """The number of GPUs here."""
         return torch.cuda.device_count() if self.kind == "cuda" else 0
 
+    @property
+    def steps(self) -> int:
+        """The steps of a profile."""
+        return 20 if self.kind == "cuda" else 3
+
     def memory(self, ranks: int) -> str:
-        """What each of ``ranks`` may take of a GPU, as ``--mem`` wants it."""
+        """What each of ``ranks`` may take of a GPU, as ``mem`` wants it."""
         whole = torch.cuda.get_device_properties(0).total_memory if self.kind == "cuda" else 8 * 10**9
         sharing = -(-ranks // self.gpus) if self.gpus else ranks
         return f"{int(0.9 * whole / sharing)}B"
 
-    def profile(self, name: str, dtype: str = "float32") -> Path:
-        """The profile of a model, measured when first asked for."""
-        model, batch = self.models[name]
-        path = self.folder / f"{name}.{dtype}.profile.json"
-        if not path.exists():
-            steps = 20 if self.kind == "cuda" else 4
-            measuring = ["--batch", batch, "--device", self.kind, "--steps", steps, "--dtype", dtype]
-            self.command("profile", f"zoo:{model}", *measuring, "-q", "-o", path)
-        return path
+    def profile(self, name: str, dtype: str = "float32") -> Profile:
+        """The profile of a model of :data:`.checked_models.MODELS`, measured when first asked for."""
+        if (name, dtype) not in self._profiles:
+            model, batch = MODELS[name]
+            measuring = {"device": self.kind, "steps": self.steps, "dtype": dtype, "seconds": 20.0}
+            self._profiles[name, dtype] = pp.profile(f"zoo:{model}", microbatch=batch, **measuring)
+            self.clean()
+        return self._profiles[name, dtype]
 
-    def plan(self, name: str, ranks: int, planning: Sequence[Any], dtype: str = "float32") -> Path:
+    def plan(self, name: str, ranks: int, planning: Mapping[str, Any], dtype: str = "float32") -> Plan:
         """A plan of a model for ``ranks`` ranks."""
-        path = self.folder / f"{name}.plan.json"
-        fixed = ["--gpus", ranks, "--mem", self.memory(ranks), "--accumulate", ACCUMULATE]
-        self.command("plan", self.profile(name, dtype), *fixed, *planning, "-o", path)
-        return path
+        asked = {"gpus": ranks, "mem": self.memory(ranks), "accumulate": ACCUMULATE} | dict(planning)
+        return pp.plan(self.profile(name, dtype), **asked).plan
 
-    def run(
-        self,
-        name: str,
-        ranks: int,
-        steps: int,
-        planning: Sequence[Any],
-        running: Sequence[Any] = (),
-        *,
-        data: str = "data",
-        dtype: str = "float32",
-        environment: Mapping[str, str] | None = None,
-    ) -> Figures:
-        """Plan a model for ``ranks`` ranks and run it; return what was predicted and measured."""
-        plan = self.plan(name, ranks, planning, dtype)
-        return self.run_plan(plan, name, steps, running, data=data, environment=environment)
+    def run(self, plan: Plan, data: str, steps: int = STEPS, **running: Any) -> Figures:
+        """Run a plan on ``data`` of :mod:`checked_models`, unless named; return what was predicted and measured."""
+        module, _, function = data.rpartition(":")
+        name = next(name for name, (model, _) in MODELS.items() if plan.chain.name == model)
+        model = ModelSpec(MODELS[name][0], f"{module or 'checked_models'}:{function}")
+        report = pp.run_plan(plan, model, RunOptions(steps=steps, **{"lr": LR, "device": self.kind} | running))
+        assert report is not None, "torchrun starts nothing here"
+        return asdict(report)
 
-    def run_plan(
-        self,
-        plan: Path,
-        name: str,
-        steps: int,
-        running: Sequence[Any] = (),
-        *,
-        data: str = "data",
-        environment: Mapping[str, str] | None = None,
-    ) -> Figures:
-        """Run a plan of a zoo model."""
-        model, batch = self.models[name]
-        words = [
-            "--model",
-            model,
-            "--data",
-            f"checked_models:{data}",
-            "--steps",
-            steps,
-            "--lr",
-            LR,
-            "--device",
-            self.kind,
-        ]
-        text = self.command(
-            "run", plan, *words, "--json", *running, environment=self.surroundings(model, batch, environment)
-        )
-        report: Figures = json.loads(text)
-        return report
-
-    def surroundings(self, model: str, batch: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What ranks find in the environment."""
-        checked = {"MODEL": model, "BATCH": str(batch), "FOLDER": str(self.folder), "DEVICE": self.kind}
-        return {f"CHECKED_{key}": value for key, value in checked.items()} | dict(more or {})
+    def clean(self) -> None:
+        """Give the GPU's memory back to those who share it."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
 
     def command(self, *words: Any, environment: Mapping[str, str] | None = None) -> str:
-        """Run pipeplan with these words and return what it prints; RuntimeError with its message when it fails."""
+        """Run Python with these words and return what it prints; RuntimeError with its message when it fails."""
         done = subprocess.run(
-            [sys.executable, "-m", "pipeplan", *map(str, words)],
+            [sys.executable, *map(str, words)],
             capture_output=True,
             text=True,
-            timeout=PART_S,
+            timeout=COMMAND_S,
             env=importing(environment),
         )
-        with (self.folder / "commands.log").open("a") as log:
-            log.write(f"pipeplan {' '.join(map(str, words))}\n{done.stderr}[{done.returncode}]\n")
         if done.returncode:
-            raise RuntimeError(f"pipeplan {words[0]} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"{words} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
         return done.stdout
+
+    def run_words(self, plan: Plan, data: str, steps: int) -> list[Any]:
+        """Return what ``python`` is told to run a plan in a process that can be sent signals, or has an environment."""
+        file = self.folder / "command.plan.json"
+        from pipeplan.files.plans import plan_text
+
+        file.write_text(plan_text(plan))
+        model = MODELS[data if data in MODELS else "gpt"][0]
+        named = ["--model", model, "--data", f"checked_models:{data}", "--lr", LR, "--device", self.kind]
+        return ["-m", "pipeplan", "run", file, *named, "--steps", steps]
 
 
 def importing(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -182,7 +175,7 @@ def importing(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def built(check: Check, name: str) -> tuple[nn.Module, Any, Data]:
     """Return a zoo model on the device in training mode, its loss and its data there."""
-    model, batch = check.models[name]
+    model, batch = MODELS[name]
     layers, _, loss = zoo.load(model)(batch, seed=0)
 
     def data(index: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +197,7 @@ def whole(check: Check) -> tuple[nn.Module, Any, Data]:
 
 
 def serial(
-    model: tuple[nn.Module, Any, Data], steps: int, optimizer: str = "sgd"
+    model: tuple[nn.Module, Any, Data], steps: int, optimizer: str = "sgd", clip: float | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train in this process, mini-batch by mini-batch; return losses and state."""
     torch.manual_seed(1)
@@ -218,6 +211,8 @@ def serial(
             value = loss(layers(x), target)
             losses.append(value.detach())
             (value / ACCUMULATE).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(layers.parameters(), clip)
         stepper.step()
     return [float(x) for x in losses], {k: v.cpu() for k, v in layers.state_dict().items()}
 
@@ -235,17 +230,19 @@ def weights_apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> flo
 
 
 def against_serial(
-    check: Check, model: tuple[nn.Module, Any, Data], found: Sequence[float], saved: Path, optimizer: str = "sgd"
+    check: Check, name: str, found: Sequence[float], saved: Path, **training: Any
 ) -> tuple[str, Figures]:
     """Compare a run's losses and trained weights with plain training on the same device; in words, and in figures."""
-    losses, state = serial(model, len(found) // ACCUMULATE, optimizer)
-    noise = check.folder / "noise.json"
-    floor = json.loads(noise.read_text())["figures"]["worst"] if noise.exists() else 0.0
+    steps = len(found) // ACCUMULATE
+    key = (name, steps, *sorted(training.items()))
+    if key not in check.serial:
+        check.serial[key] = serial(whole(check) if name == "whole" else built(check, name), steps, **training)
+    losses, state = check.serial[key]
     loss_error = apart(found, losses)
     weight_error = weights_apart(torch.load(saved, map_location="cpu"), state)
     figures = {"largest_relative_loss_error": loss_error, "largest_weight_error_over_largest_weight": weight_error}
     words = f"losses are plain training's but for {loss_error:.1e}, weights but for {weight_error:.1e}"
-    must(max(loss_error, weight_error) <= max(LOOSE, NOISES * floor), f"{words}, which is too much")
+    must(max(loss_error, weight_error) <= max([LOOSE, *(NOISES * x for x in check.noise)]), f"{words}: too much")
     return words, figures
 
 
@@ -254,13 +251,14 @@ def against_serial(
 
 def figures_of(report: Figures) -> Figures:
     """Return of a report what is worth keeping, with the ratios that matter."""
-    keep = ("hardware", "exchange", "seconds", "memory", "activations", "states", "transfers")
+    keep = ("hardware", "exchange", "sums", "seconds", "memory", "activations", "states", "transfers")
     figures = {key: value for key, value in report.items() if key in keep or "period" in key or "samples" in key}
     measured = report["measured_period_ns"]
     for against in ("planned", "calibrated"):
         if measured and report[f"{against}_period_ns"]:
             figures[f"measured_over_{against}"] = measured / report[f"{against}_period_ns"]
     figures["losses"] = [report["losses"][0], report["losses"][-1]]
+    figures["memory_over_planned"] = [x["measured_bytes"] / x["planned_bytes"] for x in report["memory"]]
     return figures
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -11,21 +10,21 @@ import socket
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from checking import Check, Figures, Outcome, apart, built, must, needed, serial
+from checked_models import MODELS
+from checking import Check, Figures, Outcome, Part, apart, built, must, needed, serial
 from torch import Tensor, nn
 
+from pipeplan.runtime.clock import clock_of
 from pipeplan.runtime.device import settle
-from pipeplan.runtime.profiler.clock import clock_of
 from pipeplan.runtime.training.draws import Draws
-from pipeplan.runtime.training.optimizers import optimizer_maker
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 LEAST_NCCL = (2, 26)  # from which on several communicators of a GPU keep the host's order
 LEAST_SHM = 2**30
@@ -62,7 +61,7 @@ def hardware(check: Check) -> Outcome:
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "nccl": list(nccl),
-            "topology": _said("nvidia-smi", "topo", "-m"),
+            "topology": said("nvidia-smi", "topo", "-m"),
             "peer_access": [
                 [i == j or torch.cuda.can_device_access_peer(i, j) for j in range(check.gpus)]
                 for i in range(check.gpus)
@@ -74,7 +73,8 @@ def hardware(check: Check) -> Outcome:
     return Outcome(f"{words}{': ' if wrong else ''}{'; '.join(wrong)}", figures)
 
 
-def _said(*words: str) -> str | None:
+def said(*words: str) -> str | None:
+    """Return what a command prints, None where there is none."""
     with suppress(OSError):
         return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
     return None
@@ -173,7 +173,7 @@ def _outside() -> int:
 
 def profiling(check: Check, name: str) -> Outcome:
     """Are layer times those of whole steps, and saved bytes those that a whole forward keeps?"""
-    chain = json.loads(check.profile(name).read_text())
+    chain = check.profile(name).chain
     layers, loss, data = built(check, name)
     stepper = optimizer_maker("sgd", 0.0)(list(layers.parameters()))
     clock = clock_of(check.device)
@@ -193,10 +193,10 @@ def profiling(check: Check, name: str) -> Outcome:
         clock.settle()
         times.append(clock.between(start, end))
     whole = statistics.median(times[4:])
-    parts = sum(layer["forward_ns"] + layer["backward_ns"] for layer in chain["layers"])
-    saved = sum(layer.get("saved_bytes") or 0 for layer in chain["layers"])
+    parts = sum(layer.forward_ns + layer.backward_ns for layer in chain.layers)
+    saved = sum(layer.saved_bytes or 0 for layer in chain.layers)
     figures = {
-        "device": chain["device"],
+        "device": chain.device,
         "whole_step_ns": whole,
         "layers_over_whole": parts / whole,
         "saved_bytes": saved,
@@ -211,15 +211,21 @@ def noise(check: Check) -> Outcome:
     """By how much do two equal plain trainings differ?"""
     found = {name: apart(*(serial(built(check, name), 6)[0] for _ in range(2))) for name in ("cnn", "gpt")}
     worst = max(found.values())
+    check.noise.append(worst)
     return Outcome(f"two equal plain trainings differ by {worst:.1e} at most", {**found, "worst": worst})
 
 
-DEVICE: dict[str, Callable[[Check], Outcome]] = {
-    "hardware": hardware,
-    "randomness": randomness,
-    "nccl": nccl,
-    "memory": memory,
-    "profiling_cnn": partial(profiling, name="cnn"),
-    "profiling_gpt": partial(profiling, name="gpt"),
-    "noise": noise,
+DEVICE = {
+    "hardware": Part(hardware, "What is this machine, and what would get in the way?", 5),
+    "randomness": Part(randomness, "Does dropout that is run again drop the same?", 3),
+    "nccl": Part(nccl, "Does NCCL connect and sum beside gloo?", 15),
+    "memory": Part(memory, "What takes a GPU's memory beside tensors?", 20),
+    **{
+        f"profiling_{name}": Part(
+            lambda check, name=name: profiling(check, name), f"Are the layers' times those of a whole {name}?", 25
+        )
+        for name in MODELS
+        if name != "tied"
+    },
+    "noise": Part(noise, "By how much do two equal plain trainings differ?", 15),
 }

@@ -13,11 +13,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from checking import LOOSE, LR, TRAINED, Check, Outcome, against_serial, apart, built, figures_of, importing, must
-from run_parts import STRAIGHT
+from checked_models import MODELS
+from checking import (
+    LOOSE,
+    LR,
+    STRAIGHT,
+    Check,
+    Outcome,
+    Part,
+    against_serial,
+    apart,
+    figures_of,
+    importing,
+    must,
+)
+
+from pipeplan.files.plans import plan_text
 
 WAIT_S = 900  # for what node 0 makes, and for a run to end
 PORTS = 16  # beside the first one, one for each run
@@ -51,12 +64,14 @@ class Ended:
         return [line for line in self.said.splitlines() if "error: " in line]
 
 
-def run(check: Check, nodes: Nodes, turn: int, steps: int, running: Sequence[Any] = (), data: str = "data") -> Ended:
+def run(check: Check, nodes: Nodes, turn: int, steps: int, running: Sequence[Any] = (), data: str = "gpt") -> Ended:
     """Run the nodes' plan, all nodes together; ``turn`` tells runs apart."""
-    model, batch = check.models["gpt"]
+    model, _ = MODELS["gpt"]
     plan = check.folder / "nodes.plan.json"
     if nodes.number == 0 and not plan.exists():
-        check.plan("gpt", nodes.of(check), STRAIGHT).replace(plan)
+        whole = plan.with_suffix(".tmp")
+        whole.write_text(plan_text(check.plan("gpt", nodes.of(check), STRAIGHT)))
+        whole.replace(plan)
     until = time.monotonic() + WAIT_S
     while not plan.exists():
         must(time.monotonic() < until, f"{plan} never came: is the folder one that the nodes share?")
@@ -72,7 +87,7 @@ def run(check: Check, nodes: Nodes, turn: int, steps: int, running: Sequence[Any
         capture_output=True,
         text=True,
         timeout=WAIT_S,
-        env=importing(check.surroundings(model, batch)),
+        env=importing(),
     )
     with (check.folder / f"commands.node{nodes.number}.log").open("a") as log:
         log.write(f"{' '.join(map(str, words))}\n{done.stderr}[{done.returncode}]\n")
@@ -87,12 +102,12 @@ def good(ended: Ended) -> Ended:
 
 def exact(check: Check, nodes: Nodes) -> Outcome:
     """Do the nodes train together as one process does?"""
-    saved = check.folder / TRAINED
+    saved = check.folder / "trained.pt"
     ended = good(run(check, nodes, 0, 6, ["--save", saved]))
     if nodes.number:
         return Outcome("node 0 judges")
     report = json.loads(ended.out)
-    words, figures = against_serial(check, built(check, "gpt"), report["losses"], saved)
+    words, figures = against_serial(check, "gpt", report["losses"], saved)
     return Outcome(f"{words}; by {report['exchange']}", figures_of(report) | figures)
 
 
@@ -129,20 +144,21 @@ def killed(check: Check, nodes: Nodes) -> Outcome:
     return Outcome(f"all over after {seconds:.0f} s: {sentence}", {"seconds": seconds, "errors": ended.errors})
 
 
-def parts_of(nodes: Nodes) -> dict[str, Callable[[Check], Outcome]]:
+def parts_of(nodes: Nodes) -> dict[str, Part]:
     """Return the parts of this node."""
-    own = {"nodes_exact": exact, "nodes_folders": apart_folders, "nodes_resumed": resumed, "nodes_killed": killed}
-    return {f"{name}.node{nodes.number}": partial(part, nodes=nodes) for name, part in own.items()}
+    own: dict[str, tuple[Callable[[Check, Nodes], Outcome], str]] = {
+        "nodes_exact": (exact, "Do the nodes train together as one process does?"),
+        "nodes_folders": (apart_folders, "Is a folder refused that each node has for itself?"),
+        "nodes_resumed": (resumed, "Do the nodes resume from a shared checkpoint?"),
+        "nodes_killed": (killed, "Does a rank that dies end all nodes?"),
+    }
+    return {
+        f"{name}.node{nodes.number}": Part(partial(part, nodes=nodes), question, WAIT_S)
+        for name, (part, question) in own.items()
+    }
 
 
 def nodes_from(count: int, number: int, master: str) -> Nodes:
     """Return what the command line says."""
     address, _, port = master.partition(":")
     return Nodes(count, number, address, int(port or 29500))
-
-
-def folder_of(path: str) -> Path:
-    """Return the folder, which is there."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder.resolve()

@@ -33,12 +33,13 @@ import torch
 from pipeplan import zoo
 from pipeplan.cost.roofline import Constants
 from pipeplan.files.accelerators import accelerator
-from pipeplan.planner.calibration import Fit, calibrate
-from pipeplan.planner.costed import Configuration, Costed
-from pipeplan.planner.critical_path import Run, critical_passes
+from pipeplan.planner.calibrate.calibration import Fit, calibrate
+from pipeplan.planner.calibrate.costed import Configuration, Costed
+from pipeplan.planner.calibrate.critical_path import Run, critical_passes
 from pipeplan.problem import Chain, Device, Level, Platform, Policy
 from pipeplan.runtime.profiler.estimate import estimate_model
-from pipeplan.runtime.profiler.steps import MeasureOptions, optimizer_of
+from pipeplan.runtime.profiler.steps import MeasureOptions
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 SETTINGS = {  # source -> options of the zoo's GPT
     "vtrain": "dropout=0.1,attention=unfused,loss=fp32,tied=true",
@@ -61,7 +62,9 @@ def profile(source: str, hidden: int, heads: int, sequence: int, vocabulary: int
         f"vocabulary={vocabulary},{SETTINGS[source]}"
     )
     options = MeasureOptions(
-        dtype=torch.float16, optimizer=optimizer_of("adam", foreach=True), split_backward=source == "zero-bubble"
+        dtype=torch.float16,
+        optimizer=optimizer_maker("adam", 0.0, foreach=True),
+        split_backward=source == "zero-bubble",
     )
     about: dict[str, Any] = {"name": source, "date": "", "data": model.data(batch)}
     return estimate_model(model, batch, accelerator("a100"), options, **about).chain

@@ -47,7 +47,7 @@ AMOUNTS = {
     "W": ["1", "2", "4", "2-4", "0", "1000"],
     "F,B,W": ["1,1,1", "20,24,16", "0,0,0", "1,2", "1,x,2", "-1,1,1", "1000000000000,1,1"],
     "PERCENT": ["5%", "0%", "100%", "101%", "-1%", "nan%", "inf%", "1e-9%", "5", "%"],
-    "node|block|articulation|N%": ["node", "articulation", "block", "1%", "50%", "0%", "100%", "99.9%", "%", "1e1%"],
+    "auto|node|block|articulation|N%": ["auto", "node", "block", "1%", "50%", "0%", "100%", "99.9%", "%", "1e1%"],
     "TFLOPS": ["100", "1e-6", "1e6", "nan", "inf", "0", "-0"],
     "NAMES": ["auto", "contiguous,pipedream", "balance", "all", "balance,balance", ","],
     "NAME": ["gpt2-small", "gpt2-medium", "myelin-12b", "gpt-tiny"],
@@ -87,7 +87,12 @@ KINDS = {
 FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--plan": "plan", "--load": "plan"}
 
 
-FREE = {("plan", "--algorithm-mode"), ("plan", "--charge"), ("profile", "--name")}  # any text may be meant
+FREE = {
+    ("plan", "--algorithm-mode"),
+    ("plan", "--charge"),
+    ("profile", "--name"),
+    ("run", "--monitor"),
+}  # any text may be meant
 
 
 def without_usual_values() -> list[tuple[str, str]]:

@@ -155,7 +155,7 @@ class Readers:
         return found
 
     def _checkpoint_faults(self, case: Case) -> list[str]:
-        from pipeplan.runtime.training.checkpoint import newest
+        from pipeplan.runtime.training.state.checkpoint import newest
 
         folder = self.folder / CHECKPOINTS / "step-00000040"
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 
 from pipeplan.runtime.exchange.collective import clock_offset, this_machine
-from pipeplan.runtime.own_processes import context_of
+from pipeplan.runtime.processes.own_processes import context_of
 
 LATE_NS = 5 * 10**9
 
@@ -27,7 +27,7 @@ def tell_offset(rank, store, machines, pipe):
 
 
 def offsets(tmp_path, machines):
-    context = context_of("cpu")
+    context = context_of()
     found, processes = [], []
     for rank in (0, 1):
         ours, theirs = context.Pipe(duplex=False)

@@ -4,6 +4,7 @@ Over gloo between CPUs: it takes the untagged messages of a pair in their order,
 """
 
 import traceback
+from datetime import timedelta
 from functools import partial
 from itertools import product
 
@@ -15,17 +16,18 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
 
-from pipeplan.runtime import preparation
+from pipeplan.runtime.engine import preparation
+from pipeplan.runtime.engine.job import Job
+from pipeplan.runtime.engine.launcher import Launcher
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.phases import run_rank
+from pipeplan.runtime.exchange import links
 from pipeplan.runtime.exchange.collective import replica_groups
 from pipeplan.runtime.exchange.links import open_links
-from pipeplan.runtime.job import Job
-from pipeplan.runtime.launcher import Launcher
 from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.own_processes import context_of
-from pipeplan.runtime.phases import run_rank
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.own_processes import context_of
 
 BATCH, STEPS, LR = 4, 3, 0.05
 BACK_AND_FORTH = [(0, 2, (0,)), (2, 4, (1,)), (4, 5, (0,)), (5, 6, (1,))]  # two edges each way between the two ranks
@@ -87,7 +89,7 @@ def run_over(exchange, plan, folder, **options):
     spec = ModelSpec("small-cnn")
     asked = RunOptions(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
     job = Job(plan, spec, asked)
-    context = context_of("cpu")
+    context = context_of()
     world = len(lower_run(plan, 1).devices)
     processes, pipes = [], []
     try:
@@ -136,3 +138,31 @@ def test_an_evaluation_sends_forward_alone(tmp_path):
     pairs = [data(m, 0) for m in range(4 * STEPS)]
     with torch.no_grad():
         assert report.losses == pytest.approx([float(loss(layers(x), target)) for x, target in pairs], abs=1e-6)
+
+
+class Later:
+    """A CUDA event by a clock of its own, 3 ms after the one before."""
+
+    made = 0
+
+    def __init__(self, enable_timing):
+        Later.made += 1
+        self.at_ms = 3.0 * Later.made
+
+    def record(self):
+        """Be there."""
+
+    def elapsed_time(self, other):
+        return other.at_ms - self.at_ms
+
+
+def test_links_between_gpus_are_measured_by_their_clock_not_by_the_hosts_looks(monkeypatch):
+    for owner, name, fake in (
+        (torch.cuda, "Event", Later),
+        (links, "settle", lambda *_: None),
+        (dist, "send", lambda *_, **__: None),
+        (dist, "recv", lambda *_, **__: None),
+    ):
+        monkeypatch.setattr(owner, name, fake)
+    link = links.Links("nccl", torch.device("cuda", 0), timedelta(seconds=1), {(0, 1): None})
+    assert link.round_trips_ns(torch.zeros(3), 0, 0, 1, 5) == [3_000_000] * 5

@@ -14,11 +14,11 @@ from cases.runtime import BACKWARD_S, FORWARD_S, chain_of, plan_of, serial, undi
 
 from pipeplan.errors import RunFailed, RunStopped
 from pipeplan.problem import Platform
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import newest
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import newest
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
 

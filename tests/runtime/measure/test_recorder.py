@@ -5,8 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipeplan.runtime.device import DeviceWaits
-from pipeplan.runtime.executor import OperationFailed
-from pipeplan.runtime.failure import failure_of
+from pipeplan.runtime.engine.executor import OperationFailed
+from pipeplan.runtime.engine.failure import failure_of
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.measure import recorder as module
 from pipeplan.runtime.measure.drift import Compared, straightened

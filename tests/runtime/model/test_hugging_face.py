@@ -10,12 +10,14 @@ torch = pytest.importorskip("torch")
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import pipeplan as pp
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_blocks, merge_zero_time
-from pipeplan.runtime.model.hugging_face import named
-from pipeplan.runtime.model.loading import load_model
-from pipeplan.runtime.model.spec import ModelSpec
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.hugging_face import named
+from pipeplan.runtime.model.build.loading import load_model
+from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
@@ -58,9 +60,9 @@ def test_a_model_by_its_class_is_planned_and_run_as_plain_training_does_it():
     codes = "".join(module.code for module in modules if isinstance(module, fx.GraphModule))
     assert codes.count("aten.scaled_dot_product_attention") == 4
     assert codes.count(", None, 0.0, True") == 4, "without a mask, as in plain training"
-    x, target = loaded.data(0, 0)
+    inputs, target = loaded.data(0, 0)
     assert target is None
-    values = loaded.cut(0).opened(x)
+    values = dict(enumerate(inputs))
     for code in (code for layer in loaded.layers for code in layer.codes):
         values |= dict(zip(code.makes, code.run(code.module, *(values.get(v) for v in code.reads)), strict=True))
     assert torch.equal(next(reversed(values.values())), loss)
@@ -111,7 +113,7 @@ def test_what_has_no_loss_is_refused():
 
 
 def test_the_sizes_of_gpts_and_llamas_are_read_for_closed_formulas(pipeplan):
-    from pipeplan.runtime.model.transformer_sizes import sizes_of
+    from pipeplan.runtime.model.build.transformer_sizes import sizes_of
     from pipeplan.zoo.sizes import TRANSFORMERS, Llama
 
     assert sizes_of("LlamaForCausalLM") == TRANSFORMERS["llama-7b"]  # which are its defaults
@@ -124,3 +126,16 @@ def test_the_sizes_of_gpts_and_llamas_are_read_for_closed_formulas(pipeplan):
     assert (code, json.loads(out)["model"]["hidden"]) == (0, 768)
     code, _, err = pipeplan("estimate", "--model", "hf:ViTForImageClassification")
     assert (code, "is vit, no GPT or Llama" in err) == (2, True)
+
+
+def test_what_is_saved_as_the_library_names_it_is_loaded_by_the_library(tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    build = "hf:GPT2LMHeadModel,n_layer=1,n_embd=8,n_head=2,vocab_size=11,n_positions=16,sequence=4"
+    plan = pp.plan(pp.profile(build, microbatch=1, steps=1), gpus=1, mem="1GB", weights="flush", accumulate=1).plan
+    for name in ("model.safetensors", "state.pt"):
+        pp.run_plan(plan, ModelSpec(build), RunOptions(steps=1, lr=0.1, save=tmp_path / name))
+    state = torch.load(tmp_path / "state.pt")
+    found = GPT2LMHeadModel.from_pretrained(tmp_path, local_files_only=True).state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in found)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]

@@ -13,7 +13,7 @@ from cases.loaders import Backwards, Lines, Numbers, Vectors
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.runtime.model.loader import Loader, Span, data_from
+from pipeplan.runtime.data.loader import Loader, Span, data_from
 
 
 def read(made, span, batch=4):

@@ -15,15 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.deferred import Deferred
-from pipeplan.runtime.model.hugging_face import named
-from pipeplan.runtime.model.loading import load_model, load_weights
-from pipeplan.runtime.model.own_part import OwnPart
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.state_file import SafetensorsWriter, read_state
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.hugging_face import named
+from pipeplan.runtime.model.build.loading import load_model, load_weights
+from pipeplan.runtime.model.build.own_part import OwnPart
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.model.build.state_file import SafetensorsWriter, read_state
+from pipeplan.runtime.model.deferred.deferred import Deferred
 from pipeplan.runtime.model.structure import tensors_of
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.zoo.data import corpus
 
 AWKWARD = ModelSpec("cases.built_apart:awkward", "cases.built_apart:sequences")

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_blocks
-from pipeplan.planner.stated import stated
+from pipeplan.planner.periodic.stated import stated
 from pipeplan.problem import Chain, Layer, Platform, Problem
-from pipeplan.runtime.model.fitting import _evaluated, check_model, fitted
+from pipeplan.runtime.model.build.fitting import _evaluated, check_model, fitted
 from pipeplan.runtime.model.network import LayerCode, final_outputs
-from pipeplan.runtime.model.trace import trace_module
-from pipeplan.runtime.model.traced import traced_model
+from pipeplan.runtime.model.trace.trace import trace_module
+from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
@@ -153,7 +153,7 @@ class Caching(Typed):
 
 class Branching(Typed):
     def forward(self, x):
-        return self.linear(x) if x.sum() > 0 else x
+        return self.linear(x)[x.sum(1) > 0]
 
 
 def test_what_a_trace_cannot_keep_is_said_with_the_users_line():
@@ -199,7 +199,7 @@ def test_a_layer_for_each_block_by_its_own_name():
     with pytest.raises(BadInput, match=r"no layers are items of 'layers.rows'; the first ones are layers.tokens"):
         merge_blocks(chain, ["layers.rows"])
     model = fitted(loaded(module, x), chain)
-    check_model(model, chain, [1, 2])
+    check_model(model, chain)
     assert [layer.weight_bytes for layer in model.layers] == [layer.weight_bytes for layer in chain.layers]
     problem = Problem(chain, Platform.flat(2, 10**9))
     (allocation,) = stated(problem, "layers.blocks.1")
@@ -216,3 +216,23 @@ def test_what_training_has_joined_is_found_in_an_evaluation_by_what_it_begins_wi
     chain = Chain("c", tuple(Layer(name, 1, 1, 0, 1) for name in layers), 1)
     groups = _evaluated(SimpleNamespace(layers=[SimpleNamespace(codes=[code]) for code in codes]), chain)
     assert [[code.name for code in group] for group in groups] == [names[:1], names[1:3], names[3:], []]
+
+
+def test_lazy_parts_get_their_weights_from_the_example_and_tables_dense_gradients():
+    torch.manual_seed(0)
+    lazy = Whole(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.LazyBatchNorm1d(), nn.LazyLinear(3)))
+    network = trace_module(lazy, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    assert [tuple(p.shape) for layer in network.layers for p in layer.module.parameters()] == [
+        (9, 4),
+        (3,),
+        (3,),
+        (3, 4),
+        (3,),
+    ]
+    assert network.notes == ("Embedding(sparse=True): its gradients are dense here, with the same sums",)
+    assert int(next(b for name, b in lazy.named_buffers() if "num_batches" in name)) == 0
+
+
+def test_a_model_that_is_a_script_is_refused_with_what_to_give():
+    with pytest.raises(BadInput, match=r"torch\.jit has compiled the whole model; give it"):
+        trace_module(torch.jit.script(nn.Sequential(nn.Linear(4, 4))), torch.ones(2, 4))

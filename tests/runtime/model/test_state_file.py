@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.model.loading import chain_model, load_weights
-from pipeplan.runtime.model.state_file import SafetensorsWriter, read_state
+from pipeplan.runtime.model.build.loading import chain_model, load_weights
+from pipeplan.runtime.model.build.state_file import SafetensorsWriter, read_state
 
 STATE = {
     "a": torch.arange(12.0).view(3, 4),

@@ -90,12 +90,31 @@ def test_what_is_made_of_other_tensors_is_of_the_same_types(value):
     assert {x.dtype for x in tensors_in(widened[0])} == {torch.float32}
 
 
+@pytest.fixture
+def no_collections():
+    """Garbage in circles stays, as between the rare collections of a run."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("use", [tensors_in, places_in, lambda value: mapped(torch.clone, value)])
+def test_a_value_that_was_looked_through_is_freed_at_once(use):
+    for make in (Plain, lambda x: (x, None), lambda x: {"x": [x]}, lambda x: Named(x, 1), lambda x: Output(x=x)):
+        tensor = torch.ones(3)
+        gone = weakref.ref(tensor)
+        use(make(tensor))
+        del tensor
+        assert gone() is None
+
+
+@pytest.mark.usefixtures("no_collections")
 def test_what_is_remembered_of_a_value_keeps_no_tensor():
     for make in (Plain, lambda x: Encoding({"x": x}, ""), lambda x: Rows([x]), lambda x: Named(x, {"y": Pair((x,))})):
         tensor = torch.ones(3)
         gone, again = weakref.ref(tensor), refilling(make(tensor))
         del tensor
-        gc.collect()
         assert gone() is None
         count = len(tensors_in(make(ONE)))
         assert tensors_in(again([TWO] * count))[0] is TWO

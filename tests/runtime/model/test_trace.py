@@ -14,10 +14,11 @@ from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_articulation
+from pipeplan.partition.layer_orders.ideal_chain import IdealChain
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.runtime.model.network import final_outputs, tied_layers
-from pipeplan.runtime.model.trace import trace_module
+from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
@@ -99,6 +100,27 @@ def test_a_traced_model_computes_saves_and_holds_what_the_model_does(name, batch
     assert bool(tied_layers(x.module for x in network.layers)) == ("tied=true" in name or "awd" in name)
 
 
+class Comparing(nn.Module):
+    """A loss of torch broadcasts what it compares, of which the input is kept by a layer before, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return functional.mse_loss(self.last(self.first(x).tanh()), x)
+
+
+def test_what_a_loss_only_seems_to_broadcast_is_kept_once():
+    module, x = Comparing(), torch.randn(3, 4)
+    network, _ = traced(module, x)
+    assert not any("broadcast" in name for name in names(network))
+    whole = network.with_loss(lambda output, _: output, x)
+    sizes = tuple(sized_layers(whole, *saved_values(whole, "cpu")))
+    dag = Chain("sizes", sizes, x.nbytes, whole.edges())
+    assert saved_bytes(dag, 0, len(dag)) == whole_saved_bytes(module, x, None, lambda output, _: output)
+
+
 def test_tied_weights_are_recorded_although_the_export_unties_names():
     layers, _, _ = zoo.load("gpt-tiny,tied=true,blocks=1")(2)
     network, _ = traced(Whole(layers), zoo.load("gpt-tiny").data(2)(0, 0)[0])
@@ -129,9 +151,11 @@ def test_a_skip_keeps_its_bytes_in_every_cut_that_it_crosses():
     chain = profile(module, x)
     assert [y.name for y in chain.layers] == ["input", "enter", "down", "middle", "up", "cat", "leave", "loss"]
     image, top, low, both = 2 * 8 * 8 * 4, 4 * 2 * 8 * 8 * 4, 4 * 2 * 4 * 4 * 4, 9 * 2 * 8 * 8 * 4
-    assert chain.cut_bytes == (
-        image, image, image + top, image + top + low, image + top + low, image + top + top, both, image, 0,
-    )  # fmt: skip
+    assert chain.inputs == (0,), "what is read late comes from the data"
+    assert chain.cut_bytes == (image, image, top, top + low, top + low, top + top, both, image, 0)
+    travelling = image, image, image + top, image + top + low, image + top + low, image + top + top, both, image, 0
+    assert replace(chain, inputs=None).cut_bytes == travelling, "as in files of before"
+    assert IdealChain.of(chain, [(1 << n) - 1 for n in range(9)]).cut_bytes == chain.cut_bytes
     assert torch.equal(traced(module, x)[1], module(x))
     plan = make_plan(Problem(chain, Platform.flat(2, 10**9, 10**9), replicas=False), "contiguous").plan
     cut = plan.allocation.stages[1].start
@@ -263,11 +287,6 @@ def test_keyword_inputs():
     assert torch.equal(traced(module, inputs)[1]["logits"], module(**inputs)["logits"])
 
 
-class Branch(nn.Module):
-    def forward(self, x):
-        return x * 2 if x.sum() > 0 else x
-
-
 class Lookup(nn.Module):
     def forward(self, x):
         return x[x > 0]
@@ -290,7 +309,6 @@ class Fixed(nn.Module):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Branch(), r"Branch cannot be traced: .*data-dependent.*Return its layers as an nn.Sequential"),
         (Lookup(), r"Lookup cannot be traced: .*nn.Sequential"),
         (Spoils(), "changes the network's input x in place"),
         (Fixed(), "returns a constant or a parameter"),

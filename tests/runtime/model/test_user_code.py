@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import Command
@@ -22,9 +23,9 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Plan
 from pipeplan.problem import Problem
-from pipeplan.runtime.model.spec import ModelSpec, find
-from pipeplan.runtime.model.user_code import user_code
-from pipeplan.runtime.own_processes import our_imports_alone
+from pipeplan.runtime.model.build.spec import ModelSpec, find
+from pipeplan.runtime.model.user_code import is_installed, place_of, user_code
+from pipeplan.runtime.processes.own_processes import our_imports_alone
 
 FAILING = """
 import sys
@@ -245,3 +246,10 @@ def test_processes_that_are_started_look_into_the_working_folder_only_if_we_do(
     monkeypatch.syspath_prepend(str(folder))
     with our_imports_alone():
         assert printed() == "shadowed\n"
+
+
+def test_torch_is_no_users_code_wherever_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__=str(tmp_path / "torch" / "__init__.py")))
+    assert place_of(str(tmp_path / "torch" / "nn" / "linear.py"), 3) is None
+    assert place_of(str(tmp_path / "timm" / "layers.py"), 3) == "timm/layers.py:3"
+    assert is_installed(str(tmp_path / "timm" / "layers.py"))

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.runtime.model.loading import load_model
+from pipeplan.runtime.model.build.loading import load_model
+from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import TensorSpec
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.weight_copies import refuse_copies
+from pipeplan.runtime.model.trace.weight_copies import refuse_copies
 
 FEATURES = TensorSpec((4, 6), torch.float32)
 SEQUENCE = TensorSpec((4, 5, 6), torch.float32)

@@ -25,7 +25,8 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.problem import PassWork, Platform, Problem
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.measure import measure_model
-from pipeplan.runtime.profiler.steps import MeasureOptions, optimizer_of
+from pipeplan.runtime.profiler.steps import MeasureOptions
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 PLAIN = {"host_time": "0us", "rates": {}, "compute_share": 0.6, "bandwidth_share": 0.8}
 ROUND = Accelerator(
@@ -223,9 +224,9 @@ def test_an_lstm_pays_for_each_step_and_keeps_its_workspace():
     assert short.saved_bytes >= 6 * 4 * 50 * 64 * 4
 
 
-@pytest.mark.parametrize(("name", "factor"), [("sgd", 3), ("momentum", 5), ("adam", 7)])
+@pytest.mark.parametrize(("name", "factor"), [("sgd", 3), ("momentum", 5), ("adam", 7), ("adafactor", 3), ("muon", 20)])
 def test_the_optimizer_moves_its_state(name, factor):
-    chain = estimate(linear, optimizer=optimizer_of(name, foreach=True))
+    chain = estimate(linear, optimizer=optimizer_maker(name, 0.0, foreach=True))
     traffic = 4 * 4096 * 2048 / (0.8 * 1e12) * 1e9
     assert chain.layers[0].optimizer_ns >= 0.9 * factor * traffic
     assert estimate(linear).layers[0].optimizer_ns <= chain.layers[0].optimizer_ns

@@ -2,6 +2,7 @@ import gc
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +18,10 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.forms import read_json
 from pipeplan.files.profiles import ProfileFile, chain_of, profile_text
 from pipeplan.problem import SharedWeights
+from pipeplan.runtime.clock import Clock, ThreadClock
 from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
-from pipeplan.runtime.profiler.clock import Clock, ThreadClock
+from pipeplan.runtime.profiler import steps
 from pipeplan.runtime.profiler.measure import measure_model, profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
@@ -130,7 +132,7 @@ def test_layer_times_sum_to_the_whole_step_within_a_tenth(name, batch, hold):
     layers, x, target, loss = example(name, batch)
     threads = torch.get_num_threads()
     ratios = []
-    for _ in range(12):  # other processes may disturb either side of a comparison, not all of them
+    for _ in range(200):  # other processes may disturb either side of a comparison for seconds, not for a minute
         measured = profile_layers(
             layers, x, loss, MeasureOptions(steps=7, warmup=2, hold=hold, clock=ThreadClock(), threads=1), target=target
         )
@@ -222,6 +224,17 @@ def test_reading_is_part_of_the_forwards_of_the_first_layer_and_of_the_loss(hold
     assert [layer.forward_ns for layer in measured.chain.layers] == [502, 1, 1, 502]
     assert [layer.backward_ns for layer in measured.chain.layers] == [1] * 4
     assert chain_of(read_json(profile_text(measured.chain), ProfileFile, "here"), "here") == measured.chain
+
+
+def test_a_device_whose_clocks_rise_is_warmed_up_until_they_stay(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    took = []
+    for warm in steps._rounds(MeasureOptions(steps=2, warmup=3), None, 1.0):
+        took.append((warm, max(0.1 - 0.002 * len(took), 0.02)))
+        now[0] += took[-1][1]
+    assert {step for warm, step in took if not warm} == {0.02}
+    assert sum(step for warm, step in took if warm) >= 1
 
 
 def test_default_optimizer_leaves_the_weights_and_another_moves_them():
@@ -320,6 +333,13 @@ def total(y, _):
     return y.sum()
 
 
+STRAY = torch.ones(4, requires_grad=True)
+
+
+def stray_loss(output, target):
+    return (output * STRAY).sum()
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -334,7 +354,10 @@ def total(y, _):
         (lambda b: Pair(), "returned a model and no example input; return .model, example_input., or name a data"),
         (lambda: None, r"build: <lambda>\(\) \(.*test_profiler.py:\d+\) is called as <lambda>\(batch\), with the"),
         (lambda b: (Pair(), torch.ones(b, 4)), r"Pair \(.*test_profiler.py:\d+\) returned a tuple without a loss"),
-        (lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), nn.Linear(4, 1)), "the loss has parameters"),
+        (
+            lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), stray_loss),
+            r"trains a tensor of shape \(4,\) that neither has",
+        ),
         (lambda b: ([nn.Linear(4, 4), Pair()], torch.ones(b, 4), total), r"layers\[1\] \(pair1\) returned a tuple"),
         (lambda b: ([nn.Linear(4, 4), nn.Linear(3, 4)], torch.ones(b, 4), total), r"layers\[1\] .* failed on .*2, 4"),
         (lambda b: ([nn.Linear(4, 4), nn.ReLU(inplace=True)], torch.ones(b, 4), total), r"layers\[1\] .* in-place"),

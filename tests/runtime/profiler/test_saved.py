@@ -19,11 +19,11 @@ from pipeplan.cost.saved import saved_bytes
 from pipeplan.files.profile_rules import check_chain
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.held_bytes import HeldBytes
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.model.trace import trace_module
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.model.trace.trace import trace_module
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 
 

@@ -1,6 +1,7 @@
 """Runs that are interrupted and go on: from checkpoints, on the same plan and on others."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from cases.checkpoints import reworded
 from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_chain
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import ABOUT, newest, remove_older
-from pipeplan.runtime.training.optimizers import parse_choice
+from pipeplan.runtime.engine.job import job_of
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.resuming import resume_point
+from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, remove_older
+from pipeplan.runtime.training.update.optimizers import parse_choice
 
 
 def names(folder):
@@ -156,6 +159,19 @@ def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
     assert newest(str(folder)).position.step == 5
 
 
+def test_a_run_that_goes_on_with_other_batches_says_so(written):
+    """As after a lost node, when a plan is made anew for fewer GPUs."""
+    heard = []
+    for accumulate in (written[1].policy.accumulate, 5):
+        options = RunOptions(steps=5, lr=0.01, checkpoint=written[0], resume=True)
+        plan = replace(written[1], policy=replace(written[1].policy, accumulate=accumulate))
+        assert resume_point(job_of(plan, VECTORS, options), heard.append, Alone()) is not None
+    assert heard == [
+        f"the first 4 updates of this training had {written[1].policy.accumulate} microbatches each, those of this "
+        "plan have 5: the rate may want to change with that; --accumulate plans for another number"
+    ]
+
+
 def test_only_the_newest_checkpoints_are_kept(written, tmp_path):
     """Nothing goes that is not complete, or that has more updates and so is of another run."""
     folder = tmp_path / "c"
@@ -244,7 +260,19 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing_that_looks_complete(tmp_pat
     plan = plan_of(chain_of(runtime_cases.without_limit, 4), [(0, 1, (0,)), (1, 3, (1,))], weights="2bw")
     model = ModelSpec("cases.faults:without_room", "cases.runtime:vectors")
     with pytest.raises(
-        RunFailed, match=r"rank \d failed in the checkpoint after update 2: .*cannot be written .* are free there"
+        RunFailed, match=r"rank \d failed in the evaluation or checkpoint after update 2: .*be written .* are free"
     ):
         run_plan(plan, model, RunOptions(steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2))
     assert names(tmp_path / "c") == []
+
+
+@pytest.mark.parametrize("build", ["versioned", "versioned_whole"])
+def test_a_saved_state_has_the_versions_of_its_modules(build, tmp_path):
+    make, model = getattr(runtime_cases, build), ModelSpec(f"cases.runtime:{build}", "cases.runtime:vectors")
+    plan = plan_of(chain_of(make, 4), [(0, 1, (0,)), (1, len(chain_of(make, 4)), (1,))])
+    path = tmp_path / "x.pt"
+    run_plan(plan, model, RunOptions(steps=1, lr=0.01, save=path))
+    layers = make(4)[0]
+    whole = torch.nn.Sequential(*layers) if isinstance(layers, list) else layers
+    whole.load_state_dict(torch.load(path, weights_only=True))
+    run_plan(plan, model, RunOptions(steps=1, lr=0.01, load=path))

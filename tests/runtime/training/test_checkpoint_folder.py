@@ -17,13 +17,13 @@ from cases.patience import SECONDS
 from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, plan, state_of, written
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.peers import StorePeers, writing_to
-from pipeplan.runtime.training import folder_lock
-from pipeplan.runtime.training.checkpoint import ABOUT, Alone, newest, tidy
-from pipeplan.runtime.training.saved_state import write
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.peers import StorePeers, writing_to
+from pipeplan.runtime.training.state import folder_lock
+from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, tidy
+from pipeplan.runtime.training.state.saved_state import write
 
 
 def test_a_second_run_is_refused(folder, plan, tmp_path):
@@ -39,7 +39,7 @@ def test_a_second_run_is_refused(folder, plan, tmp_path):
 
 def test_a_killed_run_leaves_no_lock_behind(folder):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.folder_lock import one_run\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.state.folder_lock import one_run\n"
         "with one_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(10**6)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:

@@ -13,16 +13,16 @@ from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph, updates_end_ns
 from pipeplan.errors import BadInput
 from pipeplan.runtime.device import CPU
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions, clipping
 from pipeplan.runtime.lowering.blocking import deadlock
 from pipeplan.runtime.lowering.dry_run import word
 from pipeplan.runtime.lowering.instructions import Receive, Send
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.recorder import HostRecorder
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions, clipping
-from pipeplan.runtime.training.clipping import Clipping, squares
-from pipeplan.runtime.training.half import HalfOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.clipping import Clipping, squares
+from pipeplan.runtime.training.weights.half import HalfOptions
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
 CLIP = 0.3  # below the norms of the first updates

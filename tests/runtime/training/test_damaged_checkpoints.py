@@ -12,9 +12,9 @@ from cases.checkpoints import reworded
 from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, passed_over, plan, written
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import ABOUT, newest
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
 
 
 @pytest.mark.parametrize("name", FILES)

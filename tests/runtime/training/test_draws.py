@@ -1,7 +1,9 @@
 """Random numbers depend on seed, microbatch and layer, and on nothing else of a plan."""
 
+import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,13 +12,14 @@ from cases import runtime as runtime_cases
 from cases.runtime import chain_of, plan_of
 from torch import nn
 
+from pipeplan.errors import RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import LayerCode
 from pipeplan.runtime.model.pieces import pieces_of
 from pipeplan.runtime.model.randomness import DATA, key_of
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.draws import Draws, begin_draws
 
 
@@ -79,3 +82,45 @@ def test_any_plan_draws_what_one_process_draws_also_recomputed_and_resumed_on_an
     assert first.losses + rest.losses == whole.losses
     one, two = torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+class Late(nn.Module):
+    """Draws from the second call on, or from Python's random numbers in each."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.calls = draw, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.draw(self.calls)
+
+
+def piece_of(draw):
+    """A late layer between two that draw."""
+    modules = [nn.Dropout(0.5), Late(draw), nn.Dropout(0.5)]
+    codes = [
+        LayerCode(f"layer{i}", "", module, lambda module, x: (module(x),), (i,), (i + 1,))
+        for i, module in enumerate(modules)
+    ]
+    (piece,) = pieces_of(0, [codes], (), (3,))
+    return piece
+
+
+def test_a_layer_that_begins_to_draw_late_is_refused():
+    draws, piece, x = Draws(), piece_of(lambda calls: torch.rand(()) if calls > 1 else 1.0), torch.ones(64)
+    draws.run(piece, 0, [x], None)
+    with pytest.raises(
+        RunFailed, match="layer1 drew no random numbers in its first microbatch and does in microbatch 1"
+    ):
+        draws.run(piece, 1, [x], None)
+
+
+def test_a_layer_that_draws_from_python_and_numpy_draws_the_same_again_and_leaves_others_theirs():
+    draws, piece = Draws(), piece_of(lambda _: random.random() + np.random.rand())
+    begun = random.getstate()
+    first = [draws.run(piece, m, [torch.ones(64)], None)[0] for m in (0, 1)]
+    again = [draws.run(piece, m, [torch.ones(64)], None)[0] for m in (0, 1)]
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0].amax(), first[1].amax())
+    assert random.getstate() == begun

@@ -9,12 +9,12 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.loading import load_model
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.groups import groups_by, without_decay
-from pipeplan.runtime.training.optimizers import Choice, parse_choice, rates_maker
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.loading import load_model
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.groups import groups_by, without_decay
+from pipeplan.runtime.training.update.optimizers import Choice, parse_choice, rates_maker
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"
 STEPS, WARMUP, LR = 6, 3, 0.01

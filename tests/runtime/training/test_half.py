@@ -9,17 +9,18 @@ torch = pytest.importorskip("torch")
 from cases import runtime as runtime_cases
 from cases.half import exploding, exploding_vectors, halved_serial
 from cases.runtime import chain_of, largest_difference, plan_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale, half_type
-from pipeplan.runtime.training.loss_scale import LossScale, overflow
-from pipeplan.runtime.training.optimizers import parse_choice, schedule_maker
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.loss_scale import LossScale, overflow
+from pipeplan.runtime.training.update.optimizers import parse_choice, schedule_maker
+from pipeplan.runtime.training.weights.half import AS_PROFILED, HalfOptions, first_scale, half_type
 from pipeplan.schedule.memory import lane_use
 
 SCHEDULER = parse_choice("StepLR,step_size=2,gamma=0.5", "here")
@@ -43,12 +44,32 @@ def test_the_scale_is_halved_on_overflow_and_doubled_after_so_many_good_updates(
         LossScale(2.0**-16).after(True)
 
 
+class Counted(TorchDispatchMode):
+    """How many operations there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_looking_for_an_overflow_takes_a_gpu_no_longer_for_many_weights():
+    gradients = [torch.ones(3, 2, dtype=dtype) for dtype in (torch.float16, torch.float32) for _ in range(100)]
+    with Counted() as counted:
+        assert not overflow(gradients, 2)
+    assert counted.count < 20
+
+
 def test_what_might_overflow_in_the_sum_counts_as_overflow():
     most = torch.finfo(torch.float16).max
     half = torch.tensor([1.0, -most / 2], dtype=torch.float16)
     assert not overflow([None, torch.zeros(0), half], 2)
     assert overflow([half], 3)
     assert overflow([half, torch.tensor([float("nan")])], 1)
+    assert overflow([half.new_full((2, 3), float("nan")), half], 1)
     assert overflow([None, torch.zeros(0)], 1) is None
     assert overflow([torch.tensor([float("-inf")], dtype=torch.bfloat16)], 1)
 

@@ -13,12 +13,12 @@ from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, pass
 from torch.optim import lr_scheduler
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.launch import run_plan
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.checkpoint import ABOUT, newest
-from pipeplan.runtime.training.saved_state import check_rates, read, write
-from pipeplan.runtime.training.stage_optimizer import Rates
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
+from pipeplan.runtime.training.state.saved_state import check_rates, read, write
+from pipeplan.runtime.training.update.stage_optimizer import Rates
 
 
 class Planted:

@@ -13,10 +13,10 @@ from torch import nn
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.measure.held_bytes import HeldBytes
-from pipeplan.runtime.training.newest_weights import read_weights_themselves
-from pipeplan.runtime.training.optimizers import optimizer_maker
 from pipeplan.runtime.training.stage import StageModule
-from pipeplan.runtime.training.versions import Keeping, Versions
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.weights.newest_weights import read_weights_themselves
+from pipeplan.runtime.training.weights.versions import Keeping, Versions
 
 MODELS = {
     "linear": ((6,), lambda: [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]),

@@ -1,6 +1,7 @@
 """Optimizer state in host memory, stepped bucket by bucket: the same bits, and as little memory as promised."""
 
 from dataclasses import replace
+from io import BytesIO
 from types import SimpleNamespace
 
 import pytest
@@ -9,25 +10,22 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.runtime import chain_of, largest_difference, plan_of
+from oracles.host_memory import most_bytes
 from torch import nn
 
 from pipeplan.cost import memory_model
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
 from pipeplan.runtime.device import CPU
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.bucketed_optimizer import BucketedOptimizer
-from pipeplan.runtime.training.buckets import cut_into_buckets
-from pipeplan.runtime.training.offload import BucketBuffers, host_rooms
-from pipeplan.runtime.training.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
-from pipeplan.runtime.training.stage_optimizer import (
-    ELEMENTWISE,
-    Rates,
-    WholeOptimizer,
-    nothing,
-)
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.state.saved_state import _load, _save
+from pipeplan.runtime.training.update.bucketed_optimizer import BucketedOptimizer
+from pipeplan.runtime.training.update.buckets import cut_into_buckets
+from pipeplan.runtime.training.update.offload import BucketBuffers, host_rooms
+from pipeplan.runtime.training.update.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
+from pipeplan.runtime.training.update.stage_optimizer import ELEMENTWISE, Rates, WholeOptimizer, nothing
 
 MODEL = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
 
@@ -51,6 +49,19 @@ def test_buckets_cover_every_element_once_and_never_mix_types():
         sizes = [bucket.size for bucket in buckets if bucket.dtype == torch.float32]
         limit = 23 if size is None else size
         assert sizes == [limit] * (23 // limit) + [23 % limit] * bool(23 % limit)
+
+
+def test_offloaded_state_is_saved_without_a_copy():
+    rooms = host_rooms([(1000, 9), (), (0,), (7,)] * 2, [torch.float32] * 4 + [torch.bfloat16] * 4, CPU)
+    for i, room in enumerate(rooms):
+        room.fill_(i)
+    kept, file = {"state": rooms, "transposed": rooms[0].t()[2:4]}, BytesIO()
+    held, _ = most_bytes(lambda: _save(kept, file))
+    assert held <= rooms[0][:, :2].nbytes + 1000, "but for what has gaps"
+    assert len(file.getvalue()) < 60_000 + 2 * rooms[0][:, :2].nbytes, "of their memory as much as is theirs"
+    file.seek(0)
+    found = _load(file)
+    assert all(map(torch.equal, (*found["state"], found["transposed"]), (*rooms, kept["transposed"])))
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])

@@ -2,15 +2,24 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import built, stage_of, zoo_chain
-from torch import nn
+from collections import Counter
 
+from cases.runtime import Whole, built, chain_of, stage_of, zoo_chain
+from torch import nn
+from torch.nn import functional
+
+from pipeplan import zoo
 from pipeplan.cost import memory_model
+from pipeplan.cost.saved import for_weights_bytes, saved_bytes
 from pipeplan.errors import RunFailed
+from pipeplan.plan import Stage
 from pipeplan.runtime.measure.held_bytes import HeldBytes
+from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.training.draws import begin_draws
 from pipeplan.runtime.training.split_stage import SplitStage
 from pipeplan.runtime.training.stage import StageModule
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.weights.versions import Versions
 
 
 def small_net():
@@ -137,6 +146,92 @@ def test_accounted_bytes_are_those_of_the_memory_model(chain, start, stop, check
     least = memory_model.held_bytes(kept, peak, in_flight)
     assert activations.peak_bytes == max(least, in_flight * kept + early * recomputed)
     assert activations.held_bytes == 0
+
+
+class WeightsAlone(nn.Module):
+    """What depends on weights alone, in more than one operation, meets what enters in every way; views are cut, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(5, 8), nn.Parameter(torch.randn(3, 8))
+        self.mix, self.three, self.leave = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 24), nn.Linear(16, 8)
+
+    def forward(self, x):
+        mixing = torch.softmax(self.mix.tanh(), -1)
+        y = (self.tokens(x) + self.places) @ mixing
+        q, k, v = self.three(y).view(-1, 3, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, 3, 8)
+        y = self.leave(torch.cat((y, self.tokens(x)), dim=-1)) + self.places.sin()
+        return (y * mixing[0]) @ self.tokens.weight.T
+
+
+def weights_alone(batch):
+    torch.manual_seed(2)
+    return WeightsAlone(), torch.zeros(batch, 3, dtype=torch.int64), functional.mse_loss
+
+
+def weights_alone_data(batch):
+    return lambda index, seed: (torch.arange(3 * batch).view(batch, 3) % 5, torch.ones(batch, 3, 5))
+
+
+def tied_gpt(batch):
+    layers, x, loss = zoo.load("gpt-tiny,tied=true,blocks=1")(batch)
+    return Whole(layers), x, loss
+
+
+@pytest.mark.parametrize(
+    ("build", "data"), [(weights_alone, weights_alone_data), (tied_gpt, zoo.load("gpt-tiny,tied=true,blocks=1").data)]
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_traced_stage_holds_what_its_profile_says_wherever_it_is_cut(build, data, parts):
+    """Backwards in two ``parts``, too, whose gradients are those of whole ones."""
+    chain = chain_of(build, 2, data=data(2), split=True)
+    module, example, loss = build(2)
+    x, target = data(2)(0, 0)
+    plain = loss(module(x), target)
+    plain.backward()
+    wanted = {name: p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    model = traced_model(module, example, loss, data(2), torch.device("cpu"))
+    for first in range(1, len(chain) - 1):
+        bounds = [0, first, min(first + 3, len(chain) - 1), len(chain)]
+        held, made, runs = [HeldBytes() for _ in range(3)], None, []
+        for index, activations in enumerate(held):
+            stage = Stage(bounds[index], bounds[index + 1], (index,))
+            run = (StageModule if parts == 1 else SplitStage)(
+                index,
+                model.pieces(stage),
+                (model.cut(stage.start), None if index == 2 else model.cut(stage.stop)),
+                Versions(model.modules(stage), Counter({0: 9}), optimizer_maker("sgd", 0.1)),
+                activations,
+                1,
+                data=model.read_by(stage),
+                trained=model.trained,
+            )
+            made = run.forward(0, 0, made, target.clone(), counted=True, inputs=(x.clone(),))
+            assert activations.held_bytes == saved_bytes(chain, stage.start, stage.stop)
+            runs.append((run, stage))
+        assert torch.equal(made, plain.detach())
+        gradient = None
+        for (run, stage), activations in zip(reversed(runs), reversed(held), strict=True):
+            between, more = for_weights_bytes(chain, stage.start, stage.stop)
+            if parts == 1:
+                gradient = run.backward(0, 0, gradient)
+            else:
+                gradient = run.backward_inputs(0, 0, gradient)
+                assert activations.held_bytes <= between
+                assert activations.peak_bytes <= saved_bytes(chain, stage.start, stage.stop) + more
+        for run, _ in runs:
+            if parts == 2:
+                run.backward_weights(0, 0)
+            assert run._activations.held_bytes == 0
+        found = dict.fromkeys(wanted, 0)
+        for run, _ in runs:
+            mine = dict(zip(map(id, run.versions._leaves[0]), run.versions.gradients(), strict=True))
+            for name, p in module.named_parameters():
+                found[name] = found[name] + mine.get(id(p), 0)
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
 
 
 def test_an_input_that_no_operation_saves_is_not_kept():

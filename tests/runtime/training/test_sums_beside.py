@@ -15,15 +15,16 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import check
 from pipeplan.errors import RunFailed
 from pipeplan.problem import Device
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.emulated_link import carried_ns
-from pipeplan.runtime.launch import run_plan
 from pipeplan.runtime.lowering.instructions import Forward, Norm, PutAside, Reduce, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.measure.progress import place, teller
 from pipeplan.runtime.measure.recorder import HostRecorder
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.beside import Beside, LateNotes
-from pipeplan.runtime.training.exchanges import nobody
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.beside import Beside, LateNotes, OnThread
+from pipeplan.runtime.training.update.exchanges import nobody
 
 MODEL = ModelSpec("gpt-tiny")
 RATE = 20_000_000  # bytes per second, at which a stage's sum takes a while
@@ -44,6 +45,22 @@ def without_room(plan):
     plan = replace(plan, platform=replace(plan.platform, devices=tuple(Device(most) for _ in plan.platform.devices)))
     check(plan)
     return plan
+
+
+def test_the_pace_is_that_of_the_passes_however_late_updates_are(chain):
+    """Both updates wait for the norm until the end of the run, and come right behind each other."""
+    plan = plan_of(chain, [(0, 5, (0,)), (5, 8, (1,))], weights="2bw", accumulate=4)
+    plan = replace(plan, policy=replace(plan.policy, clip=True))
+    told = []
+    report = run_plan(plan, MODEL, RunOptions(steps=2, lr=0.1, clip_norm=1.0), told.append)
+    backwards = [x for times in report.times for x in times if (x.activity, x.stage) == ("B", 1)]
+    ends = [max(x.end_ns for x in backwards if x.microbatch // 4 == step) for step in range(2)]
+    assert told[1].period_ns == pytest.approx((ends[1] - ends[0]) / 4, rel=1e-3)
+    lowered = lower_run(plan, 2)
+    said = [place(lowered, index) for index in range(-1, len(lowered.instructions[teller(lowered)]))]
+    assert said[0] == "update 1 of 2: microbatch 1 of 4"
+    assert said[-1] == "update 2 of 2"
+    assert len(set(said)) == 2 * (4 + 1)
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
@@ -110,7 +127,7 @@ def test_parts_are_stepped_as_they_come_and_notes_are_told_then():
     recorder = HostRecorder()
     notes = LateNotes(recorder)
     slow = Slow(notes)
-    beside = Beside(slow, notes)
+    beside = Beside(slow, notes, OnThread(2))
     beside.begin(1)  # comes back, though nothing has been summed
     assert list(recorder.settle()) == []
     slow.may[0].set()
@@ -126,7 +143,7 @@ def test_parts_are_stepped_as_they_come_and_notes_are_told_then():
 def test_what_goes_wrong_is_raised_where_the_sum_is_waited_for(waits):
     notes = LateNotes(HostRecorder())
     slow = Slow(notes, RunFailed("gone"))
-    beside = Beside(slow, notes)
+    beside = Beside(slow, notes, OnThread(2))
     beside.begin(1)
     slow.may[0].set()
     with pytest.raises(RunFailed, match="gone"):

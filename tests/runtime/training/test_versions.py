@@ -6,8 +6,8 @@ from collections import Counter
 
 from torch import nn
 
-from pipeplan.runtime.training.optimizers import optimizer_maker
-from pipeplan.runtime.training.versions import Versions
+from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.weights.versions import Versions
 
 
 def linear():
@@ -126,3 +126,16 @@ def test_a_stage_without_parameters_updates_nothing():
     versions.update(1)
     assert versions.gradients() == []
     assert versions.storages() == set()
+
+
+def test_every_version_has_the_hooks_of_its_weight():
+    module = linear()
+    module.weight.register_hook(lambda gradient: gradient * 0)
+    versions = Versions([module], Counter({0: 4, 1: 2, 2: 2}), optimizer_maker("sgd", 0.1))
+    first = module.weight.detach().clone()
+    for made in (1, 2):
+        step(versions, module, made - 1, torch.ones(1, 3))
+        versions.update(made)
+    versions.install(2)
+    assert versions.most > 1
+    assert torch.equal(module.weight, first)

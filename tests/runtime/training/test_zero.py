@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import half as half_cases
+from cases.patience import SECONDS
 from cases.runtime import chain_of, largest_difference, plan_of, zoo_chain
 
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
-from pipeplan.runtime.launch import run_plan
-from pipeplan.runtime.model.spec import ModelSpec
-from pipeplan.runtime.options import RunOptions
-from pipeplan.runtime.training.buckets import cut_into_buckets
-from pipeplan.runtime.training.checkpoint import file_of
-from pipeplan.runtime.training.half import HalfOptions
-from pipeplan.runtime.training.optimizers import Choice, parse_choice
-from pipeplan.runtime.training.shards import Rows, Sharing, shared_chunks
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.own_processes import context_of
+from pipeplan.runtime.training.state.checkpoint import file_of
+from pipeplan.runtime.training.update.buckets import Slice, cut_into_buckets
+from pipeplan.runtime.training.update.optimizers import Choice, parse_choice
+from pipeplan.runtime.training.update.shards import Kept, Rows, Sharing, gathered, shared_chunks
+from pipeplan.runtime.training.weights.half import HalfOptions
 
 EXPLODING = ModelSpec("cases.half:exploding", "cases.half:exploding_vectors")
 
@@ -37,6 +41,58 @@ def both(plan, model, folder, **options):
         report = run_plan(kept(plan, zero=zero), model, RunOptions(save=folder / "s", **options))
         found += [report, torch.load(folder / "s")]
     return found
+
+
+def gather(rank, store, pipe):
+    """Rank 1 has the first two thirds of two weights and of their moments, rank 0 the rest; NCCL takes no part."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group, sizes = object(), []
+    shapes = [torch.Size((3, 5)), torch.Size((6,))]
+
+    def rows_of(rank):
+        cut = [shape.numel() * 2 // 3 for shape in shapes]
+        spans = [Slice(i, 0, cut[i]) if rank else Slice(i, cut[i], shapes[i].numel()) for i in range(2)]
+        return Rows([mock.Mock(own=[mock.Mock(slices=spans)])])
+
+    wholes = [torch.arange(float(shape.numel())).view(shape) for shape in shapes]
+    kept = [
+        Kept(rows_of(rank).taken(i, x), {"moment": rows_of(rank).taken(i, -x), "step": torch.tensor(3.0)})
+        for i, x in enumerate(wholes)
+    ]
+    send = dist.send
+    with (
+        mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
+        mock.patch.object(dist, "send", lambda x, *to, **by: (sizes.append(x.numel()), send(x, *to, **by))),
+    ):
+        found = gathered(kept, shapes, rows_of, Sharing(rank, 2, None, group))
+    good = (
+        found is None
+        if rank
+        else all(
+            torch.equal(x.master, whole) and torch.equal(x.state["moment"], -whole) and float(x.state["step"]) == 3.0
+            for x, whole in zip(found, wholes, strict=True)
+        )
+    )
+    pipe.send((good, sizes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_is_shared_is_gathered_between_hosts_tensor_by_tensor(tmp_path):
+    """GPUs that are full have no room for a replica's state, let alone for all of them."""
+    context = context_of()
+    pipes, processes = [], []
+    for rank in (0, 1):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=gather, args=(rank, tmp_path / "store", theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    try:
+        found = [pipe.recv() for pipe in pipes if pipe.poll(SECONDS)]
+    finally:
+        for process in processes:
+            process.kill()
+    assert found == [(True, []), (True, [10, 10, 4, 4])]
 
 
 # --- who has what -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""How soon can a drained mini-batch end at all? A file for each condition."""

@@ -1,0 +1,1 @@
+"""Which devices are alike, and in which order do stages meet them?"""

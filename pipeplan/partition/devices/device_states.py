@@ -1,0 +1,237 @@
+"""What can be left of the devices when the last stages have taken theirs, and what can the stage before them take?
+
+Stages take devices from the chain's last to its first. A *state* is what is left then, as far as it matters for the
+stages before. This file has the states where devices are taken in one order, which is as good as any where they are
+equal; :mod:`.counted_states` has those of all orders of unequal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...integers import Ints
+from ...problem import Platform
+from ..tables.options import NEVER
+from .device_classes import DeviceKinds
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Take(NamedTuple):
+    """Groups of devices of one floor that a stage can take in a state.
+
+    In row a, which leaves a devices (without replicas there is one row alone), ``replicas`` says how many devices the
+    group has, 0 where there is none, and ``spans`` the level that joins them. Both have the shape (rows, states).
+    """
+
+    floor: int
+    replicas: Ints
+    spans: Ints
+
+
+class Step(NamedTuple):
+    """A stage takes a group of one of the takes: the states that it finds and leaves."""
+
+    take: int
+    found: int
+    leaves: int
+
+
+class DeviceStates(Protocol):
+    """The states, in order of the numbers of devices left, from none to all.
+
+    A *label* of a state is what the last stage to take devices leaves beside it: its delay, its number of devices, and
+    a level, the lowest of a unit that has all its devices and some of those left. A transfer from the stage before is
+    inside that unit where the stage before takes its devices there.
+    """
+
+    @property
+    def uniform(self) -> bool:
+        """Whether only the number of devices left counts."""
+
+    @property
+    def left(self) -> Ints:
+        """How many devices are left in each state."""
+
+    @property
+    def speeds(self) -> tuple[Fraction, ...]:
+        """How fast the devices left are together, in each state; empty where they are equal, and counted."""
+
+    @property
+    def first(self) -> Flags:
+        """In which states the chain's last stage may take its devices."""
+
+    @property
+    def takes(self) -> tuple[Take, ...]:
+        """What stages can take."""
+
+    @property
+    def sizes(self) -> Ints:
+        """How many devices a stage may have."""
+
+    def lower(self, labels: Ints, take: int, rows: slice, found: Ints, values: Ints) -> None:
+        """Lower the ``labels``, shape (states, levels, sizes), to what comes of a take in ``rows`` from the states
+        ``found``: ``values``, shape (rows, found)."""
+
+    def into(self, take: int, state: int, level: int) -> Flags:
+        """Return from which states a take leads to ``state`` with a label of ``level``."""
+
+    def skipped(self, labels: Ints) -> Ints:
+        """Return the least of the ``labels``, shape (levels, sizes, states), that become those of a state when some
+        devices are skipped."""
+
+    def before(self, state: int, level: int) -> Ints:
+        """Return the states whose labels up to ``level`` become labels up to ``level`` of ``state``, itself first."""
+
+    def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+        """Return the devices of the stages that take ``steps``, both from the chain's first to its last."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Devices are taken in ``order``, from its end: state b has the devices at the positions before b left.
+
+    ``spans[a, b]`` is the level that joins the devices from a to b - 1, ``outer[a, b]`` also joins a - 1 with them;
+    without replicas both have the one row of the single devices b - 1.
+    """
+
+    kinds: DeviceKinds
+    order: tuple[int, ...]
+    replicas: bool
+    speed_of: tuple[Fraction, ...]  # of each device
+
+    @cached_property
+    def left(self) -> Ints:
+        """How many devices are left in each state."""
+        return np.arange(len(self.order) + 1)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether only the number of devices left counts: all are alike, on one level."""
+        return len(self.kinds.platform.levels) == 1 and len(self.kinds.kinds) == 1
+
+    @cached_property
+    def speeds(self) -> tuple[Fraction, ...]:
+        """How fast the devices left are together; empty where all are alike."""
+        if len(self.kinds.kinds) == 1:
+            return ()
+        total, found = Fraction(0), [Fraction(0)]
+        for d in self.order:
+            total += self.speed_of[d]
+            found.append(total)
+        return tuple(found)
+
+    @cached_property
+    def first(self) -> Flags:
+        """In which states the chain's last stage may take its devices: where all are alike, with all of them left."""
+        return self.left == len(self.order) if self.uniform else self.left > 0
+
+    @cached_property
+    def takes(self) -> tuple[Take, ...]:
+        """The groups of each floor: all eligible devices between a stage's first and its last one.
+
+        Within a floor a stage needs no others: moving the first ones up into a gap keeps the floor and shortens the way
+        to the next stage. There is no group where the first or the last device isn't eligible.
+        """
+        along = np.array([self.kinds.of[d] for d in self.order])
+        found = []
+        for floor, eligible in enumerate(self.kinds.eligible):
+            if not self.replicas:
+                (kind,) = eligible
+                groups = np.concatenate([[0], (along == kind).astype(np.int64)])[None, :]
+            else:
+                good = np.isin(along, sorted(eligible))
+                groups = _between(good)
+                groups[~(good[:, None] & np.concatenate([[False], good])[None, :])] = 0
+                for some in self.kinds.needed(floor):
+                    groups[_between(np.isin(along, sorted(some))) <= 0] = 0
+                groups[groups < 0] = 0
+            found.append(Take(floor, groups, self._spans))
+        return tuple(found)
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """How many devices a stage may have."""
+        return np.unique(np.concatenate([[1], *(x.replicas[x.replicas > 0] for x in self.takes)]))
+
+    @cached_property
+    def _spans(self) -> Ints:
+        return self.kinds.platform.spans if self.replicas else np.zeros((1, len(self.order) + 1), dtype=np.int64)
+
+    @cached_property
+    def _outer(self) -> Ints:
+        spans, count = self.kinds.platform.spans, len(self.order)
+        if not self.replicas:
+            return np.array([[0, 0, *(spans[b - 2, b] for b in range(2, count + 1))]], dtype=np.int64)
+        outer = np.zeros_like(spans)
+        if len(self.kinds.platform.levels) > 1:  # untouched zeros take no memory
+            outer[1:] = spans[:-1]
+        return outer
+
+    @cached_property
+    def _place(self) -> Ints:
+        return places(self.sizes)
+
+    def lower(self, labels: Ints, take: int, rows: slice, found: Ints, values: Ints) -> None:
+        """Lower ``labels``: a take in row a leaves state a."""
+        sizes = self._place[self.takes[take].replicas[rows][:, found]]
+        after = np.arange(rows.start, rows.stop)[:, None] if self.replicas else found[None, :] - 1
+        np.minimum.at(labels, (np.broadcast_to(after, values.shape), self._outer[rows][:, found], sizes), values)
+
+    def into(self, take: int, state: int, level: int) -> Flags:
+        """Return from which states a take leads to ``state`` with a label of ``level``."""
+        row = state if self.replicas else 0
+        allowed: Flags = self._outer[row] == level
+        return allowed if self.replicas else allowed & (self.left == state + 1)
+
+    def skipped(self, labels: Ints) -> Ints:
+        """Return the least labels behind any devices that are skipped; they stay within their level's unit."""
+        count = len(self.order)
+        behind = np.full(labels.shape, NEVER, dtype=np.int64)
+        for level, unit in enumerate(self.kinds.platform.unit_sizes):
+            unit = min(unit, count)
+            units = -(-count // unit)
+            padded = np.full((labels.shape[1], units * unit), NEVER, dtype=np.int64)
+            padded[:, :count] = labels[level, :, 1:]
+            best = np.minimum.accumulate(padded.reshape(-1, units, unit)[..., ::-1], axis=-1)[..., ::-1]
+            behind[level, :, 1:] = best.reshape(labels.shape[1], -1)[:, :count]
+        return behind
+
+    def before(self, state: int, level: int) -> Ints:
+        """Return the states from which skipping devices inside one unit of ``level`` leads to ``state``."""
+        unit = self.kinds.platform.unit_sizes[level]
+        return np.arange(state, min(len(self.order), ((state - 1) // unit + 1) * unit) + 1)
+
+    def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
+        """Return the devices of the stages that take ``steps``."""
+        found = []
+        for step in steps:
+            eligible = self.kinds.eligible[self.takes[step.take].floor]
+            group = (d for d in self.order[step.leaves : step.found] if self.kinds.of[d] in eligible)
+            found.append(in_their_order(self.kinds.platform, group))
+        return found
+
+
+def in_their_order(platform: Platform, group: Iterable[int]) -> tuple[int, ...]:
+    """Return a stage's devices in the chain's order, which keeps units together; sorted where there is one unit."""
+    return tuple(sorted(group)) if len(platform.levels) == 1 else tuple(group)
+
+
+def places(sizes: Ints) -> Ints:
+    """Return the index of each number up to the largest of ``sizes``, 0 for those that aren't there."""
+    place = np.zeros(int(sizes[-1]) + 1, dtype=np.int64)
+    place[sizes] = np.arange(len(sizes))
+    return place
+
+
+def _between(which: Flags) -> Ints:
+    """Return how many of the devices a..b-1 are ``which``, shape (P, P + 1)."""
+    table = np.concatenate([[0], np.cumsum(which.astype(np.int64))]).astype(np.int64)
+    return table[None, :] - table[:-1, None]

@@ -1,0 +1,1 @@
+"""In which order do the layers of a DAG stand best?"""

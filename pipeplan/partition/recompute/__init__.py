@@ -1,0 +1,1 @@
+"""Which layers of a stage are recomputed, in which segments?"""

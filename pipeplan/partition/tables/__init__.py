@@ -1,0 +1,1 @@
+"""What do all stages that a search may choose take and hold?"""

@@ -1,0 +1,1 @@
+"""Which constants make the plan's times those that were measured?"""

@@ -1,0 +1,256 @@
+"""Which constants of an estimate do measured iterations bear? A few of them, fitted; and what error they leave.
+
+An iteration's time is that of its critical path: so many passes of each layer, and the rest. With the path known it is
+a sum of what passes take, and each pass takes the longer of two sums that are linear in the constants
+(:mod:`pipeplan.cost.roofline`). So a fit needs few simulations: one of each run for the paths, which are found again
+with the constants fitted. Errors are relative. How many constants are fitted is decided by the error on runs left out.
+
+Runs of one model often say what its host takes, but hardly in which pass: a forward that waits for its host looks like
+one with slow kernels. Constants of a kind (the host's times, the device's shares) therefore keep to the ratio that they
+had as far as the runs let them. How much that weighs grows with the number of runs: what an estimate gets wrong it gets
+wrong in all of them, and doesn't average out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cost.roofline import Constants
+from ...errors import BadInput
+from ...problem import Chain, PassWork
+from .critical_path import Floats, Passes, Run, critical_passes
+
+PATHS = 3  # times that critical paths are looked for
+STARTS = (1.0, 3.0, 8.0)  # times the host's first guess, from which fits begin
+STEPS = 30  # of a fit
+PRIOR = 0.01  # relative error of one run, that a factor of e between a constant and its start counts as
+TOGETHER = 0.02  # of every run, that a factor of e between two constants of a kind does
+FOLDS = 10  # of more runs than twice that
+GAIN = 0.95  # of the error on runs left out, that a further constant has to leave at most
+LEAST_HOST_NS = 5000.0  # where none was said, from which the host's fit begins
+
+
+@dataclass(frozen=True, slots=True)
+class Freedom:
+    """A set of constants that are fitted together: for each the fields of :class:`Constants` that it scales, by the
+    factor or, for shares, by its inverse; and pairs of a kind, by their indices."""
+
+    names: tuple[str, ...]
+    fields: tuple[tuple[str, ...], ...]
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def moved(self, start: Constants, factors: Sequence[float]) -> Constants:
+        """Return ``start`` with each constant ``factors`` times as long; shares stay within 1."""
+        values: dict[str, float] = {}
+        for scaled, factor in zip(self.fields, factors, strict=True):
+            for name in scaled:
+                value = getattr(start, name)
+                values[name] = min(1.0, value / factor) if name.endswith("share") else value * factor
+        return replace(start, **values)
+
+    def prior(self, runs: int) -> Floats:
+        """Return the matrix that makes errors of the logarithms of the factors, where ``runs`` are fitted."""
+        every = np.eye(len(self.names))
+        pairs = [TOGETHER * np.sqrt(runs) * (every[i] - every[j]) for i, j in self.pairs]
+        return np.stack([*(PRIOR * every), *pairs])
+
+
+_SHARES, _HOST = ("compute_share", "bandwidth_share"), ("forward_host_ns", "backward_host_ns")
+FREEDOMS = (
+    Freedom(("scale",), ((*_SHARES, "kernel_ns"),)),
+    Freedom(("scale", "host"), ((*_SHARES, "kernel_ns"), _HOST)),
+    Freedom(("scale", "host forward", "host backward"), ((*_SHARES, "kernel_ns"), *((x,) for x in _HOST)), ((1, 2),)),
+    Freedom(
+        ("compute", "bandwidth", "host forward", "host backward"),
+        tuple((x,) for x in (*_SHARES, *_HOST)),
+        ((0, 1), (2, 3)),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants, which of them were fitted, the mean relative error on the runs themselves and on runs left out (None:
+    too few to leave any out), and each run's predicted time when it was left out, or with all."""
+
+    constants: Constants
+    freedom: Freedom
+    error: float
+    left_out: float | None
+    predicted_ns: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fit that was chosen among ``tried``, the error before, and the constants that it began with."""
+
+    chosen: Fit
+    tried: tuple[Fit, ...]
+    start: Constants
+    error_before: float
+    names: tuple[str, ...]
+    measured_ns: tuple[float, ...]
+
+
+@dataclass
+class _Group:
+    """Observations of one chain, their counts as rows of matrices, to predict all of them at once."""
+
+    chain: Chain
+    rows: list[int] = field(default_factory=list)
+    found: list[Passes] = field(default_factory=list)
+
+    @cached_property
+    def counts(self) -> tuple[Floats, Floats, Floats]:
+        """Counts of shape (runs, L) by pass."""
+        return (
+            np.array([x.forward for x in self.found]),
+            np.array([x.backward for x in self.found]),
+            np.array([x.optimizer for x in self.found]),
+        )
+
+    @cached_property
+    def works(self) -> tuple[list[PassWork], list[PassWork], list[PassWork]]:
+        """The layers' work by pass."""
+        known = [x.work for x in self.chain.layers if x.work is not None]
+        return [x.forward for x in known], [x.backward for x in known], [x.optimizer for x in known]
+
+    def predicted_ns(self, constants: Constants) -> Floats:
+        """Return the time of each run."""
+        ahead = self.chain.edges is not None
+        forward, backward, optimizer = self.works
+        found: Floats = np.array([x.rest_ns for x in self.found])
+        found = found + self.counts[0] @ np.array(constants.passes_ns(forward, False, ahead))
+        found = found + self.counts[1] @ np.array(constants.passes_ns(backward[::-1], True, ahead)[::-1])
+        found += self.counts[2] @ np.array(constants.passes_ns(optimizer, False, False))
+        return found
+
+
+class _Observed:
+    """All observations, grouped by chain."""
+
+    def __init__(self, found: Sequence[Passes]) -> None:
+        self.groups: dict[int, _Group] = {}
+        for row, one in enumerate(found):
+            group = self.groups.setdefault(id(one.chain), _Group(one.chain))
+            group.rows.append(row)
+            group.found.append(one)
+        self.measured: Floats = np.array([x.measured_ns for x in found])
+
+    def ratios(self, constants: Constants) -> Floats:
+        """Return predicted over measured, of each."""
+        predicted = np.zeros(len(self.measured))
+        for group in self.groups.values():
+            predicted[group.rows] = group.predicted_ns(constants)
+        return predicted / self.measured
+
+
+def calibrate(runs: Sequence[Run], start: Constants, passes: Sequence[Passes] = ()) -> Calibration:
+    """Return the constants that fit measured ``runs`` and single ``passes`` best, from ``start`` on.
+
+    BadInput where there is nothing to fit, or a profile that is not an estimate.
+    """
+    if not runs and not passes:
+        raise BadInput("there are no measured times to fit")
+    chains = [*(x.chain for x in runs), *(x.chain for x in passes)]
+    for chain in {id(x): x for x in chains}.values():
+        if any(layer.work is None for layer in chain.layers):
+            raise BadInput(
+                f"profile {chain.name!r}: its times are measured, or estimated by an older version; only what was "
+                "estimated is calibrated (pipeplan profile --estimate)"
+            )
+    begin = replace(
+        start,
+        forward_host_ns=start.forward_host_ns or LEAST_HOST_NS,
+        backward_host_ns=start.backward_host_ns or LEAST_HOST_NS,
+    )
+    before = _mean_error(_Observed([*(critical_passes(run, start) for run in runs), *passes]).ratios(start))
+    tried: list[Fit] = []
+    for freedom in FREEDOMS:
+        if len(freedom.names) > max(1, (len(runs) + len(passes)) // 2):
+            break
+        tried.append(_fit(runs, passes, freedom, begin))
+    chosen = tried[0]
+    for other in tried[1:]:
+        if other.left_out is not None and chosen.left_out is not None and other.left_out < GAIN * chosen.left_out:
+            chosen = other
+    names = (*(run.name for run in runs), *(x.name for x in passes))
+    measured = (*(x.measured_ns for x in runs), *(x.measured_ns for x in passes))
+    return Calibration(chosen, tuple(tried), start, before, names, measured)
+
+
+def _fit(runs: Sequence[Run], passes: Sequence[Passes], freedom: Freedom, start: Constants) -> Fit:
+    constants = start
+    for _ in range(PATHS):
+        observed = _Observed([*(critical_passes(run, constants) for run in runs), *passes])
+        every = np.arange(len(observed.measured))
+        constants = _least_squares(observed, every, freedom, start)
+    ratios = observed.ratios(constants)
+    left_out = None
+    predicted = ratios
+    if len(every) > len(freedom.names):
+        predicted = ratios.copy()
+        for fold in _folds(len(every)):
+            others = _least_squares(observed, np.setdiff1d(every, fold), freedom, start)
+            predicted[fold] = observed.ratios(others)[fold]
+        left_out = _mean_error(predicted)
+    return Fit(constants, freedom, _mean_error(ratios), left_out, tuple((predicted * observed.measured).tolist()))
+
+
+def _folds(count: int) -> Iterable[NDArray[np.int64]]:
+    """Leave each run out once: alone, or of many a tenth of them together."""
+    folds = count if count <= 2 * FOLDS else FOLDS
+    return [np.arange(first, count, folds) for first in range(folds)]
+
+
+def _mean_error(ratios: Floats) -> float:
+    return float(np.mean(np.abs(ratios - 1)))
+
+
+def _least_squares(observed: _Observed, rows: NDArray[np.int64], freedom: Freedom, start: Constants) -> Constants:
+    """Return the constants with the least squares of relative errors on ``rows``: Levenberg and Marquardt, on the
+    logarithms of the factors, from several starts."""
+    hosts = [any("host" in name for name in scaled) for scaled in freedom.fields]
+    best: tuple[float, Constants] | None = None
+    for first in STARTS if any(hosts) else STARTS[:1]:
+        begin = np.log([first if host else 1.0 for host in hosts])
+        found = _descend(
+            lambda x: observed.ratios(freedom.moved(start, np.exp(x).tolist()))[rows] - 1,
+            begin,
+            freedom.prior(len(rows)),
+        )
+        if best is None or found[0] < best[0] - 1e-12:
+            best = found[0], freedom.moved(start, np.exp(found[1]).tolist())
+    assert best is not None
+    return best[1]
+
+
+def _descend(errors: Callable[[Floats], Floats], begin: Floats, prior: Floats) -> tuple[float, Floats]:
+    """Return the least sum of squares found, and where; constants that errors say nothing of stay where ``prior``, a
+    matrix that makes errors of them, has them."""
+
+    def every(x: Floats) -> Floats:
+        return np.concatenate([errors(x), prior @ x])
+
+    x, damping = begin, 1e-3
+    now = every(x)
+    for _ in range(STEPS):
+        slopes = np.stack([(every(x + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(x))], axis=1)
+        moved = x - np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(x)), slopes.T @ now)
+        moved = np.clip(moved, -5.0, 5.0)
+        then = every(moved)
+        if then @ then < now @ now:
+            gained = 1 - (then @ then) / (now @ now)
+            x, now, damping = moved, then, damping / 5
+            if gained < 1e-7:
+                break
+        else:
+            damping *= 10
+            if damping > 1e6:
+                break
+    return float(now @ now), x

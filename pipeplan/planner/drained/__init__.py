@@ -1,0 +1,1 @@
+"""Which stages, on which devices, recomputing what, drain a mini-batch soonest?"""

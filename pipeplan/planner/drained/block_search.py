@@ -1,0 +1,355 @@
+"""Which split into whole blocks, with recomputation by one rule, drains soonest over equal pipelines?
+
+The class is made of plain inputs of one search: where stages may begin and end, what they recompute, equal pipelines,
+and the schedules that are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, pairwise, takewhile
+
+import numpy as np
+
+from ...check.bounds import work_ns
+from ...check.bounds.drained.dealt import looped_bound, split_bound
+from ...check.evaluate import evaluate_simulated, fits
+from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
+from ...cost import memory_model, time_model
+from ...cost.stage_graph import stage_graph
+from ...deadline import OutOfTime
+from ...errors import BadInput
+from ...partition.blocks import Activations, Costs, Pipe, Rule, moved
+from ...partition.cuts import legal_cuts
+from ...plan import Schedule, ScheduleKind, Stage
+from ...problem import Problem
+from ...schedule.interleaved import occupancy
+from ...schedule.kinds import KINDS, too_long
+from ...schedule.occupancy import homes_of, most_held
+from ...units import format_bytes, format_ns
+from ..periodic.incumbent import Settings
+
+MOST_CHUNKS = 4  # stages per GPU that are looked at: more only send more
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
+FINALISTS = 4  # grids whose cuts are moved about
+MOVES = {"quick": 0, "normal": 2 * 10**5, "high": 4 * 10**6}  # steps that moves may simulate, in all
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A kind of schedule on pipelines of a shape, and a time (ns) below which no mini-batch of it is done."""
+
+    bound_ns: int
+    kind: ScheduleKind
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A split that was simulated, as indices of cuts, and the time of a mini-batch (ns)."""
+
+    makespan_ns: int
+    config: Config
+    split: tuple[int, ...]
+    recompute: Recompute
+    stages: tuple[Stage, ...]
+
+
+class BlockSearch:
+    """The search of the class of a ``target``; ``best`` is the best so far."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        name: str,
+        target: Target,
+        kinds: Sequence[ScheduleKind],
+        settings: Settings,
+    ) -> None:
+        self.name, self.target, self.settings, self.kinds = name, target, settings, tuple(kinds)
+        self.cutoff_ns: int | None = None  # of the best
+        self.problem = problem if self.target.ties else replace(problem, tied="together")
+        units = self.target.units(problem.chain)
+        legal = set(legal_cuts(self.problem).tolist())
+        self.units = units
+        self.cuts = [0, *(unit.stop for unit in units if unit.stop in legal)]
+        self.best: Found | None = None
+        self.steps = 0  # that were simulated
+        self.configs = sorted(self._configs(kinds), key=lambda c: (c.bound_ns, c.shape.ranks, c.shape.chunks))
+        if not self.configs:
+            raise BadInput(self._why_no_config(kinds))
+        self.bounds: dict[Config, int] = {}
+        self.finals: dict[Config, Found] = {}
+        self._costs = Costs(self.problem, tuple(self.cuts))
+        self._activations: dict[Recompute, Activations] = {}
+        self._seen: dict[tuple[ScheduleKind, tuple[Stage, ...]], int | None] = {}
+        self._lacking: tuple[int, int, str] | None = None  # bytes too many, and needed, and where
+
+    # --- what there is ---
+
+    def _configs(self, kinds: Iterable[ScheduleKind]) -> Iterator[Config]:
+        problem, count = self.problem, self.problem.policy.accumulate or 1
+        for kind in kinds:
+            for ranks in range(1, min(len(problem.platform), len(self.cuts) - 1) + 1):
+                for chunks in self._chunks(kind, ranks):
+                    for pipelines in range(1, len(problem.platform) // ranks + 1 if problem.replicas else 2):
+                        vee = chunks > 1 and homes_of(kind, ranks, chunks)[ranks] == ranks - 1
+                        shape = Shape(ranks, pipelines, chunks, vee)
+                        endless = too_long(4 * ranks * chunks - 2, Schedule(kind, count))
+                        if not refusals(self.target, kind, shape, count) and endless is None:
+                            yield Config(self._work_bound(shape), kind, shape)
+
+    def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterable[int]:
+        simulated = KINDS[kind].simulated
+        if simulated is None or simulated.homes is None:
+            return (1,)
+        most = min((len(self.cuts) - 1) // ranks, MOST_CHUNKS)
+        several = range(2, most + 1) if ranks > 1 else ()
+        return (chunks for chunks in several if len(homes_of(kind, ranks, chunks)) == ranks * chunks)
+
+    def _work_bound(self, shape: Shape) -> int:
+        """Return what the GPUs of a shape take for the work and the sums of gradients alone, evenly shared.
+
+        Of stages that share a GPU all but the first may sum theirs while others still compute.
+        """
+        problem, platform = time_model.relative(self.problem), self.problem.platform
+        count = (problem.policy.accumulate or 1) // shape.pipelines
+        speed = max(device.speed for device in problem.platform.devices)
+        gradient = memory_model.gradient_of(problem.chain, problem.policy, 0, len(problem.chain))
+        paths = {platform.paths[platform.level_of(group)] for group in shape.groups()}
+        ring = min(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)
+        ring *= shape.chunks == 1
+        return int((count * work_ns(problem) / speed + ring) / shape.ranks)
+
+    def _why_no_config(self, kinds: Sequence[ScheduleKind]) -> str:
+        count = self.problem.policy.accumulate or 1
+        reasons = refusals(self.target, kinds[0], Shape(2, 1), count)
+        why = reasons[0] if reasons else "no shape of pipelines is possible"
+        return f"--for {self.name}: with {count} microbatches an update on {len(self.problem.platform)} GPUs, {why}"
+
+    # --- the search ---
+
+    def run(self, moves: int, first: Callable[[], None] = lambda: None) -> str | None:
+        """Search all configurations; return why it ended early, or None. ``first`` is called behind the even splits."""
+        try:
+            with self.problem.deadline.insist():
+                self.settings.status.phase = "even splits"
+                self._try_even()
+                first()
+                self.settings.status.phase = "search"
+                for config in self.configs:
+                    if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
+                        break
+                    if config.shape.chunks > 1:
+                        self.bounds[config] = self.chunked_bound(config)
+                        if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
+                            continue
+                    if KINDS[config.kind].splits:
+                        self._probe_split(config)
+                        continue
+                    self._probe(config)
+                self._improve(moves)
+        except OutOfTime:
+            return "time limit"
+        except KeyboardInterrupt:
+            if self.cutoff_ns is None:
+                raise
+            return "interrupted"
+        return None
+
+    def _try_even(self) -> None:
+        """Simulate the split of every configuration whose stages take about equally long, with nothing recomputed and
+        with everything, unless its bound is above the best: a plan in little time, where one fits."""
+        work = time_model.relative(self.problem).chain.sums
+        ends = (work.forward_ns + work.backward_ns)[np.array(self.cuts)]
+        ways = [Recompute(), *([Recompute("every", 1)] if self.problem.checkpointing != "none" else [])]
+        for config in self.configs:
+            if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
+                return
+            stages = config.shape.ranks * config.shape.chunks
+            split = np.searchsorted(ends, [ends[-1] * s // stages for s in range(stages + 1)])
+            if len(np.unique(ends[split])) <= stages:  # a stage would take no time
+                continue
+            for way in ways[: 1 if KINDS[config.kind].splits else None]:
+                if self._try_split(config, way, tuple(split.tolist())):
+                    break
+
+    def chunked_bound(self, config: Config) -> int:
+        """Return a time (ns) below which no mini-batch of a configuration with several stages on each GPU is done."""
+        if KINDS[config.kind].splits:
+            found = split_bound(self._pipe(config, Recompute()), config.kind, config.shape)
+        else:
+            found = looped_bound(self._pipes(config), config.shape)
+        return max(config.bound_ns, found)
+
+    def bound_ns(self, kind: ScheduleKind | None = None) -> int:
+        """Return a time below which no plan of the class runs a mini-batch; with ``kind`` none under that schedule."""
+        assert self.best is not None
+        own = [config for config in self.configs if kind in (None, config.kind)]
+        return min(self.best.makespan_ns, *(self.bounds.get(config, config.bound_ns) for config in own))
+
+    def _probe(self, config: Config) -> None:
+        """Try the splits of a configuration that promise most, for every way to recompute that may pay."""
+        bound: int | None = None
+        spent: str | None = None  # a rule whose other ways take as long or longer than the best
+        for way in self._ways(config):
+            if way.rule == spent:
+                continue
+            pipe = self._pipe(config, way)
+            enough = self.cutoff_ns
+            least = pipe.least(enough=enough)
+            if least is None:
+                if enough is not None and pipe.least(fit=False, enough=enough) is None:
+                    spent = way.rule
+                continue
+            bound = least[0] if bound is None else min(bound, least[0])
+            self._try(config, way, [least[1], *pipe.even()])
+            better = config in self.finals and self.finals[config].recompute == way
+            free = pipe.least(fit=False)
+            if better and free is not None and free[0] == least[0]:
+                if way.rule == "none":  # memory costs nothing, so nothing is recomputed for it
+                    break
+                spent = way.rule
+        if bound is None:  # nothing that fits, or nothing below the best
+            bound = config.bound_ns if self.cutoff_ns is None else self.cutoff_ns
+            if self.cutoff_ns is None:
+                self._note_lack(config)
+        if config.shape.chunks == 1:  # what stages that share a device may fill of it is a guess, which bounds nothing
+            self.bounds[config] = max(config.bound_ns, bound)
+
+    def _probe_split(self, config: Config) -> None:
+        """Try even splits of a configuration that splits backwards, where nothing is recomputed."""
+        pipe = self._pipe(config, Recompute())
+        self._try(config, Recompute(), pipe.even())
+
+    def _ways(self, config: Config) -> Iterator[Recompute]:
+        stages = config.shape.ranks * config.shape.chunks
+        ways = self.target.ways(len(self.units) - stages + 1, COUNTS)
+        return islice(ways, 1) if self.problem.checkpointing == "none" else ways
+
+    def _rule(self, way: Recompute) -> Rule | None:
+        if way.rule == "none":
+            return None
+        units, weights = self.units, weight_bytes(self.problem.chain)
+
+        def rule(start: int, stop: int) -> tuple[tuple[int, int], ...]:
+            own = [unit for unit in units if start <= unit.start < stop]
+            return way.segments(self.target, own, weights)
+
+        return rule
+
+    def _pipe(self, config: Config, way: Recompute) -> Pipe:
+        """Return one pipeline of a configuration; stages that share a device have equal parts of its memory."""
+        if way not in self._activations:
+            self._activations[way] = Activations.of(self.problem, self.cuts, self._rule(way))
+        shape = config.shape
+        groups = shape.groups()
+        count = (self.problem.policy.accumulate or 1) // shape.pipelines
+        if config.kind == "1f1b":
+            held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
+            return Pipe(self._costs, self._activations[way], groups, count, held, ahead=True)
+        held = occupancy(shape.ranks, shape.chunks, count).most
+        if KINDS[config.kind].splits:
+            held = most_held(config.kind, shape.ranks, shape.chunks, count)
+        return Pipe(self._costs, self._activations[way], groups, count, held, share=shape.chunks)
+
+    def _pipes(self, config: Config) -> Iterator[tuple[str, Callable[[], Pipe]]]:
+        """Yield the rules of all ways to recompute, and what makes the pipelines that do."""
+        yield from ((way.rule, partial(self._pipe, config, way)) for way in self._ways(config))
+
+    def _try(self, config: Config, way: Recompute, splits: Iterable[tuple[int, ...]]) -> Found | None:
+        """Simulate splits; return the last that became the best of its configuration, if one did."""
+        better = None
+        for split in splits:
+            better = self._try_split(config, way, split) or better
+        return better
+
+    def _try_split(self, config: Config, way: Recompute, split: tuple[int, ...]) -> Found | None:
+        """Simulate a split; return it if it became the best of its configuration."""
+        self.problem.deadline.check()
+        rule, groups = self._rule(way), config.shape.groups()
+        ends = [(self.cuts[i], self.cuts[j]) for i, j in pairwise(split)]
+        stages = tuple(
+            Stage(a, b, group, rule(a, b) if rule else ()) for (a, b), group in zip(ends, groups, strict=True)
+        )
+        makespan = self._simulated(config, stages)
+        known = self.finals.get(config)
+        if makespan is None or (known is not None and makespan >= known.makespan_ns):
+            return None
+        better = self.finals[config] = Found(makespan, config, split, way, stages)
+        if self.cutoff_ns is None or makespan < self.cutoff_ns:
+            self.best, self.cutoff_ns = better, makespan
+            if self.settings.progress:
+                shape = config.shape
+                self.settings.progress(
+                    f"best so far {format_ns(makespan)} a mini-batch with {shape.pipelines} x {shape.ranks} ranks, "
+                    f"{config.kind}"
+                )
+        return better
+
+    def _simulated(self, config: Config, stages: tuple[Stage, ...]) -> int | None:
+        """Return the time of a mini-batch, None where it doesn't fit the memory."""
+        key = config.kind, stages
+        if key not in self._seen:
+            problem = self.problem
+            graph, count = (
+                stage_graph(problem.chain, problem.platform, problem.policy, stages),
+                problem.policy.accumulate,
+            )
+            if problem.platform.shared_level is None:  # the pipelines are alike
+                graph, count = graph.first_replicas(), (count or 1) // config.shape.pipelines
+            self.steps += (count or 1) * len(graph.operations)
+            result = evaluate_simulated(graph, Schedule(config.kind, count), problem.platform, problem.deadline)
+            self._seen[key] = result.makespan_ns if fits(result) else None
+        return self._seen[key]
+
+    def _improve(self, moves: int) -> None:
+        """Move the cuts of the best configurations about while that helps, in so many simulated steps."""
+        end = self.steps + moves
+        for config in sorted(self.finals, key=lambda c: self.finals[c].makespan_ns)[:FINALISTS]:
+            found: Found | None = self.finals[config]
+            while found is not None and found.makespan_ns > self.bounds.get(config, config.bound_ns):
+                near = takewhile(lambda _: self.steps < end, moved(found.split))
+                tried = (self._try_split(config, found.recompute, split) for split in near)
+                found = next(filter(None, tried), None)
+
+    # --- where there is none ---
+
+    def _note_lack(self, config: Config) -> None:
+        """Keep what an even split of the configuration lacks with all recomputed, if it is least."""
+        way = list(self._ways(config))[-1]
+        pipe = self._pipe(config, way)
+        free = pipe.least(fit=False)
+        if free is None:
+            return
+        problem = self.problem
+        stages = pipe.stages(free[1], self._rule(way))
+        graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+        schedule = Schedule(config.kind, problem.policy.accumulate)
+        uses = evaluate_simulated(graph, schedule, problem.platform, problem.deadline).devices
+        worst = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
+        over = uses[worst].peak_bytes - uses[worst].memory_bytes
+        if self._lacking is None or over < self._lacking[0]:
+            shape = config.shape
+            where = f"{shape.pipelines} pipelines of {shape.ranks} ranks, {config.kind}"
+            self._lacking = over, uses[worst].peak_bytes, where
+
+    def why_none(self, stopped: str | None) -> str:
+        """Return one sentence on why nothing was found."""
+        if stopped is not None:
+            return f"the {stopped} ended the search before it found a plan for {self.name} that fits"
+        if self._lacking is None:
+            return f"no split of {len(self.units)} units that {self.name} keeps whole is possible"
+        over, needed, where = self._lacking
+        return (
+            f"no plan that {self.name} can express fits: the split that lacks least, {where}, needs "
+            f"{format_bytes(needed)} on a GPU, {format_bytes(over)} more than there is{self._together()}"
+        )
+
+    def _together(self) -> str:
+        if self.target.ties or not self.problem.chain.tied:
+            return ""
+        one, other = self.problem.chain.tied[0]
+        return f"; layers {one} and {other} share weights, which {self.name} has in one stage"

@@ -1,0 +1,279 @@
+"""Which plan costs least where its cost is a run: a drained mini-batch (patterned or message-driven), or nF1B?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from ...check.validate import structure_violations
+from ...cost.stage_graph import StageGraph, stage_graph
+from ...deadline import Deadline, OutOfTime
+from ...errors import BadInput
+from ...partition.balance import simplest
+from ...plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
+from ...problem import MICROBATCHES_PER_DEVICE, Problem
+from ...schedule.kinds import KINDS, too_long
+from ...schedule.program import unroll
+from ...schedule.simulate import STEP_S, simulate
+from ...schedule.timeline import flush_makespan_ns
+from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from ..simulated.other_schedules import schedule_stages
+from .limits import ENOUGH, LimitSearch
+from .placed import EFFORTS as PLACED_EFFORTS
+from .placed import PlacedSearch
+from .proposals import holding, move, moved, widened, with_special
+from .run import drained_run
+from .search import EFFORTS as ALTERNATING_EFFORTS
+from .search import DrainedSearch
+
+ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
+
+
+def plan_drained(
+    problem: Problem,
+    propose: Propose,
+    settings: Settings,
+    widen: bool,
+    kind: ScheduleKind,
+    limit: int | None,
+    effort: str | None = None,
+    kinds: Sequence[ScheduleKind] = (),
+) -> tuple[Incumbent, str | None]:
+    """Plan for the shortest drained mini-batch, in a pattern's order or message-driven. A heuristic.
+
+    With an ``effort`` stages are searched for that drain soonest, under any of ``kinds`` (none: ``kind`` alone).
+    """
+    if problem.policy.accumulate is None:
+        microbatches = MICROBATCHES_PER_DEVICE * len(problem.platform)
+        problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
+    schedule = Schedule(kind, problem.policy.accumulate, limit)
+    if KINDS[kind].simulated is None:
+        incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
+    else:
+        incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
+    if (
+        effort is not None
+        and incumbent.limits is not None
+        and incumbent.limits.places
+        and KINDS[kind].limit is not None
+    ):
+        return incumbent, _with_best(incumbent, partial(_within_limits, effort))
+    if effort is None or KINDS[kind].limit is not None:
+        return incumbent, run_search(widened(propose) if widen else propose, incumbent)
+    searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
+    alternating = [name for name in searched if name in ALTERNATING]
+    others = [name for name in searched if name not in ALTERNATING and (not kinds or not _searches(name))]
+    status = None
+    if incumbent.limits is None or not incumbent.limits.places:
+        status = run_search(_simplest_first(moved(propose)) if kind in ALTERNATING else propose, incumbent)
+    searches = [partial(_alternating, alternating, effort), partial(_on_pipelines, others, effort)]
+    for search in [*searches, partial(_under_others, kinds)] if kinds else searches:
+        status = status or _with_best(incumbent, search)
+    return incumbent, status
+
+
+def _simplest_first(propose: Propose) -> Propose:
+    """Let what takes no search be tried before what ``propose`` tries, which are heuristics that may miss it."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        incumbent.try_all(simplest(incumbent.problem))
+        propose(incumbent)
+
+    return proposed
+
+
+def _alternating(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
+    """Let stages that drain soonest with forwards and backwards in turn beat the best so far."""
+    incumbent.settings.status.phase = "stages on GPUs of their own"
+    search = DrainedSearch(incumbent.problem, kinds, ALTERNATING_EFFORTS[effort])
+    _take(incumbent, search if kinds else None)
+
+
+def _on_pipelines(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
+    """Let equal pipelines under other kinds of schedules beat the best so far."""
+    incumbent.settings.status.phase = "equal pipelines"
+    _take(incumbent, PlacedSearch(incumbent.problem, kinds, PLACED_EFFORTS[effort], incumbent.best_ns))
+
+
+def _within_limits(effort: str, incumbent: Incumbent) -> None:
+    """Let stages be placed as a schedule with a limit places them, cut and recomputed as is best under those without
+    one that place them alike, or not recomputed; at the limit that is best."""
+    limits, problem = incumbent.limits, incumbent.problem
+    assert limits is not None, "it is a schedule with one"
+    incumbent.settings.status.phase = "stages placed alike"
+    for alike in _placed_alike(limits.schedule.kind):
+        search = PlacedSearch(problem, [alike], PLACED_EFFORTS[effort], None)
+        try:
+            search.run()
+        finally:
+            if search.best is not None:
+                for stages in (search.best.stages, tuple(replace(x, checkpoint=()) for x in search.best.stages)):
+                    incumbent.try_(Allocation(stages))
+
+
+def _placed_alike(kind: ScheduleKind) -> list[ScheduleKind]:
+    """Return the kinds without a limit that place their stages as ``kind`` does, and need nothing else."""
+    own = KINDS[kind].simulated
+    assert own is not None, "it places stages"
+    options = set(own.options) - {"limit"}
+    rows = ((name, row.simulated) for name, row in KINDS.items() if row.drains and row.limit is None)
+    return [name for name, row in rows if row and row.homes is own.homes and set(row.options) == options]
+
+
+def _take(incumbent: Incumbent, search: DrainedSearch | PlacedSearch | None) -> None:
+    if search is None:
+        return
+    try:
+        search.run()
+    finally:
+        if search.best is not None:
+            incumbent.take(search.best.scheduled)
+
+
+def _under_others(kinds: Sequence[ScheduleKind], incumbent: Incumbent) -> None:
+    """Let the best's stages, or balanced ones on its GPUs, under every kind beat it, as they are simulated when others
+    are asked for; until none does."""
+    incumbent.settings.status.phase = "other schedules"
+    seen: set[tuple[ScheduleKind, tuple[Stage, ...]]] = set()
+    before: Scheduled | None = None
+    while incumbent.best is not before:
+        before = incumbent.best
+        assert before is not None, "it was the best"
+        for kind in kinds:
+            stages = _stages_under(incumbent.problem, before, kind)
+            if stages is not None and (kind, stages) not in seen:
+                seen.add((kind, stages))
+                found = _scheduled(incumbent.problem, stages, kind, before.cost)
+                if found is not None:
+                    incumbent.take(found)
+
+
+def _stages_under(problem: Problem, best: Scheduled, kind: ScheduleKind) -> tuple[Stage, ...] | None:
+    """Return the stages that a kind of schedule runs on the GPUs of the best; None where it can't."""
+    schedule = best.schedule or Schedule(ALTERNATING[0], problem.policy.accumulate)
+    plan = Plan(
+        problem.chain, problem.platform, problem.policy, best.allocation, best.pattern, (), Provenance(""), schedule
+    )
+    if KINDS[kind].simulated is None:
+        return best.allocation.stages
+    with suppress(BadInput):
+        stages = schedule_stages(plan, kind)  # what was recomputed whole may be a part of one then
+        in_part = any(x.checkpoint not in ((), ((x.start, x.stop),)) for x in stages)
+        return None if in_part and problem.checkpointing != "segments" else stages
+    return None
+
+
+def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, cutoff_ns: int) -> Scheduled | None:
+    """Return stages under a kind of schedule, under one that admits so many with the limit that is best, or the usual
+    one where it searches for its order; None where it takes ``cutoff_ns``."""
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+    schedule, limit = Schedule(kind, problem.policy.accumulate), KINDS[kind].limit
+    if too_long(len(graph.operations), schedule) is not None:
+        return None
+    if schedule.mini_batch * (graph.period_floor_ns - 1) >= cutoff_ns:
+        return None
+    if limit is None:
+        run = drained_run(problem, stages, kind)
+        return None if run is None else run.scheduled
+    if _searches(kind):
+        schedule = replace(schedule, limit=limit.usual(graph)[0])
+    limits = LimitSearch(schedule, problem.platform)
+    if limits.refuses(graph) is not None:
+        return None
+    choice = limits.choose(graph, problem.deadline)
+    if choice is None or structure_violations(problem.chain, problem.platform, problem.policy, stages):
+        return None
+    return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)
+
+
+def _searches(kind: ScheduleKind) -> bool:
+    simulated = KINDS[kind].simulated
+    return simulated is not None and simulated.searches
+
+
+def _with_best(incumbent: Incumbent, search: Callable[[Incumbent], None]) -> str | None:
+    """Let a search of its own beat the best so far; return why that ended early, or None."""
+    try:
+        with incumbent.problem.deadline.insist():
+            search(incumbent)
+    except OutOfTime:
+        return "time limit"
+    except KeyboardInterrupt:
+        if incumbent.best is None:
+            raise
+        return "interrupted"
+    return None
+
+
+def plan_nf1b(
+    problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
+) -> tuple[Incumbent, str | None]:
+    """Plan for the shortest period of nF1B, whose stages have one GPU each. A heuristic.
+
+    Of several sizes of mini-batches the one with the shortest period is taken, the largest of those that differ by no
+    more than a thousandth (the smallest where none fits), and its plan improved by local moves. The allocations
+    proposed for the first size are tried with the others too.
+    """
+    problem = replace(problem, replicas=False)
+    sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
+    chosen: Incumbent | None = None
+    status = None
+    proposals = with_special(propose) if widen else propose
+    for size in sizes:
+        here = problem.with_policy(replace(problem.policy, accumulate=size))
+        incumbent = Incumbent(
+            here, _naming(settings, size), limits=LimitSearch(Schedule(kind, size, limit), here.platform)
+        )
+        status = run_search(proposals, incumbent, chosen is not None)
+        if chosen is None:
+            proposals = _again(incumbent, widen)
+        if incumbent.best_ns is not None and chosen is not None and chosen.best_ns is not None:
+            shorter = incumbent.best_ns < chosen.best_ns - chosen.best_ns // ENOUGH
+        else:
+            shorter = incumbent.best_ns is not None
+        chosen = incumbent if chosen is None or chosen.best is None or shorter else chosen
+        if status is not None:
+            break
+    assert chosen is not None
+    if widen and status is None:
+        status = run_search(move, chosen)
+    return chosen, status
+
+
+def _naming(settings: Settings, size: int) -> Settings:
+    """Return the settings with a progress that says the size of mini-batches which its lines are about."""
+    progress = settings.progress
+    if progress is None:
+        return settings
+    return replace(settings, progress=lambda line: progress(f"{line}, in mini-batches of {size}"))
+
+
+def _again(earlier: Incumbent, widen: bool) -> Propose:
+    """Return what proposes the allocations that ``earlier`` has tried, and those that hold other mini-batches."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        assert incumbent.limits is not None
+        more = holding(incumbent.problem, incumbent.limits) if widen else ()
+        incumbent.try_all(chain(map(Allocation, earlier.seen), more))
+
+    return proposed
+
+
+def _mini_batches(devices: int) -> list[int]:
+    """Return the sizes of nF1B's mini-batches to choose from: W - 1, its half, the half of that, .., 1.
+
+    W - 1 is the fewest microbatches whose gradients are taken at weights that miss no more than one update (the paper's
+    version difference of 1), for its backward of one time point and vertical sync. Stages hold in proportion to them.
+    """
+    sizes = [max(1, devices - 1)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _drained(microbatches: int, graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:
+    deadline.check(microbatches * len(graph.operations) * STEP_S)
+    return flush_makespan_ns(simulate(unroll(graph, pattern, microbatches), deadline=deadline))

@@ -1,0 +1,203 @@
+"""Which allocations are worth a try beside a partitioner's own, where the plan's cost is another than it has minded?
+
+Partitioners seek the shortest period of a pattern, one stage at a time. A drained or simulated run may cost least on
+other stages, and so may a pattern whose stages all keep as many versions of the weights as the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain, takewhile
+
+from ...check.bounds import any_bound
+from ...cost.stage_graph import stage_graph
+from ...partition.balance import balance
+from ...partition.contiguous.claims import longest_period_ns
+from ...partition.contiguous.contiguous import feasible
+from ...partition.cuts import legal_cuts
+from ...partition.madpipe.exact import madpipe
+from ...partition.madpipe.tables import MOST_CUTS
+from ...partition.moves.local_search import local_search
+from ...partition.pipedream.paper import pipedream
+from ...plan import Allocation
+from ...problem import Problem
+from ..periodic.incumbent import Incumbent, Propose
+from .limits import LimitSearch
+from .paths import held, pipeline_tables, splits
+from .pipelines import Pipelines
+from .space import GridConfig
+
+DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
+SPECIAL_NODES = 3000  # of the integer program for MadPipe's plan
+
+
+def widened(propose: Propose) -> Propose:
+    """Return ``propose``, then more contiguous plans, MadPipe's with several stages on one GPU, and local moves.
+
+    The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B.
+    """
+
+    def proposed(incumbent: Incumbent) -> None:
+        with_special(propose)(incumbent)
+        move(incumbent)
+        walked = incumbent.best
+        if incumbent.limits is not None:
+            incumbent.try_all(_grids(incumbent, incumbent.limits))
+            if incumbent.best is not walked:
+                move(incumbent)
+
+    return proposed
+
+
+def moved(propose: Propose) -> Propose:
+    """Return ``propose``, then MadPipe's plan with several stages on one GPU, and local moves of the best."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        propose(incumbent)
+        _try_special(incumbent)
+        move(incumbent)
+
+    return proposed
+
+
+def with_special(propose: Propose) -> Propose:
+    """Return ``propose``, then more contiguous plans, and MadPipe's with several stages on one GPU."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        with_others(propose)(incumbent)
+        _try_special(incumbent)
+
+    return proposed
+
+
+def _try_special(incumbent: Incumbent) -> None:
+    """Try MadPipe's plan with several stages on one GPU; its integer program may take long, as it is the only one."""
+    problem, settings = incumbent.problem, incumbent.settings
+    if len(legal_cuts(problem, several=True)) > MOST_CUTS + 1:
+        return
+    incumbent.settings = replace(settings, node_limit=SPECIAL_NODES)
+    try:
+        incumbent.try_all(madpipe(problem))
+    finally:
+        incumbent.settings = settings
+
+
+def with_others(propose: Propose) -> Propose:
+    """Return ``propose``, then more contiguous plans."""
+
+    def proposed(incumbent: Incumbent) -> None:
+        propose(incumbent)
+        incumbent.try_all(_others(incumbent))
+
+    return proposed
+
+
+def move(incumbent: Incumbent) -> None:
+    """Walk from the best allocation so far, if there is one, to better ones."""
+    if incumbent.best is not None:
+        start, score, try_ = incumbent.best.allocation, incumbent.lower_bound, incumbent.try_
+        local_search(incumbent.problem, start, score, try_, DRAINED_MOVES, lambda: incumbent.expired)
+
+
+def _others(incumbent: Incumbent) -> Iterator[Allocation]:
+    """Yield the baselines' splits, those that hold what a limit admits, then the best contiguous plans of periods
+    longer than the best so far has; the last are also what fits little memory, or has replicas."""
+    problem = incumbent.problem
+    yield from chain(balance(problem), pipedream(problem), pipedream(problem, straight=True))
+    if incumbent.limits is not None:
+        yield from holding(problem, incumbent.limits)
+        if incumbent.best is not None and not problem.replicas:
+            return
+    elif incumbent.best is None:
+        return
+    for period in _longer_periods(_period(incumbent), longest_period_ns(problem)):
+        slower = feasible(problem, period)
+        if slower is not None:
+            yield slower
+
+
+def _grids(incumbent: Incumbent, limits: LimitSearch) -> Iterator[Allocation]:
+    """Yield the best split of every grid of equal pipelines that may drain sooner than the best so far."""
+    problem, count = incumbent.problem, limits.schedule.mini_batch
+    for stages in range(min(len(problem.platform), len(problem.chain)), 0, -1):
+        pipelines = len(problem.platform) // stages if problem.replicas else 1
+        if count % pipelines:
+            continue
+        groups = GridConfig(stages, pipelines, 1).groups()
+        grid = Pipelines(problem, groups, count // pipelines, limits.schedule.limit)
+        grid.bound(incumbent.best_ns)
+        if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:
+            continue
+        proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
+        for _ in grid.try_(takewhile(lambda _: not incumbent.expired, proposals)):
+            pass  # the last is the best
+        if grid.best is not None:
+            yield Allocation(grid.best.stages)
+
+
+def holding(problem: Problem, limits: LimitSearch) -> Iterator[Allocation]:
+    """Yield splits into one stage per GPU that recompute no more than they must to hold what a limit admits.
+
+    For the limit that was asked for, or for some: see :func:`..partition.contiguous.batch.splits`.
+    """
+    count, size = min(len(problem.platform), len(problem.chain)), limits.schedule.mini_batch
+    offer = pipeline_tables(problem, [(device,) for device in range(count)], size)
+    if offer is None:
+        return
+    batch = size if limits.kind.joins else 1
+    asked = limits.schedule.limit
+    for limit in [asked] if asked else dict.fromkeys((count, 2 * count - 1, max(1, count // 2), 1)):
+        for in_flight in dict.fromkeys(held(count, limit, batch)):
+            for cuts in splits(offer, in_flight):
+                stages = offer.stages(cuts, in_flight)
+                assert stages is not None, "splits only yields what fits"
+                yield Allocation(stages)
+
+
+def _period(incumbent: Incumbent) -> int:
+    """Return the period of the best so far, without a pattern that of its busiest resource; first a lower bound."""
+    problem, best = incumbent.problem, incumbent.best
+    if best is None:
+        return any_bound(problem).period_ns
+    if best.pattern is not None:
+        return best.pattern.period_ns
+    return stage_graph(problem.chain, problem.platform, problem.policy, best.allocation.stages).period_floor_ns
+
+
+def _longer_periods(period: int, longest: int, parts: int = 4) -> Iterator[int]:
+    """Yield periods above ``period``, ``parts`` to an octave, the last at least ``longest``."""
+    step = 0
+    while period * 2 ** (step / parts) < longest:
+        step += 1
+        yield int(period * 2 ** (step / parts)) + 1
+
+
+def synced(propose: Propose) -> Propose:
+    """Return ``propose``, then contiguous plans of periods up to that of the best, and for less memory; a heuristic.
+
+    Partitioners see one stage at a time, but under vertical sync the first one decides how many versions all keep. So
+    their split may run only at a long period where others, made for a longer one or with room to spare, fit.
+    """
+    return partial(_then_synced, propose)
+
+
+def _then_synced(propose: Propose, incumbent: Incumbent) -> None:
+    problem = incumbent.problem
+    propose(incumbent)
+    longest = incumbent.best_ns or longest_period_ns(problem)
+    for period in _longer_periods(any_bound(problem).period_ns, longest, 16):
+        if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
+            return
+        for share in range(16, 8, -2):
+            found = feasible(on_less_memory(problem, share), period)
+            if found is not None:
+                incumbent.try_(found)
+
+
+def on_less_memory(problem: Problem, share: int, parts: int = 16) -> Problem:
+    """Return the problem on devices with ``share`` in so many ``parts`` of their memory."""
+    platform = problem.platform
+    devices = tuple(replace(device, memory_bytes=device.memory_bytes * share // parts) for device in platform.devices)
+    return replace(problem, platform=replace(platform, devices=devices))

@@ -1,0 +1,345 @@
+"""What does every split take over stages on given groups of GPUs, drained?
+
+Stages recompute as little as lets them hold the microbatches that they are to have ahead. Many are timed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import combinations, pairwise
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from ...cost import time_model
+from ...integers import Ints, ceil_div, extend
+from ...partition.balance import balance
+from ...partition.contiguous.contiguous import tables_within
+from ...partition.cuts import round_trips_ns, waits_ns
+from ...partition.tables.options import NEVER, Ranges, StageOptions
+from ...partition.tables.split_paths import first_split, least_longest, shortest_split, up_to
+from ...partition.tables.stages import StageTables
+from ...plan import Stage
+from ...problem import Device, Level, Platform, Policy, Problem
+from .run import Run
+from .timing import Retiming, alternating, retimed
+
+SLACK = (0, 1, 2, 4, 8, 16, 32, 64, 96)  # 256ths by which the longest stage may exceed the shortest possible
+_FAR = 4  # places by which one cut moves
+_PAIRS = 16  # cuts up to which any two move together
+_LEVEL = 500  # what a level of steps costs of its own, in steps of a split
+
+Split = tuple[int, ...]  # indices of cuts
+Bools = npt.NDArray[np.bool_]
+
+
+class Tables:
+    """What every stage takes on a group of devices of which it has one part in ``parts`` of the memory, each table
+    computed once, shape (cuts, cuts)."""
+
+    def __init__(self, problem: Problem, found: StageTables, most_ns: int, parts: int = 1) -> None:
+        self.problem, self.found, self.most_ns, self.parts = problem, found, most_ns, parts
+        self.microbatches = problem.policy.accumulate or 1
+        self.size = len(found.cuts)
+        self.retimed: tuple[Run, Retiming] | None = None  # the last
+        self._options: dict[Device, StageOptions] = {x.device: x.options for x in found.classes}
+        self._known: dict[object, Ints] = {}
+
+    def options(self, group: Sequence[int]) -> StageOptions | None:
+        """Return the times of all stages on a group of devices."""
+        return self._options.get(_part(self.problem.platform.slowest(group), self.parts))
+
+    def times(self, group: Sequence[int], in_flight: int) -> Ints | None:
+        """Return U of every stage whose replicas each hold so many microbatches, NEVER if they can't."""
+        options, r = self.options(group), len(group)
+        if options is None:
+            return None
+        key = "times", self.problem.platform.slowest(group), r, in_flight
+        if key not in self._known:
+            self.problem.deadline.check()
+            table = np.full((self.size, self.size), NEVER, dtype=np.int64)
+            for i in range(self.size - 1):
+                stops = np.arange(i + 1, self.size)
+                ones = np.ones_like(stops)
+                table[i, i + 1 :] = options.work(i, stops, r * ones)(in_flight * ones)
+            table[table > r * self.most_ns] = NEVER
+            self._known[key] = table
+        return self._known[key]
+
+    def forward(self, group: Sequence[int]) -> Ints:
+        """Return F of every stage, with what it waits for where transfers block."""
+        device = self.problem.platform.slowest(group)
+        key = "forward", device
+        if key not in self._known:
+            cuts, timed = self.found.cuts, self.problem.chain.timed(device.times)
+            waits = waits_ns(self.problem, cuts) // 2
+            table = time_model.forward_ns(timed, cuts[:, None], cuts[None, :], device.speed)
+            self._known[key] = np.asarray(table + waits[:, None] + waits[None, :])
+        return self._known[key]
+
+    def update(self, group: Sequence[int]) -> Ints:
+        """Return what the update of every stage takes behind its last backward, at least."""
+        problem, platform = self.problem, self.problem.platform
+        path, device = platform.paths[platform.level_of(group)], platform.slowest(group)
+        key = "update", device, path, len(group)
+        if key not in self._known:
+            gradients = np.maximum(self.found.gradients, 0).astype(object)
+            table = np.asarray(time_model.ring_all_reduce_ns(gradients, len(group), *path)).astype(np.int64)
+            if problem.policy.steps_apart:
+                start, stop = self.found.cuts[:, None], self.found.cuts[None, :]
+                timed = problem.chain.timed(device.times)
+                step = time_model.step_ns(timed, problem.policy, start, stop, len(group), device.speed)
+                table = np.maximum(table, np.asarray(step))
+            self._known[key] = table
+        return self._known[key]
+
+    def weight(self, group: Sequence[int]) -> Ints:
+        """Return the part of every stage's backward that may come later."""
+        device = self.problem.platform.slowest(group)
+        key = "weight", device, len(group)
+        if key not in self._known:
+            cuts, timed = self.found.cuts, self.problem.chain.timed(device.times)
+            table = time_model.backward_weight_ns(
+                timed, self.problem.policy, cuts[:, None], cuts[None, :], len(group), device.speed
+            )
+            self._known[key] = np.asarray(table)
+        return self._known[key]
+
+    def trip(self, one: Sequence[int], other: Sequence[int]) -> Ints:
+        """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
+        platform = self.problem.platform
+        level = platform.level_between(one, other)
+        key = "trip", level, tuple(one) == tuple(other)
+        if key not in self._known:
+            trips = round_trips_ns(self.problem.chain, platform, self.found.cuts, level)
+            moves = tuple(one) != tuple(other) and not platform.blocking
+            self._known[key] = np.array([min(NEVER, trip) * moves for trip in trips], dtype=np.int64)
+        return self._known[key]
+
+
+def tables_of(problem: Problem, parts: int = 1) -> Tables | None:
+    """Return the tables of stages that may each fill one part in ``parts`` of their devices' memory, of those that
+    drained plans with some hope have; None where no contiguous plan fits that much."""
+    platform, microbatches = problem.platform, problem.policy.accumulate or 1
+    count = parts * len(platform)
+    slack = min(Fraction(4), max(Fraction(3, 2), Fraction(2 * count + microbatches, microbatches)))
+    relaxed = problem
+    if parts > 1:
+        devices = tuple(_part(device, parts) for device in platform.devices) * parts
+        level = Level(count, *platform.paths[0 if platform.blocking else -1])
+        relaxed = replace(problem, platform=replace(platform, devices=devices, levels=(level,)))
+    found = tables_within(relaxed, slack)
+    return None if found is None else Tables(problem, found[0], found[1], parts)
+
+
+def _part(device: Device, parts: int) -> Device:
+    return device if parts == 1 else replace(device, memory_bytes=device.memory_bytes // parts)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Stage s on ``groups[s]``, which may hold several, each holding ``held[s]`` microbatches on every device."""
+
+    tables: Tables
+    groups: tuple[tuple[int, ...], ...]
+    held: tuple[int, ...]
+
+    @cached_property
+    def times(self) -> list[Ints] | None:
+        """U of each stage; None where a group is none that the tables know."""
+        pairs = zip(self.groups, self.held, strict=True)
+        found = [self.tables.times(group, held) for group, held in pairs]
+        return [x for x in found if x is not None] if all(x is not None for x in found) else None
+
+    @cached_property
+    def trips(self) -> list[Ints]:
+        """Both transfers over each cut, by the stage before it."""
+        return [self.tables.trip(one, other) for one, other in pairwise(self.groups)]
+
+    def even(self) -> Iterator[Split]:
+        """Yield splits of about equal work, and those whose longest stage is shortest, with the long ones first or
+        last; all as far as they fit."""
+        if self.times is None:
+            return
+        for split in (self._balanced(), self._by_shares()):
+            pairs = list(pairwise(split))
+            inside = len(pairs) == len(self.groups) and split[0] == 0 and all(low < high for low, high in pairs)
+            if inside and all(u[pair] < NEVER for u, pair in zip(self.times, pairs, strict=True)):
+                yield split
+        times = [np.where(x < NEVER, ceil_div(x, len(g)), NEVER) for x, g in zip(self.times, self.groups, strict=True)]
+        longest = least_longest(times)
+        if longest is not None:
+            allowed = [up_to(longest, x) for x in times]
+            yield from (found for long in (True, False) if (found := first_split(allowed, long)))
+
+    def _balanced(self) -> Split:
+        """Return the split whose longest stage is shortest if nothing is recomputed; -1 for cuts that there aren't."""
+        problem, place = self.tables.problem, {int(cut): i for i, cut in enumerate(self.tables.found.cuts)}
+        devices = tuple(map(problem.platform.slowest, self.groups))
+        alone = Problem(problem.chain, Platform(devices, problem.platform.levels), Policy(), False, "none")
+        stages = next(balance(alone)).stages
+        return tuple(place.get(cut, -1) for cut in (0, *(stage.stop for stage in stages)))
+
+    def _by_shares(self) -> Split:
+        """Return the split with about as much work in each stage for each of its GPUs."""
+        work, shares = self.tables.found.work, np.cumsum(list(map(len, self.groups)))
+        inner = (int(np.abs(work - work[-1] * share // shares[-1]).argmin()) for share in shares[:-1])
+        return (0, *inner, self.tables.size - 1)
+
+    @cached_property
+    def costs(self) -> list[tuple[Ints, Ints, Ints, Ints]]:
+        """Forward, U, the part of it that may come later, and update of each stage."""
+        assert self.times is not None
+        of = self.tables
+        pairs = zip(self.groups, self.times, strict=True)
+        return [(of.forward(group), times, of.weight(group), of.update(group)) for group, times in pairs]
+
+    def starts(self) -> Iterator[Split]:
+        """Yield splits whose longest stage is shortest, or somewhat longer, and the way through them short."""
+        if self.times is None:
+            return
+        counts = map(len, self.groups)
+        times = [np.where(x < NEVER, ceil_div(x, r), NEVER) for x, r in zip(self.times, counts, strict=True)]
+        shortest, seen = least_longest(times), set()
+        if shortest is None:
+            return
+        for step in SLACK:
+            longest = shortest + shortest * step // 256
+            allowed = [np.where(x <= longest, u, NEVER) for x, u in zip(times, self.times, strict=True)]
+            split = shortest_split(allowed, self.trips)
+            if split is not None and split not in seen:
+                seen.add(split)
+                yield split
+
+    def makespans(self, splits: Sequence[Split], run: Run, again: Ints | int = 0) -> Ints:
+        """Return about what a mini-batch of each split takes, NEVER where one doesn't fit: if devices and links keep
+        the order of a ``run``, and backwards, by stages and splits, take ``again`` more."""
+        durations, updates, fits = self.durations(splits, run.timeline.program.split)
+        durations[len(self.groups) : 2 * len(self.groups)] += again
+        count = len(self.groups)
+        first = {"F": 0, "B": count, "SEND_F": 2 * count, "SEND_B": 2 * count - 1, "W": 3 * count - 1}
+        rows = [first[work.kind] + work.stage for work in run.timeline.program.operations]
+        return np.where(fits, self._retimed(run).makespans(durations[rows], updates), NEVER)
+
+    def durations(self, splits: Sequence[Split], apart: bool = False) -> tuple[Ints, Ints, Bools]:
+        """Return what the stages of each split take, and their updates, by columns, and whether they fit: forwards,
+        backwards, one-way transfers behind all but the last, and, ``apart``, what of a backward comes later."""
+        cuts = np.array(splits, dtype=np.int64).T
+        picked = [
+            tuple(table[low, high] for table in tables)
+            for tables, low, high in zip(self.costs, cuts[:-1], cuts[1:], strict=True)
+        ]
+        forward, work, weight, update = (np.stack(x) for x in zip(*picked, strict=True))
+        there = [trip[at] // 2 for trip, at in zip(self.trips, cuts[1:-1], strict=True)]
+        fits: Bools = np.all(work < NEVER, axis=0)
+        backward = np.where(fits, work - forward - (weight if apart else 0), 0)
+        return np.concatenate([forward, backward, *(x[None, :] for x in there), weight]), update, fits
+
+    def ways(self, split: Split) -> list[Sequence[Ranges]]:
+        """Return the ways to recompute each stage of a split, the quickest first, those later keeping less."""
+        found = []
+        for group, (i, j) in zip(self.groups, pairwise(split), strict=True):
+            options = self.tables.options(group)
+            assert options is not None, "its times were asked for"
+            found.append(options.ways(i, j, len(group)))
+        return found
+
+    def _retimed(self, run: Run) -> Retiming:
+        known = self.tables.retimed
+        if known is None or known[0] is not run:
+            known = self.tables.retimed = run, retimed(run.timeline)
+        return known[1]
+
+    def stages(self, split: Split) -> tuple[Stage, ...]:
+        """Return the stages of a split, which recompute what they must."""
+        cuts = self.tables.found.cuts
+        found = []
+        for (i, j), group, held in zip(pairwise(split), self.groups, self.held, strict=True):
+            options = self.tables.options(group)
+            assert options is not None, "its times were asked for"
+            found.append(Stage(int(cuts[i]), int(cuts[j]), group, options.checkpoint(i, j, held, len(group))))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Shares(Placed):
+    """Stages on GPUs of their own, next to each other, that run ``ahead`` forwards before their first backward."""
+
+    ahead: tuple[int, ...]
+
+    @staticmethod
+    def of(tables: Tables, replicas: Sequence[int], ahead: Sequence[int]) -> Shares:
+        """Return those of stages with so many ``replicas``."""
+        ends = np.cumsum([0, *replicas]).tolist()
+        groups = tuple(tuple(range(low, high)) for low, high in pairwise(ends))
+        held = tuple(min(a, ceil_div(tables.microbatches, r)) for a, r in zip(ahead, replicas, strict=True))
+        return Shares(tables, groups, held, tuple(ahead))
+
+    def with_ahead(self, ahead: Sequence[int]) -> Shares:
+        """Return the same with other forwards ahead."""
+        return Shares.of(self.tables, self.replicas, ahead)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The GPUs of each stage."""
+        return tuple(map(len, self.groups))
+
+    @cached_property
+    def steps(self) -> Retiming | None:
+        """The steps of a mini-batch; None where these stages wait for each other."""
+        return alternating(self.replicas, self.ahead, self.tables.microbatches)
+
+    @property
+    def possible(self) -> bool:
+        """Whether there may be such stages."""
+        return self.times is not None and self.steps is not None
+
+    def least_makespans(self, splits: Sequence[Split]) -> Ints:
+        """Return no more than a mini-batch of each split takes under 1F1B, NEVER where one doesn't fit."""
+        assert self.steps is not None, "somebody has asked whether this is possible"
+        durations, updates, fits = self.durations(splits)
+        return np.where(fits, self.steps.makespans(durations, updates), NEVER)
+
+    def counts(self, split: Split, slack: Fraction = Fraction(1)) -> tuple[int, ...]:
+        """Return what the replicas of a split hold in the pattern of its shortest period, or of one ``slack`` times as
+        long, by 1F1B*."""
+        problem = self.tables.problem
+        assert self.times is not None
+        works = [int(u[i, j]) for u, (i, j) in zip(self.times, pairwise(split), strict=True)]
+        trips = [int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True)]
+        links = [lcm(one, other) for one, other in pairwise(self.replicas)]
+        loads = [ceil_div(u, r) for u, r in zip(works, self.replicas, strict=True)]
+        loads += [ceil_div(c, n) for c, n in zip(trips, links, strict=True)]
+        period = int(max(loads) * slack)
+        found, delay = list[int](), 0
+        for s in reversed(range(len(works))):
+            own = self.replicas[s] * period
+            delay = extend(delay, works[s], own)
+            found.append(max(1, ceil_div(delay, own)))
+            if s:
+                both = problem.platform.full_duplex
+                delay = delay + trips[s - 1] if both else extend(delay, trips[s - 1], links[s - 1] * period)
+        return tuple(reversed(found))
+
+    def cost(self, splits: int) -> int:
+        """Return the effort of timing so many splits, in steps."""
+        assert self.steps is not None
+        return _LEVEL * len(self.steps.ends) + splits * len(self.steps.takes)
+
+
+def near(split: Split, size: int) -> Iterator[Split]:
+    """Yield splits with one cut moved up to some places, several neighbouring ones, or any two, by a place."""
+    inner = range(1, len(split) - 1)
+    moves: list[dict[int, int]] = [{s: step} for s in inner for far in range(1, _FAR + 1) for step in (far, -far)]
+    moves += [dict.fromkeys(range(a, b), step) for a in inner for b in range(a + 2, len(split)) for step in (1, -1)]
+    if len(inner) <= _PAIRS:
+        moves += [{a: x, b: y} for a, b in combinations(inner, 2) for x, y in ((1, -1), (-1, 1))]
+        moves += [{a: x, b: x} for a, b in combinations(inner, 2) if b > a + 1 for x in (1, -1)]
+    for change in moves:
+        moved = tuple(cut + change.get(s, 0) for s, cut in enumerate(split))
+        if moved[-1] == size - 1 and all(low < high for low, high in pairwise(moved)):
+            yield moved

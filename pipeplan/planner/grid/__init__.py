@@ -1,1 +1,0 @@
-"""Which grid of pipelines by data parallelism?"""

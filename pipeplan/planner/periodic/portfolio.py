@@ -1,0 +1,311 @@
+"""What does ``plan`` try by default? The exact contiguous plan first, then everything that might beat it: a portfolio.
+
+Never worse than exact contiguous. Budgets count candidates, so equal inputs give equal plans; the clock only aborts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import ceil
+
+from ...check.bounds import proof, quick_proof
+from ...cost.stage_graph import stage_graph
+from ...partition.balance import balance
+from ...partition.contiguous.claims import longest_period_ns
+from ...partition.contiguous.contiguous import contiguous
+from ...partition.cuts import legal_cuts
+from ...partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
+from ...partition.madpipe.tables import MOST_CUTS
+from ...partition.moves.local_search import local_search
+from ...partition.moves.misfit import Misfits
+from ...partition.moves.wander import wander
+from ...plan import Allocation, Stage
+from ...problem import Checkpointing, Problem
+from ...schedule.periodic.ilp import IlpStatus
+from ...status import Status
+from ..drained.proposals import on_less_memory
+from .incumbent import Incumbent, Scheduled, Settings
+from .jobs import in_order
+
+FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
+TIGHTER = (9,)  # tenths of the memory, in which plans leave room for moves
+LITTLE = 1.01  # times the bound: no walks are made for less
+MUCH = 0.2  # of the bound by averages, which a plan may be above it
+MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
+
+
+@dataclass(frozen=True, slots=True)
+class SearchEffort:
+    """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
+
+    Local ``moves`` are made several ``times``, each with chances of its own, and once more keeping what is recomputed
+    in part. They end early after ``patience`` of them in a row that can't pay by their bounds, for each percent that
+    the best plan is above the bound by averages: the more there is to gain. Then come ``rounds`` of ``walks`` that may
+    become worse meanwhile, as long as a round has found something better: each of ``steps`` where there are
+    :data:`MUCH` or more to gain, else of as many less. ``nodes`` end the integer program of one
+    candidate, ``solver_s`` one that takes long for them; a
+    plan whose search they cut short says ``node limit`` or ``time limit``.
+    """
+
+    periods: int
+    moves: int
+    patience: int
+    times: int
+    rounds: int
+    walks: int
+    steps: int
+    nodes: int
+    solver_s: float
+
+    @property
+    def without_walks(self) -> SearchEffort:
+        """The same for a second search of nearly the same problem."""
+        return replace(self, rounds=0)
+
+
+EFFORTS = {
+    "quick": SearchEffort(0, 0, 0, 0, 0, 0, 0, 3000, 300),
+    "normal": SearchEffort(8, 8000, 150, 2, 2, 3, 12000, 50, 20),
+    "high": SearchEffort(24, 60000, 600, 4, 8, 12, 40000, 3000, 300),
+}
+
+
+def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = TIGHTER) -> None:
+    """Propose allocations to ``incumbent`` until its best is near the bound of class ``any`` or ``effort`` is spent.
+
+    Where the cost is not the period of a pattern only the contiguous plan is proposed.
+    """
+    problem, status = incumbent.problem, incumbent.settings.status
+    averaged = quick_proof(problem).period_ns
+    if incumbent.periodic:
+        incumbent.floor_ns = status.floor_ns = averaged
+
+    def done() -> bool:
+        return incumbent.expired or incumbent.near_bound
+
+    status.phase = "exact contiguous"
+    for allocation in propose_contiguous(incumbent):
+        incumbent.try_(allocation)
+    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+        return
+    proved = proof(problem)
+    incumbent.floor_ns = status.floor_ns = proved.period_ns
+    if proved.infeasible or done():
+        return
+    status.phase = "one GPU with several stages"
+    for allocation in _one_special(incumbent, effort.periods):
+        incumbent.try_(allocation)
+        if done():
+            return
+    if incumbent.best_ns is not None and effort.moves:
+        incumbent.floor_ns = status.floor_ns = proof(problem, up_to=incumbent.best_ns).period_ns
+        if done():
+            return
+    status.phase = "where local moves start"
+    made: set[tuple[int, tuple[Stage, ...]]] = set()
+    for start in _starts(incumbent, effort, () if problem.policy.open else tighter):
+        status.phase = "local moves"
+        for walk in range(effort.times + 1 if effort.times else 0):
+            if walk:
+                if incumbent.best is None:
+                    break  # a walk without end has found nothing that fits
+                start = incumbent.best.allocation
+            if evenly_shared(problem, start) or (walk, start.stages) in made:
+                continue  # small changes make it worse, or it would be the same again
+            made.add((walk, start.stages))
+            moves = _moves(effort, problem, start)
+            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
+            patience, try_ = min(moves, patience), incumbent.try_
+            local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.times)
+    best = incumbent.best
+    if best is not None and (evenly_shared(problem, best.allocation) or best.cost <= proved.period_ns * LITTLE):
+        return
+    status.phase = "walks"
+    for round_ in range(effort.rounds):
+        steps = _moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent))
+        steps = min(steps, STEPS_EACH * len(problem.chain) * len(problem.platform))
+        if incumbent.best_ns is not None:
+            steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
+        if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
+            return
+
+
+def _walk_start(incumbent: Incumbent) -> Allocation:
+    return next(balance(incumbent.problem)) if incumbent.best is None else incumbent.best.allocation
+
+
+def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
+    """Take the best of some walks from the best so far, each of its own chances; return whether it was better.
+
+    They don't see what others find, so they may be made in processes of their own.
+    """
+    misfits = Misfits(incumbent.problem)
+    before, settings = incumbent.best, incumbent.settings
+    alone = replace(settings, progress=None, status=Status())
+    start = _walk_start(incumbent)
+    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
+    for found, stopped, unsolved in in_order(settings.jobs, _walk, arguments):
+        incumbent.stopped = incumbent.stopped or stopped
+        settings.status.unsolved += unsolved
+        if found is not None and not incumbent.near_bound:
+            incumbent.take(found)
+        if incumbent.expired or incumbent.near_bound:
+            break
+    return incumbent.best is not before
+
+
+def _walk(
+    misfits: Misfits,
+    settings: Settings,
+    start: Allocation,
+    best: Scheduled | None,
+    floor_ns: int | None,
+    steps: int,
+    seed: int,
+) -> tuple[Scheduled | None, IlpStatus | None, int]:
+    """Return the best that a walk from ``start`` finds, if it beats ``best``, what cut anything short, and how many
+    allocations it met that the solver failed on."""
+    problem, before = misfits.problem, settings.status.unsolved
+    incumbent = Incumbent(problem, settings, start=best)
+    incumbent.floor_ns = floor_ns
+    longest = longest_period_ns(problem)
+
+    def misfit(stages: tuple[Stage, ...], enough: float) -> float:
+        return misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, enough)
+
+    def done() -> bool:
+        return incumbent.expired or incumbent.near_bound
+
+    wander(problem, start, misfit, incumbent.try_, steps, done, seed)
+    unsolved = settings.status.unsolved - before
+    return None if incumbent.best is best else incumbent.best, incumbent.stopped, unsolved
+
+
+def evenly_shared(problem: Problem, allocation: Allocation) -> bool:
+    """Whether all layers are on all of equal devices, bound by their work: what is near takes more."""
+    stages, platform = allocation.stages, problem.platform
+    if len(stages) > 1 or stages[0].replicas < len(platform) or len(set(platform.devices)) > 1:
+        return False
+    graph = stage_graph(problem.chain, platform, problem.policy, stages)
+    return graph.period_floor_ns > max(graph.sync_periods_ns)
+
+
+def places(problem: Problem) -> int:
+    """Return the cuts squared times GPUs, by which searches take their time."""
+    return len(legal_cuts(problem)) ** 2 * len(problem.platform)
+
+
+def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
+    """Return how many moves a walk may make: fewer where each takes long, with very many stages or layers."""
+    return (
+        effort.moves
+        * FEW_STAGES
+        * FEW_LAYERS
+        // (max(FEW_STAGES, len(start.stages)) * max(FEW_LAYERS, len(problem.chain)))
+    )
+
+
+def _patience(effort: SearchEffort, gap: float) -> int:
+    """Return how many moves in a row that can't pay end a walk at a plan ``gap`` above the bound by averages."""
+    return ceil(effort.patience * 100 * gap)
+
+
+def _starts(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -> Iterator[Allocation]:
+    """Yield where local search starts: the best so far, or else the evenest split over single devices.
+
+    Its moves leave segments as they are, so it starts from the best plan that recomputes whole stages as well; and
+    they seldom take replicas apart, so with those from the best plan without. Last, from what a search finds in
+    less memory, so that more of it is seldom worse.
+    """
+    problem = incumbent.problem
+    if incumbent.best is None:
+        yield from islice(balance(problem), 1)
+        return
+    seen = {incumbent.best.allocation.stages}
+    yield incumbent.best.allocation
+    whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
+    quick = places(problem) <= MOST_PLACES
+    for replicas in (True, False)[: 2 if quick else 1] if problem.replicas else (False,):
+        for allocation in contiguous(replace(problem, checkpointing=whole, replicas=replicas)):
+            incumbent.try_(allocation)
+            if allocation.stages not in seen:
+                seen.add(allocation.stages)
+                yield allocation
+    if not (quick and effort.moves) or incumbent.expired or incumbent.near_bound:
+        return
+    if evenly_shared(problem, incumbent.best.allocation):
+        return
+    for share in tighter:
+        other = Incumbent(
+            on_less_memory(problem, share, 10), replace(incumbent.settings, progress=None, status=Status())
+        )
+        search(other, effort, ())
+        if other.best is not None and other.best.allocation.stages not in seen:
+            incumbent.try_(other.best.allocation)
+            seen.add(other.best.allocation.stages)
+            yield other.best.allocation
+
+
+def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
+    """Yield the best contiguous allocation and leave with ``incumbent`` the bound that its search has proved.
+
+    Where segments are too many for a proof, the exact optimum of whole-stage recomputation is proposed as well.
+    """
+    problem, proved = incumbent.problem, False
+    for allocation in contiguous(problem):
+        assert allocation.lower_bound_ns is not None
+        incumbent.bound("contiguous", problem.replicas, problem.checkpointing, allocation.lower_bound_ns)
+        proved = allocation.lower_bound_ns == allocation.claimed_period_ns
+        yield allocation
+    if problem.checkpointing == "segments" and not proved:
+        yield from contiguous(replace(problem, checkpointing="stages"))
+
+
+def proved_special(problem: Problem) -> int | None:
+    """Return the best lower bound (ns) that is known of class one-special, without replicas and recomputation: its own
+    or that of all plans; None when no such plan exists."""
+    low, every = one_special_bound(problem), proof(replace(problem, replicas=False, checkpointing="none"))
+    return None if low is None or every.infeasible else max(low, every.period_ns)
+
+
+_CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
+
+
+def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
+    """Yield MadPipe's allocations at periods between its lower bound and the incumbent, the most hopeful first.
+
+    Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
+    shorter periods propose allocations that may, and ``tight`` those that only just might.
+    """
+    problem = incumbent.problem
+    too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
+    if not periods or too_many or places(problem) > MOST_PLACES:
+        return
+    wider = problem.replicas or problem.checkpointing != "none"
+    if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
+        return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
+    low = proved_special(problem)
+    if low is None:
+        return
+    incumbent.bound("one-special", False, "none", low)
+    if incumbent.best_ns is not None and low >= incumbent.best_ns:
+        return
+    first = smallest_period(problem, "full")
+    if first is not None:
+        yield first
+    high = incumbent.best_ns
+    if high is None:
+        if first is None or first.claimed_period_ns is None:
+            return
+        high = 2 * first.claimed_period_ns
+    for step in range(periods):
+        period = round(low * (high / low) ** (step / periods))
+        if incumbent.best_ns is not None and period >= incumbent.best_ns:
+            return
+        for charge, split in _CHARGES:
+            found = decide(problem, period, charge, split)
+            if found is not None:
+                yield found

@@ -1,0 +1,1 @@
+"""What if the problem, the plan or the target were another?"""

@@ -1,0 +1,136 @@
+"""What would a plan's problem take with weights kept otherwise? As far as about a second of search tells.
+
+So that nobody takes delayed weights without need, or drains without knowing the price. The work is bounded by counts,
+not by a clock: equal inputs give equal answers.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from ...check.validate import check
+from ...deadline import Deadline, OutOfTime
+from ...errors import BadInput, Infeasible
+from ...partition.cuts import legal_cuts
+from ...partition.madpipe.exact import smallest_period
+from ...partition.madpipe.tables import MOST_CUTS
+from ...plan import Allocation, Alternative, Plan, Provenance, Schedule
+from ...problem import Checkpointing, Problem, Weights
+from ...schedule.kinds import kinds_for
+from ...status import Status
+from ..drained.plan import plan_drained
+from ..drained.proposals import with_others
+from ..periodic.incumbent import Incumbent, Settings
+from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
+from ..plan import Planned, make_plan
+
+COMPARED: tuple[Weights, ...] = ("flush", "2bw", "stash")
+MOST_STEPS = 3 * 10**5  # of simulated mini-batches, which take as long
+LEAST_S = 5.0  # of CPU time for the price of draining, where the search took less
+_DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates, about
+
+
+def with_alternatives(
+    planned: Planned, problem: Problem, settings: Settings | None = None, seconds: float = 0.0
+) -> Planned:
+    """Return the plan with what others take with weights kept otherwise, at the same interval: its own stages, the best
+    contiguous ones, and where layers must stay on one GPU, the best with several stages on one. Their stages are stored
+    or recomputed whole. What drains is the best that a quick search under all such schedules finds in as many
+    ``seconds`` of CPU time as the plan took, if that comes to an end.
+
+    Left out are what the plan names already, all for networks and platforms that take longer to search, the
+    drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
+    """
+    plan = planned.plan
+    if places(problem) > MOST_PLACES:
+        return planned
+    found = list(plan.provenance.alternatives)
+    if settings is not None:
+        settings.status.phase = "other weights"
+    known = {plan.policy.weights, *(x.weights for x in found)}
+    with suppress(OutOfTime):
+        for weights in COMPARED:
+            if weights not in known and problem.policy.goes_with(weights):
+                drained = _drained(problem, plan.interval, settings, seconds) if weights == "flush" else []
+                found += drained or _alternative(problem, weights, plan)
+    found.sort(key=lambda x: COMPARED.index(x.weights) if x.weights in COMPARED else -1)
+    options = dict(plan.provenance.options)
+    if plan.allocation.data_parallel:
+        with suppress(OutOfTime):
+            options["pipeline_ns"] = _pipeline_ns(problem, plan)
+    provenance = replace(plan.provenance, options=options, alternatives=tuple(found))
+    return replace(planned, plan=replace(plan, provenance=provenance))
+
+
+def _pipeline_ns(problem: Problem, plan: Plan) -> int | None:
+    """Return the period of the best contiguous pipeline without replicas, for a plan that has one stage alone."""
+    alone = replace(problem.with_policy(plan.policy), replicas=False)
+    try:
+        return make_plan(alone, "contiguous", settings=Settings(explained=False)).evaluation.period_ns
+    except Infeasible:
+        return None
+
+
+def _drained(problem: Problem, interval: int, settings: Settings | None, seconds: float) -> list[Alternative]:
+    """Return what the best plan takes that drains, by a quick search under all schedules; nothing where that takes
+    long."""
+    settings = replace(settings or Settings(), explained=False, progress=None, status=Status())
+    end, given = time.process_time() + max(seconds, LEAST_S), problem.deadline
+    deadline = Deadline(lambda: min(end - time.process_time(), given.remaining_s()))
+    policy = replace(problem.policy, weights="flush", accumulate=interval, vertical_sync=False)
+    try:
+        found = make_plan(replace(problem.with_policy(policy), deadline=deadline), settings=settings, effort="quick")
+    except (BadInput, Infeasible, OutOfTime):  # some have too many steps to be simulated
+        return []
+    done = found.plan.provenance.solver_status != "time limit"
+    return [Alternative("flush", interval, found.evaluation.period_ns)] if done else []
+
+
+def _under(problem: Problem, weights: Weights, interval: int) -> Problem:
+    policy = replace(problem.policy, weights=weights, accumulate=interval, vertical_sync=False)
+    allowed: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
+    here = replace(problem.with_policy(policy), checkpointing=allowed)
+    here.deadline.check()
+    return here
+
+
+def _alternative(problem: Problem, weights: Weights, plan: Plan) -> list[Alternative]:
+    """Return what the best plan found takes, also of the stages of ``plan``; nothing where a second isn't enough to
+    tell."""
+    interval = plan.interval
+    here = _under(problem, weights, interval)
+    kind = kinds_for(weights)[0]
+    if kind == "flush":
+        steps = interval * (4 * min(len(here.platform), len(here.chain)) - 2)
+        if steps > MOST_STEPS:
+            return []
+        propose = with_others(_contiguous) if _DRAINED * steps <= MOST_STEPS else _contiguous
+        incumbent, _ = plan_drained(here, propose, Settings(), False, kind, None)
+    else:
+        incumbent = Incumbent(here, Settings())
+        if plan.policy.weights != "flush":
+            incumbent.try_(Allocation(plan.allocation.stages))
+        _contiguous(incumbent)
+        _with_ties_on_one_device(incumbent)
+    if incumbent.best is None:
+        return [Alternative(weights, interval, None)]
+    schedule = Schedule(kind, interval if kind == "flush" else None)
+    best = incumbent.best
+    plan = Plan(
+        here.chain, here.platform, here.policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule
+    )
+    return [Alternative(weights, interval, check(plan).period_ns)]
+
+
+def _contiguous(incumbent: Incumbent) -> None:
+    incumbent.try_all(propose_contiguous(incumbent))
+
+
+def _with_ties_on_one_device(incumbent: Incumbent) -> None:
+    problem = incumbent.problem
+    bound = not problem.policy.updates_together and problem.chain.tied and len(problem.platform) > 1
+    if bound and len(legal_cuts(problem, several=True)) <= MOST_CUTS + 1:
+        found = smallest_period(problem, "full")
+        incumbent.try_all([] if found is None else [found])

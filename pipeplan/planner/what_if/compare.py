@@ -1,0 +1,178 @@
+"""Which period does each algorithm reach on one network, for several numbers of GPUs and memories?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ...check.bounds import any_bound
+from ...cost.stage_graph import stage_graph
+from ...deadline import OutOfTime
+from ...errors import Infeasible
+from ...integers import ceil_div
+from ...partition.balance import balance
+from ...problem import MICROBATCHES_PER_DEVICE, Device, Problem
+from ...schedule.gpipe import gpipe
+from ...schedule.kinds import endless
+from ...schedule.memory import run_uses
+from ...schedule.simulate import simulate
+from ...schedule.timeline import flush_makespan_ns
+from ..least_late import least_late
+from ..periodic.incumbent import Settings
+from ..periodic.interval import at_interval
+from ..periodic.jobs import in_order
+from ..plan import AUTO, Planned, make_plan, with_interval
+
+GPIPE = "gpipe"
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What one algorithm reached: its scheduled period (None: no plan) and what it claimed before scheduling, in ns."""
+
+    algorithm: str
+    period_ns: int | None
+    claimed_ns: int | None
+    seconds: float
+    data_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OnePlatform:
+    """One platform: its number of GPUs, the memory of each (bytes), after how much all plans update
+    weights, the bound of class ``any`` (ns), a cell each."""
+
+    gpus: int
+    memory_bytes: int
+    update_microbatches: int
+    update_samples: int
+    bound_ns: int
+    cells: tuple[Reached, ...]
+
+    @property
+    def best_ns(self) -> int | None:
+        """The shortest period in the row."""
+        return min((cell.period_ns for cell in self.cells if cell.period_ns is not None), default=None)
+
+
+def compare(
+    problem: Problem,
+    gpus: Sequence[int],
+    memories: Sequence[int],
+    algorithms: Sequence[str],
+    *,
+    clock: Callable[[], float],
+    settings: Settings | None = None,
+    effort: str = "normal",
+    jobs: int = 1,
+    weights: bool = True,
+    batch: bool = True,
+) -> Iterator[OnePlatform]:
+    """Yield a row for each number of GPUs and memory, as soon as it is done.
+
+    The network and its bandwidth come from ``problem``'s platform, which must have one level. Algorithms are the
+    planner's and ``gpipe``: balanced stages that run all forwards of a mini-batch and then all backwards, drained.
+    All have one interval between updates in a row: the problem's, or the largest that one of them decides on where it
+    is open; where nobody said the ``batch``, four microbatches a GPU. Where nobody said the ``weights`` each algorithm
+    takes those that :func:`.least_late.least_late` would. ``clock`` gives CPU seconds. ``jobs`` rows are made at a
+    time, each in a process.
+    """
+    yield from in_order(
+        jobs, _row, _platforms(problem, gpus, memories, batch, algorithms, clock, settings, effort, weights)
+    )
+
+
+def _platforms(
+    problem: Problem, gpus: Sequence[int], memories: Sequence[int], batch: bool, *rest: object
+) -> Iterator[tuple[object, ...]]:
+    """Yield the arguments of :func:`_row` for each number of GPUs and memory."""
+    level, reserved = problem.platform.levels[0], problem.platform.reserved_bytes
+    for count in gpus:
+        for memory in memories:
+            platform = replace(
+                problem.platform, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
+            )
+            every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count
+            yield at_interval(replace(problem, platform=platform), every), *rest
+
+
+def _row(
+    problem: Problem,
+    algorithms: Sequence[str],
+    clock: Callable[[], float],
+    settings: Settings | None,
+    effort: str,
+    weights: bool = True,
+) -> OnePlatform:
+    settings = replace(settings or Settings(), explained=False)
+    plans, seconds = dict[str, Planned | None](), dict[str, float]()
+
+    def make(name: str, algorithm: str) -> None:
+        began = clock()
+        planned = partial(make_plan, algorithm=algorithm, settings=settings, effort=effort)
+        try:
+            plans[name] = planned(problem) if weights else least_late(problem, lambda x: (planned(x), x))[0]
+        except (Infeasible, OutOfTime):
+            plans[name] = None
+        seconds[name] = seconds.get(name, 0.0) + clock() - began
+
+    interval = problem.policy.accumulate
+    for name in algorithms:
+        if name != GPIPE:
+            make(name, name)
+    if interval is None:
+        intervals = [found.plan.interval for found in plans.values() if found is not None]
+        interval = max(intervals, default=MICROBATCHES_PER_DEVICE * len(problem.platform))
+        problem = at_interval(problem, interval)
+        for name, found in list(plans.items()):
+            if found is not None and found.plan.policy.accumulate != interval:
+                slow = name == AUTO and found.plan.pattern is not None  # its own stages, or a quick search's
+                make(name, "contiguous" if slow else name)
+                plans[name] = _better(plans[name], with_interval(found, interval)) if slow else plans[name]
+    cells = []
+    for name in algorithms:
+        began = clock()
+        if name == GPIPE:
+            cells.append(Reached(name, gpipe_period_ns(problem, interval), None, clock() - began))
+        else:
+            cells.append(_reached(name, plans[name], seconds[name]))
+    count, memory = len(problem.platform), problem.platform.devices[0].memory_bytes
+    samples = interval * problem.chain.microbatch
+    return OnePlatform(count, memory, interval, samples, any_bound(problem).period_ns, tuple(cells))
+
+
+def _better(one: Planned | None, other: Planned) -> Planned:
+    return one if one is not None and one.evaluation.period_ns <= other.evaluation.period_ns else other
+
+
+def _reached(algorithm: str, found: Planned | None, seconds: float) -> Reached:
+    if found is None:
+        return Reached(algorithm, None, None, seconds)
+    return Reached(
+        algorithm,
+        found.evaluation.period_ns,
+        found.plan.provenance.claimed_period_ns,
+        seconds,
+        found.plan.allocation.data_parallel,
+    )
+
+
+def gpipe_period_ns(problem: Problem, microbatches: int) -> int | None:
+    """Return the makespan per microbatch (ns) of GPipe on balanced stages, or None when they don't fit the memory.
+
+    One weight version, mini-batches of ``microbatches``, every one of them in flight before the first backward; stages
+    are recomputed where the problem allows it and they don't fit otherwise. None at the problem's deadline, and where
+    the mini-batch has too many steps to be simulated.
+    """
+    policy = replace(problem.policy, weights="flush", accumulate=microbatches)
+    with suppress(OutOfTime), problem.deadline.insist():
+        for allocation in balance(problem.with_policy(policy)):
+            graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
+            if endless(len(graph.operations) * microbatches, GPIPE) is not None:
+                continue
+            timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
+            if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
+                return ceil_div(flush_makespan_ns(timeline), microbatches)
+    return None

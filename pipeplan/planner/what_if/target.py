@@ -1,0 +1,213 @@
+"""Which plan is best of those that a target can express, and how far is it from what nothing of them can beat?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ...check.bounds import any_bound
+from ...check.targets import TARGETS, CannotExpress, Target, Unit
+from ...check.validate import check
+from ...deadline import OutOfTime
+from ...errors import BadInput, Infeasible
+from ...integers import ceil_div
+from ...names import shown
+from ...plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
+from ...problem import MICROBATCHES_PER_DEVICE, Chain, Problem, Weights
+from ...version import __version__
+from ..drained.block_search import MOVES, BlockSearch
+from ..periodic.incumbent import Settings
+from ..plan import Planned, make_plan
+
+PRICED: tuple[Weights, ...] = ("flush", "2bw")
+PRICE_S = 2.0  # of CPU time, which the price may take where the search took less
+MUCH = 1.1  # times as long as without the restriction: what binds is then said
+
+
+def make_target_plan(
+    problem: Problem,
+    name: str,
+    settings: Settings | None = None,
+    effort: str = "normal",
+    kinds: Sequence[ScheduleKind] = (),
+    found: Callable[[Planned], None] | None = None,
+) -> Planned:
+    """Return the validated plan of the best that the target ``name`` can express; Infeasible, explained, if none fits.
+
+    ``found`` gets the best of the even splits, which are simulated first, if any of them fits.
+
+    The policy drains; an undecided ``accumulate`` is four microbatches per device. ``kinds``: only these schedules.
+    Every shape of pipelines is bounded, and searched where that may pay: the split whose bound is least, which proves
+    itself the best where it takes no longer, some even ones, and local moves of the best, as many as ``effort`` says.
+    """
+    assert problem.policy.drains, "what others run drains"
+    if problem.policy.accumulate is None:
+        every = MICROBATCHES_PER_DEVICE * len(problem.platform)
+        problem = problem.with_policy(replace(problem.policy, accumulate=every))
+    problem = as_run_by(problem, name)
+    all_kinds = TARGETS[name].kinds
+    search = BlockSearch(problem, name, TARGETS[name], kinds or all_kinds, settings or Settings())
+    of_any = any_bound(problem)
+
+    def planned(stopped: str | None) -> Planned:
+        best, count = search.best, problem.policy.accumulate or 1
+        assert best is not None
+        one = set(search.kinds) != set(all_kinds)
+        classes = dict.fromkeys((best.config.kind if one else None, best.config.kind))
+        bounds = tuple(
+            Bound(name, problem.replicas, _allowed(problem), ceil_div(search.bound_ns(kind), count), schedule=kind)  # type: ignore[arg-type]  # targets are classes
+            for kind in (classes if len(all_kinds) > 1 else (None,))
+        )
+        plan = Plan(
+            chain=problem.chain,
+            platform=problem.platform,
+            policy=problem.policy,
+            allocation=Allocation(best.stages),
+            pattern=None,
+            lower_bounds=(*bounds, of_any),
+            provenance=Provenance(
+                "target", {"for": name, "effort": effort}, solver_status=stopped, version=__version__
+            ),
+            schedule=Schedule(best.config.kind, count),
+        )
+        return Planned(plan, check(plan))
+
+    def first() -> None:
+        if found is not None and search.best is not None:
+            found(planned("interrupted"))  # which it is where nothing comes behind it
+
+    stopped = search.run(MOVES[effort], first)
+    if search.best is None:
+        raise Infeasible(search.why_none(stopped))
+    return planned(stopped)
+
+
+def as_run_by(problem: Problem, name: str) -> Problem:
+    """Return the problem in whose memory is what the target ``name`` holds."""
+    return problem.with_policy(replace(problem.policy, engine=TARGETS[name].engine))
+
+
+def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) -> int | None:
+    """Return a period (ns) below which the target ``name`` has no plan of a problem, None where nothing fits; with
+    ``kind`` none under that schedule."""
+    search = BlockSearch(problem, name, TARGETS[name], TARGETS[name].kinds if kind is None else (kind,), Settings())
+    search.run(MOVES["normal"])
+    if search.best is None:
+        return None
+    return ceil_div(search.bound_ns(kind), problem.policy.accumulate or 1)
+
+
+def priced(problem: Problem, planned: Planned, name: str, settings: Settings, effort: str, seconds: float) -> Planned:
+    """Return the plan of the target ``name`` with what the restriction costs, and what binds where that is much.
+
+    Both are looked for in ``seconds`` of CPU time, or in :data:`PRICE_S`; what is not found by then is left out. A
+    KeyboardInterrupt ends it, too.
+    """
+    count = planned.plan.policy.accumulate
+    within = problem.deadline.of_work(max(seconds, PRICE_S))
+    problem = replace(problem.with_policy(replace(problem.policy, accumulate=count)), deadline=within)
+    with suppress(KeyboardInterrupt):
+        planned = with_price(planned, unrestricted(problem, settings, effort))
+        settings.status.phase = "what binds"
+        plan = planned.plan
+        binds = what_binds(replace(problem, deadline=within.of_work(PRICE_S)), planned, name)
+        if binds is not None:
+            options = {**plan.provenance.options, "binds": binds}
+            planned = replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
+    return planned
+
+
+def what_binds(problem: Problem, planned: Planned, name: str) -> str | None:
+    """Return in words which restriction makes a plan of the target ``name`` take much longer than without any.
+
+    Each is lifted alone, and even splits are tried; the one that gains most is said if that is half of the price. None
+    where the price is small or not known.
+    """
+    own = planned.evaluation.period_ns
+    price = planned.plan.provenance.options.get("price", {}).get("flush", own)
+    if own < MUCH * price:
+        return None
+    best, sentence = own - (own - price) // 2, _only(TARGETS[name])
+    for text, lifted, target in _lifted(as_run_by(problem, name), name):
+        with suppress(BadInput):
+            search = BlockSearch(lifted, name, target, target.kinds, Settings())
+            search.run(0)
+            period = ceil_div(search.cutoff_ns or 10**18, problem.policy.accumulate or 1)
+            if period < best:
+                best, sentence = period, text
+    return sentence
+
+
+def _only(target: Target) -> str:
+    return f"{target.what} runs equal pipelines of whole units under {' or '.join(target.kinds)}, nothing else"
+
+
+def _lifted(problem: Problem, name: str) -> Iterator[tuple[str, Problem, Target]]:
+    """Yield what each restriction of the target ``name`` is, in words, and the problem and the target without it."""
+    target, chain = TARGETS[name], problem.chain
+    if chain.tied and not target.ties:
+        ends = ((chain.layers[i].name.split(".."), chain.layers[i].module) for i in chain.tied[0])
+        one, other = (f"`{shown(parts[-1] if module == '' else parts[0])}`" for parts, module in ends)
+        summing = " or ".join(f"--for {x}" for x, row in TARGETS.items() if row.ties and _has_units(row, chain))
+        instead = f"untie them{f', or {summing}' if summing else ''}"
+        yield (
+            f"{one} and {other} share weights, which {target.what} can't split: {instead}",
+            problem,
+            replace(target, ties=True),
+        )
+    if len(target.units(chain)) < chain.modules:
+        yield f"{target.what} doesn't cut inside of blocks", problem, replace(target, units=_layers)
+    if target.engine is not None:
+        text = f"{target.what} holds buffers for all microbatches of an update: a smaller --batch leaves more room"
+        yield text, problem.with_policy(replace(problem.policy, engine=None)), target
+    free = replace(target, rules=("none", "first", "every"), recomputes=lambda unit: True, longest=None)
+    if problem.checkpointing != "none":
+        yield f"all stages of {target.what} recompute by one rule", problem, free
+
+
+def _has_units(target: Target, chain: Chain) -> bool:
+    with suppress(CannotExpress):
+        return bool(target.units(chain))
+    return False
+
+
+def _layers(chain: Chain) -> tuple[Unit, ...]:
+    ends = [*range(1, chain.modules), len(chain)]
+    return tuple(Unit(chain.layers[i].name, i, stop, min(stop, chain.modules), True) for i, stop in enumerate(ends))
+
+
+def unrestricted(problem: Problem, settings: Settings | None = None, effort: str = "normal") -> dict[Weights, int]:
+    """Return the periods (ns) of what is found without a target's restriction, drained and under 2bw, for the same
+    updates; nothing of what the deadline cuts off or doesn't fit. Drained it may take half of the time that is left.
+    A KeyboardInterrupt ends all of it."""
+    found: dict[Weights, int] = {}
+    settings = settings or Settings()
+    tell = settings.progress
+    for share, weights in zip((2, 1), PRICED, strict=True):
+        settings.status.phase = f"price: weights {weights} without the restriction"
+        told = tell and (lambda line: tell(f"without the restriction {line}"))
+        own = replace(settings, simplest=False, explained=False, progress=told)
+        with suppress(OutOfTime, Infeasible, BadInput):
+            problem.deadline.check()
+            free = problem.with_policy(replace(problem.policy, weights=weights, engine=None))
+            free = replace(free, deadline=problem.deadline.part(share))
+            planned = make_plan(free, settings=own, effort=effort)
+            if planned.plan.provenance.solver_status == "interrupted":
+                raise KeyboardInterrupt
+            found[weights] = planned.evaluation.period_ns
+    return found
+
+
+def with_price(planned: Planned, free: Mapping[Weights, int]) -> Planned:
+    """Return the plan with what was found :func:`unrestricted` in ``provenance.options["price"]``.
+
+    Where that is no shorter it is the plan's own period: all may run it that has no restriction.
+    """
+    plan, own = planned.plan, planned.evaluation.period_ns
+    options = {**plan.provenance.options, "price": {weights: min(period, own) for weights, period in free.items()}}
+    return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
+
+
+def _allowed(problem: Problem) -> str:
+    return "none" if problem.checkpointing == "none" else "segments"

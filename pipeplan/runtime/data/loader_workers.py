@@ -1,0 +1,126 @@
+"""What runs in a loader's workers? The user's dataset, read a microbatch at a time: seeded, timed, its failures worded.
+
+The same runs in the process itself where a loader has no workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from ..model.randomness import DATA, begin_all, key_of
+from ..model.user_code import RAISED, said
+
+Entry = tuple[int, int, Any]  # a microbatch, its pass over the data, and what the sampler gives for it
+Collate = Callable[[Any], Any]
+
+
+class Read(NamedTuple):
+    """A microbatch as the user's loader gives it, and the ns that its reading took; or, in words, how it failed."""
+
+    microbatch: int
+    ns: int
+    given: Any
+    failure: str | None = None
+
+
+class Indexed(Dataset[Any]):
+    """A dataset of samples by index: what it gives for an :data:`Entry`, drawn by its microbatch alone.
+
+    A ``batched`` entry has the indices of its samples, any other the one of a whole microbatch.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, batched: bool, seed: int) -> None:
+        self.dataset = dataset
+        self.failure: str | None = None
+        self._collate, self._batched, self._seed = collate, batched, seed
+        self._epoch: int | None = None
+
+    def __getitem__(self, entry: Entry) -> Read:
+        microbatch, epoch, index = entry
+        if self.failure is not None:
+            return Read(microbatch, 0, None, self.failure)
+        begin = time.perf_counter_ns()
+        try:
+            if epoch != self._epoch:
+                tell_epoch(self.dataset, epoch)
+                self._epoch = epoch
+            begin_all(key_of(self._seed, microbatch, DATA))
+            given = self._collate(self._items(index))
+        except RAISED as error:
+            return Read(microbatch, 0, None, said(error))
+        return Read(microbatch, time.perf_counter_ns() - begin, given)
+
+    def _items(self, index: Any) -> Any:
+        if not self._batched:
+            return self.dataset[index]
+        if callable(getattr(self.dataset, "__getitems__", None)):
+            return self.dataset.__getitems__(index)
+        return [self.dataset[i] for i in index]
+
+
+class Streamed(IterableDataset[Any]):
+    """Data that can only be read one after the other: whole microbatches of ``size`` samples of pass ``epoch``.
+
+    Without ``size`` what they give are microbatches. What is read knows nothing of its number: that is left to others.
+    """
+
+    def __init__(self, dataset: Iterable[Any], collate: Collate, size: int | None, epoch: int) -> None:
+        self.dataset = dataset
+        self.failure: str | None = None
+        self._collate, self._size, self._epoch = collate, size, epoch
+
+    def __iter__(self) -> Iterator[Read]:
+        if self.failure is not None:
+            yield Read(-1, 0, None, self.failure)
+            return
+        begin = time.perf_counter_ns()
+        try:
+            tell_epoch(self.dataset, self._epoch)
+            source = iter(self.dataset)
+            while items := list(islice(source, self._size or 1)):
+                if len(items) < (self._size or 1):
+                    return
+                given = self._collate(items if self._size else items[0])
+                yield Read(-1, time.perf_counter_ns() - begin, given)
+                del items, given
+                begin = time.perf_counter_ns()
+        except RAISED as error:
+            yield Read(-1, 0, None, said(error))
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Tell a dataset or a sampler which pass begins, if it wants to know."""
+    if callable(getattr(part, "set_epoch", None)):
+        part.set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker begins with: ``ours``, and then what its user has for it, to whom the dataset is his own."""
+
+    ours: Callable[[], None]
+    users: Callable[[int], None] | None
+
+    def __call__(self, number: int) -> None:
+        """Begin worker ``number``."""
+        self.ours()
+        info = get_worker_info()
+        assert info is not None, "this is a worker"
+        wrapped: Any = info.dataset
+        object.__setattr__(info, "dataset", wrapped.dataset)  # torch lets nobody change it
+        try:
+            if self.users is not None:
+                self.users(number)
+        except RAISED as error:
+            wrapped.failure = said(error)
+
+
+def as_is(value: Any) -> Any:
+    """Return ``value``: microbatches are whole already."""
+    return value

@@ -1,0 +1,207 @@
+"""How good is the model, while it trains, on data that it doesn't train on? Forward alone, between two mini-batches.
+
+The pipeline is empty then. The first replica of each stage runs all microbatches with the newest weights, or their
+running average, as the module does in evaluation; what it trains on, its random numbers and statistics stay as they
+are. Messages go through the hosts, in one order for all ranks, so that none waits for another in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import BadInput
+from ..data.loader import Loader, Span
+from ..device import random_state, set_random_state
+from ..exchange.transport import exchanging
+from ..measure.held_bytes import HeldBytes
+from ..model.build.spec import find
+from ..model.loaded import LoadedModel
+from ..model.network import LOSS, LayerCode
+from ..model.randomness import DATA
+from ..model.structure import mapped
+from ..model.user_code import user_code
+from ..training.draws import Draws, begin_draws
+from ..training.rank import Rank
+from ..training.stage import StageModule
+from ..training.state.saved_state import Trial
+from ..training.state.state import averaged
+from ..training.weights.versions import Versions
+from .job import Job
+from .launcher import Launcher
+from .preparation import Meeting, OwnStages, build_model
+
+
+class HeldOut:
+    """One rank's part in the evaluations of a run, and what has come of them: ``trial`` is the best so far.
+
+    It is made before anything else, as building a model draws random numbers.
+    """
+
+    def __init__(self, job: Job, number: int, launcher: Launcher) -> None:
+        asked = job.options.held_out
+        assert asked is not None, "only then is anything evaluated"
+        spec = replace(job.model, data=asked.data)
+        forward = replace(job.options, evaluates=True, held_out=None, checkpoint=None, every=None, keep=None)
+        self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, Launcher(launcher.open_store))
+        self._asked, self._seed = asked, job.options.seed
+        self._metrics: list[dict[str, float]] = []
+        model = self._rank.model
+        if asked.metrics is not None:
+            model = _watched(model, find(asked.metrics), asked.metrics, self._metrics)
+        self._runners = {s: _runner(self._rank, model, s, self._seed) for s in self._rank.first_of}
+        self.trial = Trial()
+        self.found: dict[int, Mapping[str, float]] = {}  # by update
+        self.ends = False
+
+    def judge(self, step: int, rank: Rank, meeting: Meeting, stages: OwnStages) -> tuple[Mapping[str, float], bool]:
+        """Evaluate after ``step`` updates, all ranks together; return the means, and whether they are the best yet."""
+        kept, flags = random_state(rank.device), {}
+        for s in rank.stages:
+            for module in (part for root in rank.modules(s) for part in root.modules()):
+                flags[module] = module.training
+        meeting.recorder.settle()
+        self._take_weights(rank, stages)
+        means = self._run(meeting)
+        for module, training in flags.items():
+            module.training = training
+        set_random_state(kept, rank.device)
+        self.found[step] = means
+        value, most = means.get(self._asked.watched), self._asked.highest
+        if value is None:
+            there = ", ".join(means)
+            raise BadInput(f"--monitor: an evaluation gives {there}, and no {self._asked.watched!r}")
+        self.trial, best = self.trial.after(step, -value if most else value)
+        patience = self._asked.patience
+        self.ends = patience is not None and self.trial.since >= patience
+        for runner in stages.runners.values():
+            runner.versions.optimizer.rates.observe(value)
+        return means, best
+
+    def _take_weights(self, rank: Rank, stages: OwnStages) -> None:
+        """Let the modules that evaluate have the tensors of those that train, or averages."""
+        for runner in stages.runners.values():
+            runner.versions.install_newest()
+            runner.versions.assemble()
+        average = averaged(rank, stages.runners) if self._asked.averaged else {}
+        for s in rank.first_of:
+            for mine, theirs in zip(self._rank.layers(s), rank.layers(s), strict=True):
+                state = {theirs.names.get(key): x for key, x in theirs.module.state_dict(keep_vars=True).items()}
+                for key, x in mine.module.state_dict(keep_vars=True).items():
+                    name = mine.names.get(key)
+                    found = average.get(rank.model.first_names.get(name or "", name or ""), state.get(name))
+                    if name is not None and isinstance(found, Tensor) and isinstance(x, Tensor):
+                        x.data = found.data.to(x.device, x.dtype)
+        for runner in stages.runners.values():
+            runner.versions.part()
+
+    def _run(self, meeting: Meeting) -> Mapping[str, float]:
+        last = len(self._rank.lowered.plan.allocation.stages) - 1
+        homes = [self._rank.lowered.ranks_of(s)[0] for s in range(last + 1)]
+        mine = set(self._runners)
+        reads = self._asked.count if any(runner.reads for runner in self._runners.values()) else 0
+        samples = _samples(self._rank.model, self._seed, reads)
+        self._metrics.clear()
+        for m in range(self._asked.count):
+            given = next(samples, None)
+            out: Tensor | None = None
+            for s in sorted(mine):
+                if s > 0 and homes[s - 1] != self._rank.number:
+                    out = self._received(s, homes[s - 1], meeting)
+                runner = self._runners[s]
+                inputs, target = _moved(given, self._rank.device) if given is not None else ((), None)
+                out = runner.evaluate(m, 0, out, target if runner.takes_targets else None, inputs=inputs)
+                if s < last and homes[s + 1] != self._rank.number:
+                    with exchanging("an evaluation"):
+                        dist.send(_bytes(out), homes[s + 1], meeting.patient, tag=s)
+        means: list[Any] = [None]
+        if last in mine:
+            losses = self._runners[last].losses
+            totals = {"loss": fmean(losses[m] for m in range(self._asked.count))}
+            for name in dict.fromkeys(name for one in self._metrics for name in one):
+                totals[name] = fmean(one[name] for one in self._metrics if name in one)
+            means = [totals]
+        with exchanging("an evaluation"):
+            dist.broadcast_object_list(means, homes[last], meeting.patient)
+        return cast("Mapping[str, float]", means[0])
+
+    def _received(self, stage: int, source: int, meeting: Meeting) -> Tensor:
+        spec = self._rank.model.cut(self._rank.stage(stage).start).forward
+        came = torch.empty(spec.nbytes, dtype=torch.uint8)
+        with exchanging("an evaluation"):
+            dist.recv(came, source, meeting.patient, tag=stage - 1)
+        return came.view(spec.dtype).reshape(spec.shape).to(self._rank.device)
+
+
+class _Installed:
+    """Weights that are where they are used already."""
+
+    def install(self, version: int, lent: Any = ()) -> None:
+        """Do nothing."""
+
+
+def _runner(rank: Rank, model: LoadedModel, s: int, seed: int) -> StageModule:
+    stage = rank.stage(s)
+    end = stage.stop == len(rank.lowered.plan.chain)
+    for layer in rank.layers(s):
+        layer.module.eval()
+    return StageModule(
+        index=s,
+        pieces=model.pieces(stage),
+        cuts=(model.cut(stage.start), None if end else model.cut(stage.stop)),
+        versions=cast("Versions", _Installed()),
+        activations=HeldBytes(),
+        divisor=1,
+        device=rank.device,
+        draws=Draws(seed, rank.device),
+        data=model.read_by(stage),
+    )
+
+
+def _watched(model: LoadedModel, metrics: Callable[..., Any], name: str, found: list[dict[str, float]]) -> LoadedModel:
+    """Return ``model`` whose outputs and targets ``metrics`` sees as well; what it says goes to ``found``."""
+
+    def watching(code: LayerCode) -> LayerCode:
+        if LOSS not in code.makes:
+            return code
+        structure = getattr(code.run, "structure", None)
+        if structure is None:
+            raise BadInput(f"--metrics {name}: the model returns its loss itself, so there is no output to look at")
+
+        def run(module: Any, *values: Any) -> Any:
+            with user_code(f"--metrics {name}"), torch.no_grad():
+                said = metrics(structure(values[:-1]), values[-1])
+                said = said if isinstance(said, Mapping) else {name.rpartition(":")[2]: said}
+                found.append({key: float(value) for key, value in said.items()})
+            return code.run(module, *values)
+
+        return replace(code, run=run)
+
+    *others, last = model.layers
+    return replace(model, layers=(*others, replace(last, codes=tuple(map(watching, last.codes)))))
+
+
+def _samples(model: LoadedModel, seed: int, count: int) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
+    """Yield the first ``count`` microbatches of the first pass over the data: the same ones at every evaluation."""
+    source = model.data.source
+    if isinstance(source, Loader):
+        for read in source.here(Span(seed, 0, count)):
+            yield model.data.enter(read.microbatch, read.given)
+        return
+    for m in range(count):
+        begin_draws(seed, m, DATA)
+        yield model.data(m, seed)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return mapped(lambda tensor: tensor.to(device), value)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,136 @@
+"""What is every rank of a run told, and what follows from that?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from ...check.validate import check
+from ...errors import BadInput
+from ...plan import Plan
+from ..device import kind_of
+from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
+from ..model.build.spec import ModelSpec
+from ..training.state.checkpoint import Checkpoint
+from ..training.update.groups import check_decay
+from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
+from ..training.update.stage_optimizer import check_elementwise, is_elementwise
+from ..training.weights.half import half_type
+from .options import RunOptions, clipping
+
+COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
+LEAST_TIMEOUT_S: Final = 60.0
+LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
+PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run of ``model`` as ``plan`` and ``options`` say; ``resume`` is the checkpoint to go on from."""
+
+    plan: Plan
+    model: ModelSpec
+    options: RunOptions
+    resume: Checkpoint | None = None
+
+    @property
+    def make_optimizer(self) -> MakeOptimizer:
+        """What makes the optimizers of stages."""
+        make = optimizer_maker(self.options.optimizer or self.plan.policy.optimizer, self.options.lr)
+        return make if self.options.ema is None else averaging(make, self.options.ema)
+
+    @property
+    def chunk_buckets(self) -> int | None:
+        """How many buckets replicas sum at once, None for all: what an optimizer needs that isn't elementwise."""
+        asked, planned = self.options.coarsening, self.plan.policy.coarsening
+        if asked is None and planned is not None:
+            return planned
+        if asked is None:
+            return COARSENING if is_elementwise(self.make_optimizer) else None
+        return asked or None
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed over replicas."""
+        return any(stage.replicas > 1 for stage in self.plan.allocation.stages)
+
+    def bucket_of(self, stage: int, parameters: int) -> int | None:
+        """Return the parameters of a bucket of a stage that has ``parameters``, None for one that is stepped at once.
+
+        Without offloading only a stage whose sum has more than one chunk has buckets.
+        """
+        size, coarsening = self.plan.policy.bucket_parameters, self.chunk_buckets
+        chunks = self.plan.allocation.stages[stage].replicas > 1 and coarsening and parameters > coarsening * size
+        return size if self.plan.policy.offload or chunks else None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the first microbatch is compared with plain training."""
+        return self.options.compares and not self.options.evaluates and self.resume is None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where checkpoints are written; an evaluation writes none."""
+        return None if self.options.evaluates else self.options.checkpoint
+
+    def lowered(self) -> LoweredRun:
+        """Return what the ranks will do; BadInput for what cannot be run."""
+        options = self.options
+        first = FROM_THE_START if self.resume is None else self.resume.position
+        steps = options.steps + first.step if options.evaluates else options.steps
+        # a checkpoint at the end alone is a segment as long as the run
+        every = None if self.folder is None else options.every or steps
+        judged = None if options.held_out is None or options.evaluates else options.held_out.every
+        lowered = lower_run(self.plan, steps, every=every, first=first, evaluates=options.evaluates, judged=judged)
+        self._check()
+        if any(map(lowered.waits, range(len(self.plan.allocation.stages)))):
+            check_elementwise(self.make_optimizer, f"--weights {self.plan.policy.weights} where stages share some")
+        if options.engine == "torch":
+            from .torch_engine import refuse_for_torch  # its imports take seconds, for this engine alone
+
+            refuse_for_torch(lowered)
+        return lowered
+
+    def timeout_s(self, lowered: LoweredRun) -> float:
+        """Return how long a rank waits for another one."""
+        if self.options.timeout_s is not None:
+            return self.options.timeout_s
+        on_gpus = kind_of(self.options.device, self.plan.chain) == "cuda"
+        return max(LEAST_ON_GPUS_S if on_gpus else LEAST_TIMEOUT_S, PATIENCE * lowered.graph.path_ns / 1e9)
+
+    def _check(self) -> None:
+        """Raise BadInput for options that don't go with the plan, or that would do nothing."""
+        policy, options = self.plan.policy, self.options
+        half_type(self.plan, options.half)
+        if options.no_decay and not options.evaluates:
+            check_decay(options.no_decay, self.make_optimizer)
+        if policy.offload:
+            check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
+        if policy.zero and self.sums:
+            check_elementwise(self.make_optimizer, "sharing its state between replicas (--zero 1)")
+        coarsening = policy.coarsening if options.coarsening is None else options.coarsening
+        if coarsening:
+            check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
+        if options.coarsening is not None and not self.sums:
+            raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
+        if options.engine == "torch" and options.slows_links:
+            what = "link delay" if options.link_delay_ns else "link rate"
+            raise BadInput(f"{what}: torch's engine exchanges its messages itself, so they cannot be delayed")
+
+
+def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
+    """Return what the ranks are told; what ``options`` say otherwise than ``plan`` is put into the plan."""
+    planned = None if options.optimizer is None else planned_as(options.optimizer)
+    if planned is not None:
+        plan = replace(plan, policy=replace(plan.policy, optimizer=planned))
+    if options.bucket_size is not None:
+        plan = replace(plan, policy=replace(plan.policy, bucket_parameters=options.bucket_size))
+    plan = clipping(plan, options.clip_norm is not None and not options.evaluates)
+    if options.ema is not None and not plan.policy.ema:
+        plan = replace(plan, policy=replace(plan.policy, ema=True))
+        check(plan)  # it holds more
+    job = Job(plan, model, options.from_anywhere())
+    if options.bucket_size is not None and not (plan.policy.offload or (job.sums and job.chunk_buckets is not None)):
+        raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
+    return job

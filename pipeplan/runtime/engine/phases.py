@@ -1,0 +1,213 @@
+"""What does one rank do from start to end? Five phases, each from what those before it have made.
+
+It builds its model, meets the others, builds its stages, walks its instructions, and reports.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ...errors import BadInput
+from ..device import begin_peak, freed_kept, label, peak_bytes
+from ..exchange.collective import barrier, gathered, pipeline_group, told_by_all
+from ..exchange.emulated_link import carried_ns
+from ..exchange.threaded import ThreadedTransport
+from ..lowering.lowered_run import LoweredRun
+from ..measure.drift import straightened
+from ..measure.recorder import Times
+from ..measure.report import RunReport, make_report
+from ..measure.times import GpuBytes, RankMeasurement, Reading
+from ..model.trace.adapted import run_uncompiled
+from ..training.rank import Rank
+from ..training.state.saved_model import save_config, save_model
+from ..training.state.state import averaged, trained_state
+from .arrival_order import arrival_order
+from .executor import RankWork, execute
+from .held_out import HeldOut
+from .job import Job
+from .launcher import Launcher
+from .minibatch_end import MiniBatchEnd
+from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
+from .reading import Reader, differing, reader_of
+
+OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
+
+
+def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
+    """Play rank ``number`` in the run of ``job``; return the report on rank 0, None elsewhere."""
+    torch.set_num_threads(job.options.threads)
+    held_out = None
+    if job.options.held_out is not None and not job.options.evaluates:
+        held_out = HeldOut(job, number, launcher)
+    rank, ties, masters = build_model(job, number, launcher)
+    reader = reader_of(job, rank)
+    meeting = meet(job, rank, launcher, ties, masters)
+    stages = build_stages(job, rank, meeting, ties, masters)
+    with freed_kept(), run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
+        times, reading = train(job, rank, meeting, stages, launcher, reader, held_out)
+    found = report(job, rank, meeting, stages, times, reading)
+    if found is None or held_out is None:
+        return found
+    return replace(found, evaluations=held_out.found, best_step=held_out.trial.step, ended_early=held_out.ends)
+
+
+# --- the training ---------------------------------------------------------------------------------------------------
+
+
+def train(
+    job: Job,
+    rank: Rank,
+    meeting: Meeting,
+    stages: OwnStages,
+    launcher: Launcher,
+    reader: Reader,
+    held_out: HeldOut | None = None,
+) -> tuple[Times, Reading | None]:
+    """Walk the rank's instructions; return when everything happened, and how reading went."""
+    try:
+        wrong = differing(told_by_all(reader.begin(), meeting.patient))
+        if wrong is not None:
+            raise BadInput(wrong)
+        times = _walk(job, rank, meeting, stages, reader, MiniBatchEnd(job, rank, meeting, stages, launcher, held_out))
+    finally:
+        reading = reader.close()
+    return times, reading
+
+
+def _walk(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, reader: Reader, end: MiniBatchEnd) -> Times:
+    lowered = rank.lowered
+    inbox = _inbox(job, rank, meeting) if by_threads(job, lowered) else None
+    work = _work(job, rank, meeting, stages, end, inbox, reader)
+    end.scale_losses()
+    gc.collect()
+    gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
+    gc.set_threshold(*OFTEN)
+    begin_peak(rank.device)
+    barrier()
+    if job.options.engine == "torch":
+        from .torch_engine import execute_on_torch  # its imports take seconds, for this engine alone
+
+        times = execute_on_torch(rank, work, meeting.links)
+    else:
+        order = None
+        if inbox is not None and lowered.limit is not None:
+            held = lowered.most_held(rank.number)
+            order = arrival_order(lowered, rank.number, work, inbox, lowered.limit, held)
+        times = execute(lowered.instructions[rank.number], work, order)
+    end.save_if_refused()
+    return times
+
+
+def _work(
+    job: Job,
+    rank: Rank,
+    meeting: Meeting,
+    stages: OwnStages,
+    end: MiniBatchEnd,
+    inbox: ThreadedTransport | None,
+    reader: Reader,
+) -> RankWork:
+    lowered, links, depth = rank.lowered, meeting.links, len(rank.lowered.plan.allocation.stages)
+    if inbox is None:
+        transport = links.transport(rank.number, lowered.instructions[rank.number], meeting.specs, depth)
+    else:
+        transport = links.through_host(inbox)
+    return RankWork(
+        stages=stages.runners,
+        last=depth - 1,
+        transport=transport,
+        data=reader.take,
+        updates=stages.updates,
+        agree=end.agree,
+        progress=end.at,
+        # hooks that are there anyway can count everything
+        counted=lowered.last.microbatch if lowered.reads_newest else lowered.first.microbatch + lowered.filled,
+        allows=end.allows,
+        over=end.over,
+        save=end.pause,
+        updated=end.updated,
+        evaluates=job.options.evaluates,
+        reading=reader.activity,
+        reduce_tied=stages.tied_sums.reduce,
+        norm=stages.measure,
+        recorder=meeting.recorder,
+    )
+
+
+def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
+    lowered = rank.lowered
+    room = 1 if lowered.limit is None else lowered.limit * lowered.plan.allocation.stages[0].replicas
+    timeout_s = job.timeout_s(lowered)
+    group = pipeline_group(lowered, rank.number, timedelta(seconds=timeout_s))
+    instructions = lowered.instructions[rank.number]
+    options = job.options
+    return ThreadedTransport(
+        instructions, meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
+    )
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def report(
+    job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times, reading: Reading | None
+) -> RunReport | None:
+    """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
+    runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
+    clock = compared_clocks(rank.number)
+    measurements = gathered(
+        rank.number,
+        RankMeasurement(
+            rank=rank.number,
+            times=tuple(straightened(list(times), meeting.clock, clock)),
+            losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
+            peak_activation_bytes=stages.activations.peak_bytes,
+            transfer_ns={
+                edge: ns + job.options.link_delay_ns + carried_ns(meeting.specs[edge].nbytes, job.options.link_rate)
+                for edge, ns in meeting.transfer_ns.items()
+            },
+            versions={s: runner.versions.most for s, runner in runners.items()},
+            device=label(rank.device),
+            exchange=meeting.links.exchange,
+            sums=meeting.sums,
+            gpu=None if peak is None else GpuBytes(*peak),
+            state_bytes=stages.states.device_bytes,
+            host_bytes=stages.states.host_bytes,
+            skipped=() if scaling is None else tuple(scaling.skipped),
+            loss_scale=None if scaling is None else scaling.current.scale,
+            forgotten=times.forgotten,
+            reading=reading,
+            norms={} if stages.clipping is None else stages.clipping.norms,
+        ),
+    )
+    if job.options.save is not None:
+        for runner in runners.values():
+            runner.versions.assemble()
+        trained = trained_state(rank, rank.first_of, runners)
+        if job.options.averaged and not job.options.evaluates:
+            trained |= averaged(rank, runners)
+        save_model(rank.number, trained, rank.model, job.options.save, meeting.patient)
+        if rank.number == 0:
+            save_config(job.options.save, job.model)
+    meeting.links.close()
+    dist.destroy_process_group()
+    if measurements is None:
+        return None
+    notes = (*rank.model.notes, *of_schedule(rank.lowered))
+    return replace(make_report(rank.lowered, measurements), notes=notes, compared=rank.model.compared)
+
+
+def of_schedule(lowered: LoweredRun) -> Iterator[str]:
+    """Say in what a run is otherwise than its schedule."""
+    if lowered.program.fused and not lowered.evaluates:
+        yield (
+            f"{lowered.plan.schedule.kind}: forwards and backwards that share an operation ran one after the other, so "
+            "nothing of one was hidden behind the other"
+        )

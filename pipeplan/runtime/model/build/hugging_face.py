@@ -1,0 +1,261 @@
+"""Which transformers model does ``hf:CONFIG`` name, and what is it trained on? Nothing is downloaded.
+
+``CONFIG`` is a config file, a folder with one, or the name of a class, each with options after commas, which replace
+entries of the config: ``hf:LlamaForCausalLM,num_hidden_layers=4``. Weights are random unless the folder has some. The
+data are random numbers in the shapes of the model's inputs, labels among them, for the loss is the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+
+from ....errors import BadInput
+from ....zoo.model import Data, mixed_seed
+from ..user_code import user_code
+
+CONFIG = "config.json"
+SEQUENCE = "sequence"  # the option that is none of a config: how many tokens a sample has
+START = "decoder_start_token_id"
+ANYWHERE = (START, "image_size")  # entries that models or their inputs read, and not all configs have
+LONGEST = 128  # tokens of a sample, unless more are asked for
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A transformers model: its class, its config, its folder if there are weights to load, and tokens in a sample."""
+
+    text: str
+    kind: Any
+    config: Any
+    weights: Path | None
+    sequence: int
+    brings_data: ClassVar[bool] = True
+
+    def __call__(self, batch: int, *, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
+        """Return the model and an example batch; random weights depend on ``seed`` alone."""
+        with torch.random.fork_rng(devices=[]), user_code(f"hf:{self.text}"):
+            torch.manual_seed(seed)
+            if self.weights is not None and detect_fake_mode() is None:
+                model = self.kind.from_pretrained(self.weights, config=self.config, local_files_only=True).float()
+            else:
+                with _uninitialized():
+                    model = self.kind(self.config)
+        return model, inputs_of(self.kind, self.config, batch, self.sequence, _generator(0, seed))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that weights have in the folder, as its config says; None if it doesn't."""
+        found = getattr(self.config, "dtype", None)
+        return found if isinstance(found, torch.dtype) else None
+
+    def data(self, batch: int) -> Data:
+        """Return ``data(index, seed)`` of microbatches of ``batch`` samples."""
+        if batch < 1:
+            raise BadInput(f"batch: {batch} is not a positive number of samples")
+
+        def microbatch(index: int, seed: int) -> Any:
+            return inputs_of(self.kind, self.config, batch, self.sequence, _generator(index, seed))
+
+        return microbatch
+
+
+def _generator(index: int, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mixed_seed(seed, index))
+
+
+def named(text: str) -> HuggingFace:
+    """Return the model that ``text`` names; BadInput if there is none, or transformers isn't installed."""
+    what, *options = re.split(r",(?![^\[]*\])", text)  # a list is one value: depths=[2,2]
+    library = _library()
+    given = dict(_option(option) for option in options)
+    asked = given.pop(SEQUENCE, None)
+    path = Path(what)
+    if path.exists() or what.endswith(".json") or "/" in what:
+        kind, config = _from_file(library, path / CONFIG if path.is_dir() else path, given)
+    else:
+        kind, config = _from_class(library, what, given)
+    found = path if path.is_dir() and any(next(path.glob(x), None) for x in WEIGHTS) else None
+    longest = getattr(_text(config), "max_position_embeddings", None) or LONGEST
+    return HuggingFace(text, kind, config, found, int(asked) if asked is not None else min(LONGEST, longest))
+
+
+def _uninitialized() -> AbstractContextManager[Any]:
+    """Leave out the initial numbers of weights that are fake: some ways to draw them look at what they drew."""
+    found = getattr(getattr(_library(), "initialization", None), "no_init_weights", nullcontext)
+    return nullcontext() if detect_fake_mode() is None else found()
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise BadInput(
+            f"hf: needs transformers, which cannot be imported: {error}; pip install transformers"
+        ) from error
+    return transformers
+
+
+def _class_of(library: Any, name: str) -> Any:
+    """Return what is called so in ``library``, or None; BadInput where what that imports cannot be."""
+    try:
+        return getattr(library, name, None)
+    except ImportError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        why = str(cause).partition("\n")[0]
+        raise BadInput(f"hf: {name} of transformers {library.__version__} cannot be imported: {why}") from error
+
+
+def _from_class(library: Any, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    kind = _class_of(library, name)
+    if kind is None or getattr(kind, "config_class", None) is None:
+        near = get_close_matches(name, [x for x in dir(library) if "For" in x or x.endswith("Model")], 3)
+        more = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise BadInput(
+            f"hf:{name}: neither a file, nor a folder, nor a model of transformers {library.__version__}{more}"
+        )
+    return kind, _configured(f"hf:{name}", kind.config_class, {}, options)
+
+
+def _from_file(library: Any, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    try:
+        entries = json.loads(path.read_text())
+    except OSError as error:
+        raise BadInput(f"hf: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BadInput(f"hf: {path}: isn't JSON: {error}") from error
+    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
+        raise BadInput(f"hf: {path}: has no model_type, so it is no config of a transformers model")
+    mapping = library.models.auto.configuration_auto.CONFIG_MAPPING
+    if entries["model_type"] not in mapping:
+        raise BadInput(
+            f"hf: {path}: model_type {entries['model_type']!r} is none of transformers {library.__version__}; code "
+            "that a config names isn't executed: import it in a build(batch) of your own"
+        )
+    names = entries.get("architectures") or []
+    name = options.pop("class", names[0] if names else None)
+    kind = _class_of(library, str(name))
+    if kind is None:
+        raise BadInput(f"hf: {path}: names no class in architectures that transformers has; add ,class=NAME")
+    return kind, _configured(f"hf: {path}", mapping[entries["model_type"]], entries, options)
+
+
+def _configured(where: str, kind: Any, entries: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Return the config of ``entries`` with some replaced; what follows from others does so anew."""
+    with user_code(where):
+        config = kind.from_dict(entries)
+        for key in options:
+            if key not in entries and key not in ANYWHERE and not hasattr(config, key):
+                near = get_close_matches(key, [*config.to_dict(), SEQUENCE], 3)
+                more = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise BadInput(f"{where}: {kind.__name__} has no entry {key!r}{more}")
+        config = kind.from_dict({**entries, **options})
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, START, None) is None:
+            setattr(config, START, getattr(config, "pad_token_id", None) or 0)  # labels are shifted behind it
+        return config
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise BadInput(f"option {text!r} is not of the form key=value")
+    try:
+        return key, json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+    except ValueError:
+        return key, value
+
+
+# --- what goes in ---------------------------------------------------------------------------------------------------
+
+
+def inputs_of(kind: Any, config: Any, batch: int, sequence: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return random inputs of a model of class ``kind``, with the labels that its loss compares."""
+
+    def numbers(*shape: int, below: int) -> Tensor:
+        return torch.randint(below, shape, generator=generator)
+
+    name, main = kind.__name__, kind.main_input_name
+    text = _text(config)
+    words = getattr(text, "vocab_size", None)
+    made: dict[str, Tensor] = {}
+    if main == "input_ids" and words:
+        made[main] = numbers(batch, sequence, below=words)
+    elif main == "pixel_values":
+        made[main] = torch.randn(batch, getattr(config, "num_channels", 3), *_image(config), generator=generator)
+    elif main == "input_features" and hasattr(config, "num_mel_bins"):
+        frames = 2 * getattr(config, "max_source_positions", sequence)
+        made[main] = torch.randn(batch, config.num_mel_bins, frames, generator=generator)
+    else:
+        raise BadInput(f"hf: {name} reads {main}, for which nothing can be made up; {_STEP}")
+    for ending, labels in _LABELS.items():
+        if ending in name:
+            return made | labels(_Labels(numbers, batch, sequence, words, config, made[main]))
+    raise BadInput(f"hf: {name} has no head whose labels are known ({', '.join(_LABELS)}); {_STEP}")
+
+
+_STEP = "write a build(batch) that returns (model, example batch), and name it as module:build"
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _image(config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None) or 224
+    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What labels are made from."""
+
+    numbers: Callable[..., Tensor]
+    batch: int
+    sequence: int
+    words: int | None
+    config: Any
+    main: Tensor
+
+    def same(self) -> dict[str, Tensor]:
+        """Return the input as labels: what comes next is what is predicted."""
+        return {"labels": self.main.clone()}
+
+    def tokens(self) -> dict[str, Tensor]:
+        """Return a word for each place."""
+        return {"labels": self.numbers(self.batch, self.sequence, below=self.words or 2)}
+
+    def classes(self, *shape: int) -> dict[str, Tensor]:
+        """Return a class for each sample, or each place of a ``shape`` in it."""
+        return {"labels": self.numbers(self.batch, *shape, below=self.config.num_labels)}
+
+    def answers(self) -> dict[str, Tensor]:
+        """Return where an answer begins and ends."""
+        return {x: self.numbers(self.batch, below=self.sequence) for x in ("start_positions", "end_positions")}
+
+
+_LABELS: dict[str, Callable[[_Labels], dict[str, Tensor]]] = {
+    "CausalLM": _Labels.same,
+    "LMHeadModel": _Labels.same,
+    "MaskedLM": _Labels.tokens,
+    "ConditionalGeneration": _Labels.tokens,
+    "Seq2SeqLM": _Labels.tokens,
+    "SequenceClassification": _Labels.classes,
+    "ImageClassification": _Labels.classes,
+    "AudioClassification": _Labels.classes,
+    "TokenClassification": lambda made: made.classes(made.sequence),
+    "QuestionAnswering": _Labels.answers,
+    "SemanticSegmentation": lambda made: made.classes(*_image(made.config)),
+}

@@ -1,0 +1,152 @@
+"""What state is in a file, or in a folder of them? Tensors by name, read when they are used; and written one by one.
+
+Files are torch's own (``torch.save`` of a state_dict) or in the safetensors format (huggingface.co/docs/safetensors):
+eight bytes with the length of a header, the header, which is JSON and says of every tensor its type, shape and place,
+and the tensors. A state in several files has an index, ``*.index.json``, whose ``weight_map`` says which name is where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+from torch import Tensor
+
+from ....errors import BadInput
+
+SAFETENSORS: Final = ".safetensors"
+INDEX: Final = ".index.json"
+NAMES: Final = ("model", "pytorch_model")  # how a state in a folder is called first
+LENGTH: Final = 8  # bytes of a header's length
+LONGEST: Final = 10**8  # bytes of a header
+WORDS: Final = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+TYPES: Final = {word: dtype for dtype, word in WORDS.items()}
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """Return the state in a file, an index of files, or a folder; its tensors lie in the files until they are used.
+
+    BadInput names a file that is none, or not whole.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return read_state(_in_folder(path))
+    if path.name.endswith(INDEX):
+        return _indexed(path)
+    try:
+        return _read_safetensors(path) if path.suffix == SAFETENSORS else _read_torch(path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be loaded: {error.strerror or error}") from error
+
+
+def _in_folder(folder: Path) -> Path:
+    """Return the file in ``folder`` that has its state, or its index."""
+    for name in NAMES:
+        for end in (SAFETENSORS + INDEX, SAFETENSORS, f".bin{INDEX}", ".bin"):
+            if (folder / f"{name}{end}").exists():
+                return folder / f"{name}{end}"
+    found = sorted(folder.glob(f"*{INDEX}")) or sorted(folder.glob(f"*{SAFETENSORS}")) or sorted(folder.glob("*.pt"))
+    if len(found) == 1:
+        return found[0]
+    what = f"has {', '.join(x.name for x in found[:3])}" if found else f"has neither *{INDEX} nor *{SAFETENSORS}"
+    raise BadInput(f"{folder}: {what}; name the file whose state is to be loaded")
+
+
+def _indexed(path: Path) -> dict[str, Any]:
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        files = dict.fromkeys(places.values())
+        if any(Path(name).name != name for name in files):
+            raise ValueError("it names files elsewhere")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"{path}: is no index of a state: {error}") from error
+    states = {name: read_state(path.parent / name) for name in files}
+    for name, file in places.items():
+        if name not in states[file]:
+            raise BadInput(f"{path}: says that {name!r} is in {file}, which hasn't got it")
+    return {name: states[file][name] for name, file in places.items()}
+
+
+def _read_torch(path: Path) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what becomes of an old file
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # of a version of torch whose files cannot be mapped
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        return state if isinstance(state, OrderedDict) else dict(state)  # the former says of what versions modules are
+    except OSError:
+        raise
+    except Exception as error:  # whatever unpickling another file raises
+        raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH), "little")
+        if not 1 < length <= min(LONGEST, size - LENGTH):
+            raise BadInput(f"{path}: is no safetensors file, or not whole: a header of {length} bytes in {size}")
+        header = file.read(length)
+    whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
+    found: dict[str, Tensor] = {}
+    try:
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                found[name] = _tensor(whole, LENGTH + length, entry)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise BadInput(f"{path}: is no safetensors file, or not whole: {error}") from error
+    return found
+
+
+def _tensor(whole: torch.UntypedStorage, data: int, entry: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of one ``entry`` of a header; the tensors begin at byte ``data`` of the file ``whole``."""
+    if entry["dtype"] not in TYPES:
+        raise ValueError(f"type {entry['dtype']!r} is unknown")
+    dtype, shape = TYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
+    start, stop = (data + int(x) for x in entry["data_offsets"])
+    size = math.prod(shape) * dtype.itemsize
+    if any(n < 0 for n in shape) or not data <= start <= stop <= whole.nbytes() or stop - start != size:
+        raise ValueError(f"bytes {start} to {stop} of {whole.nbytes()} are said to be {entry['dtype']} {shape}")
+    there = torch.empty(0, dtype=torch.uint8).set_(whole, start, (size,), (1,))
+    if start % dtype.itemsize:
+        there = there.clone()
+    return there.view(dtype).reshape(shape)
+
+
+class SafetensorsWriter:
+    """Writes a state to ``file``, of which ``specs`` has the shapes and types by name; each tensor when it comes."""
+
+    def __init__(self, file: IO[bytes], specs: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._file, self._at, end = file, {}, 0
+        for name, (shape, dtype) in sorted(specs.items(), key=lambda spec: (-spec[1][1].itemsize, spec[0])):
+            if dtype not in WORDS:
+                raise BadInput(f"{name}: safetensors files have no type for {dtype}; save to a file of torch's (.pt)")
+            self._at[name], start = end, end
+            end += math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % LENGTH)
+        file.write(len(text).to_bytes(LENGTH, "little") + text)
+        self._data = LENGTH + len(text)
+        self._size = self._data + end
+
+    def put(self, names: Iterable[str], tensor: Tensor) -> None:
+        """Write ``tensor`` under ``names``."""
+        for name in names:
+            self._file.seek(self._data + self._at[name])
+            self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._file.seek(self._size)

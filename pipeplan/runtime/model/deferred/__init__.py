@@ -1,0 +1,1 @@
+"""How are weights made only where they are needed?"""

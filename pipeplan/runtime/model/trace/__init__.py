@@ -1,0 +1,1 @@
+"""How does a module become layers that compute what it computes?"""

@@ -1,0 +1,246 @@
+"""Which of its author's ways does a model give up to be trained by stages? Each with a line that says so.
+
+Caches of generation, recomputation of its own (``torch.utils.checkpoint``, which a plan decides about), and compilation
+as a whole. What it computes stays the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import checkpoint
+
+from ..user_code import place_of
+
+GENERATOR = "_checkpoint_without_reentrant_generator"  # what torch.utils.checkpoint recomputes with
+PACKED = "find_packed_sequence_indices"  # with which transformers asks whether positions begin anew
+COMPILED = "torch._dynamo.eval_frame"  # where torch keeps the class of what it has compiled
+
+
+def without_cache(module: nn.Module) -> list[str]:
+    """Let ``module`` return no cache of keys and values, which is for generation; return the line that says so."""
+    found = []
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # type: ignore[union-attr]  # any object that has it
+            found.append(type(part).__name__)
+    if not found:
+        return []
+    return [f"use_cache of {found[0]} is set to False: keys and values are kept for generation, not for training"]
+
+
+def with_dense_gradients(modules: Iterable[nn.Module]) -> list[str]:
+    """Let the tables of ``modules`` have dense gradients, which are summed and sent; return the line that says so.
+
+    An optimizer that knows no sparse gradients, and plain SGD, makes of both the same.
+    """
+    tables = (
+        part for module in modules for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    )
+    found = [table for table in tables if table.sparse]
+    for table in found:
+        table.sparse = False
+    return (
+        [f"{type(found[0]).__name__}(sparse=True): its gradients are dense here, with the same sums"] if found else []
+    )
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``module`` has compiled, or itself."""
+    return getattr(module, "_orig_mod", module) if _is_compiled(module) else module
+
+
+def compiled_lines(modules: Sequence[nn.Module]) -> list[str]:
+    """Return the line that says what of ``modules`` is compiled, if anything is."""
+    names = [
+        name or type(uncompiled(module)).__name__
+        for module in modules
+        for name, part in module.named_modules()
+        if _is_compiled(part)
+    ]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{names[0]}{more}: compiled by torch.compile, and profiled and run uncompiled"]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__module__ == COMPILED or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def run_uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run what is compiled in ``modules`` as it was written."""
+    if any(_is_compiled(part) for module in modules for part in module.modules()):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+class Checkpointed:
+    """Calls of ``torch.utils.checkpoint`` that ran as plain calls: how many, and where the first one stands."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.first = ""
+
+    def note(self) -> None:
+        """Count a call, whose place is the innermost one outside torch and this package."""
+        self.calls += 1
+        frame: Any = sys._getframe(1)
+        while frame is not None and not self.first:
+            self.first = place_of(frame.f_code.co_filename, frame.f_lineno) or ""
+            frame = frame.f_back
+
+    def lines(self, module: nn.Module) -> list[str]:
+        """Return the line that says so."""
+        if not self.calls:
+            return []
+        where = f", first in {self.first}" if self.first else ""
+        times = f"{self.calls} calls of torch.utils.checkpoint" if self.calls > 1 else "torch.utils.checkpoint"
+        return [
+            f"{type(module).__name__} recomputes by itself ({times}{where}): traced without, so that the plan decides "
+            "what is recomputed (--checkpointing)"
+        ]
+
+
+@contextmanager
+def plainly_called() -> Iterator[Checkpointed]:
+    """Run what is given to ``torch.utils.checkpoint`` as it is, recomputing nothing."""
+    seen = Checkpointed()
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Any, preserve: bool, *arguments: Any) -> Any:
+            seen.note()
+            return function(*arguments)
+
+    def plain(*_: Any, **__: Any) -> Iterator[None]:
+        seen.note()
+        yield
+
+    with _replaced(checkpoint, "CheckpointFunction", Reentrant), _replaced(checkpoint, GENERATOR, plain):
+        yield seen
+
+
+@contextmanager
+def no_reentry() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` recompute under saved-tensor hooks: its other way refuses torch.autograd.grad."""
+
+    class Once:
+        @staticmethod
+        def apply(function: Any, preserve: bool, *arguments: Any) -> Any:
+            return checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=preserve)
+
+    with _replaced(checkpoint, "CheckpointFunction", Once):
+        yield
+
+
+@contextmanager
+def cumulative_norms(module: nn.Module) -> Iterator[None]:
+    """Let batch norms whose momentum is None average with tensors: they read their count as a number, so no trace can.
+
+    Statistics of one batch are those that momentum 1 leaves.
+    """
+    norms = [
+        part
+        for part in module.modules()
+        if isinstance(part, _BatchNorm) and part.momentum is None and part.running_mean is not None
+    ]
+    for norm in norms:
+        norm.forward = partial(_averaging, norm)  # type: ignore[method-assign]  # of this one, as its own attribute
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward
+
+
+def _averaging(norm: _BatchNorm, x: Tensor) -> Tensor:
+    count, mean, variance = norm.num_batches_tracked, norm.running_mean, norm.running_var
+    assert count is not None, "norms that have statistics count batches"
+    assert mean is not None, "as above"
+    assert variance is not None, "as above"
+    count.add_(1)
+    own = torch.zeros_like(mean), torch.ones_like(variance)
+    y = nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
+    with torch.no_grad():
+        share = count.to(mean.dtype).reciprocal()
+        for average, value in zip((mean, variance), own, strict=True):
+            average.mul_(1 - share).add_(value * share)
+    return y
+
+
+@contextmanager
+def assigned_in_place(module: nn.Module) -> Iterator[list[str]]:
+    """Let buffers that ``module`` binds anew keep their places: they get the values when the context ends.
+
+    Their names are told then; torch's export forgets what is bound anew inside of a module.
+    """
+    owners = list(module.named_modules())
+    before = [(prefix, owner, name, x) for prefix, owner in owners for name, x in owner._buffers.items()]
+    names: list[str] = []
+    yield names
+    for prefix, owner, name, old in before:
+        new = owner._buffers.get(name)
+        if new is not old and old is not None and new is not None and new.shape == old.shape:
+            old.copy_(new.detach())
+            owner._buffers[name] = old
+            names.append(f"{prefix}.{name}".lstrip("."))
+
+
+@contextmanager
+def as_in_eager(places: Sequence[str]) -> Iterator[list[str]]:
+    """Let transformers choose its attention as it does outside a trace: without a mask none is made. Models that ask
+    whether they are exported, to write a kernel out, are told that they are not.
+
+    Its own question whether it is traced decides there; a mask made for a trace is another kernel, and more bytes.
+    ``places`` are the inputs: what depends on the values of a mask, or of positions that may be several sequences in
+    one, stays as a trace has it; a line says so then.
+    """
+    library = sys.modules.get("transformers.masking_utils")
+    given = [place for place in places if "mask" in place or "position" in place]
+    lines: list[str] = []
+
+    def asked(before: Any, tensor: Any = None) -> bool:
+        if tensor is None:
+            return False
+        if given and not lines:
+            lines.append(
+                f"{given[0]}: where nothing is padded transformers attends without a mask in plain training, which a "
+                "trace cannot know: it has one, which takes more bytes; leave that input out where none is needed"
+            )
+        return bool(before(tensor))
+
+    with ExitStack() as stack:
+        models = [x for key, x in list(sys.modules.items()) if key.startswith("transformers.models.")]
+        for asking in (x for x in models if "is_torchdynamo_exporting" in vars(x)):
+            for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling"):
+                if name in vars(asking):
+                    stack.enter_context(_replaced(asking, name, lambda *_: False))
+        for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling", "is_tracing"):
+            if library is not None and hasattr(library, name):
+                stack.enter_context(_replaced(library, name, partial(asked, getattr(library, name))))
+        if hasattr(library, PACKED) and not given:  # the model's own positions are those of one sequence
+            stack.enter_context(_replaced(library, PACKED, lambda *_, **__: None))
+        yield lines
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace one of the names that functions in the module ``owner`` look up, whoever has imported them."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

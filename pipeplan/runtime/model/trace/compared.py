@@ -1,0 +1,489 @@
+"""Does a model train as its own code says? A step of it and one of its layers, on the same values, are compared.
+
+Both begin from the same weights, buffers and random numbers. Compared are the loss, the outputs, the gradient of every
+weight and input (or that there is none), the buffers after, and how far random numbers were drawn. The operations are
+the same, so nearly always all is equal to the bit; where torch chooses another kernel, or adds in another order, values
+may differ by :data:`ROUNDINGS` of their type's, relative to the largest entry. Weights stay as they are; buffers,
+gradients and random numbers are put back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import BadInput, PipeplanError
+from ...device import random_state
+from ..autocast import Autocast, autocasting
+from ..loaded import LOSS_ROOT
+from ..network import LOSS, Loss, Network, TensorSpec, buffers_kept, loss_layer, loss_value, own_loss, trained_loss
+from ..pieces import Cut, Piece, packed, pieces_of
+from ..randomness import OwnRandomness, others
+from ..structure import OF_MODULES, PLAIN, leaves_of, mapped, refilling, tensors_in
+from ..user_code import RAISED, code_failed, user_code
+from .adapted import no_reentry, run_uncompiled
+from .exported import OF_MODULE, called, loss_in
+
+KEY: Final = 20  # of the random numbers that both draw
+ROUNDINGS: Final = 2**10  # by which equal sums may differ, in the order in which they are added
+MOST: Final = 2**-4  # of the largest entry, whatever the type
+FEW: Final = 2**3  # roundings of the largest gradient of all, which one that should be 0 may have
+LOSS_SAID: Final = "the loss"
+GRADIENT: Final = "the gradient of "
+FIXED: Final = "fixed_python_state"  # what the author of a model sets where it may
+ADVICE: Final = "return its layers as an nn.Sequential or a list of modules, which run as they are written"
+Stages = Sequence[tuple[Sequence[Piece], Cut | None]]  # of each the pieces, and the cut behind it
+Attributes = Mapping[str, tuple[nn.Module, str, tuple[Any, Any]]]
+Ran = tuple[Tensor, Sequence[Tensor | None], Callable[[], None]]  # the loss, the outputs, and what runs backward
+Back = Callable[[dict[int, Tensor]], dict[int, Tensor]]  # from the gradients behind a piece or cut to those before it
+
+
+@dataclass(frozen=True)
+class Author:
+    """A model as it was written: ``output`` of the tensors that go in, with the weights and buffers of ``roots``.
+
+    Of a list of layers, which run as they are written, ``traced`` is false. Both run under ``autocast``, keeping no
+    casts: where one of a weight has several readers, it would add their gradients in 16 bits.
+    """
+
+    output: Callable[[Sequence[Tensor]], Any]
+    roots: Sequence[tuple[str, nn.Module]]
+    traced: bool
+    autocast: Autocast | None = None
+
+    @staticmethod
+    def of(module: nn.Module, example: Any, returns_loss: bool, autocast: Autocast | None = None) -> Author:
+        """Return a module that is called with the like of ``example``."""
+        given = refilling(example)
+
+        def output(tensors: Sequence[Tensor]) -> Any:
+            found = called(module, given(tensors))
+            return loss_in(module, found) if returns_loss else found
+
+        return Author(output, (("", module),), True, autocast)
+
+    @staticmethod
+    def of_layers(roots: Sequence[tuple[str, nn.Module]], autocast: Autocast | None = None) -> Author:
+        """Return a list of layers, each called with what the one before returns."""
+
+        def output(tensors: Sequence[Tensor]) -> Any:
+            (x,) = tensors
+            for _, layer in roots:
+                x = layer(x)
+            return x
+
+        return Author(output, roots, False, autocast)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules."""
+        return [module for _, module in self.roots]
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers, by name."""
+        return dict(_named(self, partial(nn.Module.named_buffers, remove_duplicate=False)))
+
+    @property
+    def name(self) -> str:
+        """What sentences call it."""
+        return type(self.roots[0][1]).__name__ if self.traced else "the list of layers"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of a step, by name: values, where there are any, how far was drawn, and what Python kept."""
+
+    values: Mapping[str, Tensor | None]
+    drawn: tuple[Any, ...]
+    kept: Attributes
+
+
+def compare(
+    author: Author,
+    stages: Stages,
+    loss: Loss,
+    inputs: Sequence[Tensor],
+    target: Any,
+    entering: Mapping[int, Tensor] | None = None,
+) -> None:
+    """Raise BadInput, with the first difference, unless the layers of ``stages`` train as the ``author`` does.
+
+    Everything is on the device of ``inputs``, which are the first values, if it isn't said what is ``entering``. Those
+    of an example get values of their own, and so does its ``target``, as one in which two are equal proves nothing;
+    where the author's code takes no such values, they stay as they are. CodeFailed where that fails.
+    """
+    trained = trained_loss(loss)
+    if trained is not None:
+        author = replace(author, roots=(*author.roots, (LOSS_ROOT, trained)))
+    for module in author.modules:
+        module.train()
+    tries: list[tuple[Sequence[Tensor], Any, bool]] = []
+    if entering is None:  # messages carry no gradient of inputs, nor do all models take inputs that want one
+        own, aim = _own_values((list(inputs), target))
+        tries = [(own, aim, True), (own, aim, False)]
+    with no_reentry(), run_uncompiled(author.modules), _put_back(author):
+        found = ((_tried(author, loss, *values), values) for values in tries)
+        plain, (inputs, target, follows) = next((x for x in found if x[0] is not None), (None, (inputs, target, False)))
+        if plain is None:
+            try:
+                plain = _plain(author, loss, inputs, target, follows)
+            except RAISED as error:
+                if not author.traced and not isinstance(error, PipeplanError):
+                    return  # as they run for themselves, what fails is said with its layer
+                raise code_failed(f"{author.name}: a step of plain training", error) from error
+        with user_code(f"the layers of {author.name}"):
+            parts = _by_layers(author, stages, inputs, target, follows, entering)
+    wrong = _first_difference(author, plain, parts, stages)
+    if wrong is not None:
+        raise BadInput(f"{author.name} would not train as its own code says: {wrong}; {ADVICE}")
+
+
+def apart(network: Network, loss: Loss) -> Stages:
+    """Return the layers of ``network``, and ``loss``, each as a piece of its own."""
+    layers = enumerate((*network.layers, loss_layer(network, loss)))
+    return [([piece for i, code in layers for piece in pieces_of(i, [[code]], (), code.makes)], None)]
+
+
+# --- the values -------------------------------------------------------------------------------------------------------
+
+
+def _own_values(value: Any) -> Any:
+    """Return ``value`` with each tensor's entries in an order of its own; where all are equal they are spread.
+
+    On a GPU, where a wrong index ends the process, whole numbers stay in the columns that they are in.
+    """
+    generator = torch.Generator().manual_seed(KEY)
+
+    def own(x: Tensor) -> Tensor:
+        if x.device.type != "cpu" and x.dim() and not (x.is_floating_point() or x.is_complex()):
+            return x.detach()[torch.randperm(len(x), generator=generator).to(x.device)]
+        flat = x.detach().reshape(-1)
+        made = flat[torch.randperm(len(flat), generator=generator).to(x.device)]
+        if len(flat) and bool((flat == flat[0]).all()):
+            if x.is_floating_point() or x.is_complex():
+                made = flat + torch.rand(len(flat), generator=generator).to(x.device, x.dtype)
+            elif x.dtype != torch.bool and int(flat[0]) == 0:
+                made = torch.randint(2, (len(flat),), generator=generator).to(x.device, x.dtype)
+        return made.reshape(x.shape)
+
+    return mapped(own, value)
+
+
+def _tried(author: Author, loss: Loss, inputs: Sequence[Tensor], target: Any, follows: bool) -> Step | None:
+    """Return a plain step on values that the author's code may not take, None where it takes them not."""
+    try:
+        step = _plain(author, loss, inputs, target, follows)
+    except BadInput:
+        raise
+    except RAISED:
+        return None
+    found = step.values[LOSS_SAID]
+    return step if found is not None and bool(found.isfinite()) else None
+
+
+# --- the two steps ----------------------------------------------------------------------------------------------------
+
+
+def _plain(author: Author, loss: Loss, inputs: Sequence[Tensor], target: Any, follows: bool) -> Step:
+    """Return a step of the model as it was written; BadInput where it keeps something that its layers cannot."""
+
+    def run(leaves: Sequence[Tensor]) -> Ran:
+        output = author.output([x.clone() for x in leaves])
+        value = output if loss is own_loss else loss_value(loss, output, target)
+        if not value.requires_grad:
+            raise BadInput("loss does not depend on anything that can be trained")
+        known = {id(x) for x in (*leaves, *(x for _, x, _ in weights))}
+        strays.extend(ref(x) for x in leaves_of([value]) if id(x) not in known)
+        return value, tensors_in(output), value.backward
+
+    weights = [(name, x, x._version) for name, x in _named(author, nn.Module.named_parameters)]
+    before = _attributes(author)
+    strays: list[ref[Tensor]] = []
+    step = _step(author, [author.modules], inputs, follows, run)
+    stray = next((x for x in (found() for found in strays) if x is not None), None)  # those of the forward are gone
+    if stray is not None:
+        raise BadInput(
+            f"{author.name} or its loss trains a tensor of shape {tuple(stray.shape)} that neither has as a parameter: "
+            "register it; a loss with weights is an nn.Module"
+        )
+    changed = next((name for name, x, version in weights if x._version != version), None)
+    if changed is not None:
+        raise BadInput(
+            f"{author.name} changes its weight {changed} in its forward, which several updates at once would lose; "
+            "keep it as a buffer"
+        )
+    if author.traced and not getattr(author.modules[0], FIXED, False):
+        _refuse_state(author, before, step, lambda: _step(author, [author.modules], inputs, follows, run))
+    return step
+
+
+def _refuse_state(author: Author, before: Attributes, step: Step, again: Callable[[], Step]) -> None:
+    """Raise BadInput for random numbers that aren't torch's, and for what Python keeps from forward to forward."""
+    sure = f"or set {author.name}.{FIXED} = True if a trace may keep what it is now"
+    for what, begun, now in zip(("Python's random", "NumPy"), _begun(), step.drawn[1:], strict=True):
+        if now != begun:
+            raise BadInput(f"{author.name} draws from {what} in its forward; draw from torch, {sure}")
+    kept = _changed(before, step.kept)
+    if not kept:
+        return
+    for part, name, (value, _) in step.kept.values():
+        vars(part)[name] = value  # as it goes on in plain training
+    other = again()
+    counts = [x for x in _changed(step.kept, other.kept) if isinstance(other.kept[x][2][0], int | float)]
+    if counts or not _alike(other.values[LOSS_SAID], step.values[LOSS_SAID], 0.0):
+        raise BadInput(
+            f"{author.name}.{(counts or kept)[0]} goes from one forward to the next, and a trace keeps what it is now; "
+            f"register it as a buffer, {sure}"
+        )
+
+
+def _by_layers(
+    author: Author,
+    stages: Stages,
+    inputs: Sequence[Tensor],
+    target: Any,
+    follows: bool,
+    entering: Mapping[int, Tensor] | None,
+) -> Step:
+    """Return a step of the layers: what each piece reads has come without its graph, or by a cut."""
+
+    def run(leaves: Sequence[Tensor]) -> Ran:
+        values = dict(enumerate(leaves) if entering is None else entering)
+        wanted = {v for v, x in values.items() if x.requires_grad}
+        backs: list[Back] = []
+        outputs: Sequence[Tensor | None] = ()
+        for pieces, cut in stages:
+            for piece in pieces:
+                entered = [values[v].detach().requires_grad_(v in wanted) for v in piece.reads]
+                if piece.has_loss:
+                    outputs = [values.get(v) for v in piece.layers[-1].reads]  # None: made inside the piece
+                made = piece.run(entered, target)
+                wanted |= {v for v, x in zip(piece.makes, made, strict=True) if x.requires_grad}
+                backs.append(partial(_back, author, piece, entered, made))
+                values.update((v, x.detach()) for v, x in zip(piece.makes, made, strict=True))
+            if cut is not None:
+                message = packed([values[v] for v in cut.values], cut.specs)
+                values = cut.opened(message) | dict(entering or {})
+                wanted = set(cut.trained)
+                backs.append(partial(_across, cut))
+
+        def backward() -> None:
+            gradients = {LOSS: torch.ones_like(values[LOSS])}
+            while backs:
+                gradients = backs.pop()(gradients)
+            for v, leaf in enumerate(leaves):
+                leaf.grad = gradients.get(v) if leaf.requires_grad else None
+
+        return values[LOSS], outputs, backward
+
+    # pieces may come to different processes, where each has buffers of its own
+    apart = [piece.modules for pieces, _ in stages for piece in pieces]
+    return _step(author, apart, inputs, follows, run)
+
+
+def _back(
+    author: Author, piece: Piece, entered: Sequence[Tensor], made: Sequence[Tensor], gradients: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return the gradients of values before ``piece`` for those behind it."""
+    ends = [(x, gradients.pop(v)) for v, x in zip(piece.makes, made, strict=True) if v in gradients]
+    ends = [(x, gradient) for x, gradient in ends if x.requires_grad]
+    if ends:
+        own = {id(x) for module in piece.modules for x in module.parameters()}
+        others = [
+            (name, x, x.grad, 0 if x.grad is None else x.grad._version)
+            for name, x in _named(author, nn.Module.named_parameters)
+            if id(x) not in own
+        ]
+        torch.autograd.backward([x for x, _ in ends], [gradient for _, gradient in ends])
+        for name, x, before, version in others:
+            if x.grad is not before or (before is not None and before._version != version):
+                raise BadInput(
+                    f"{piece.layers[0].place} trains {name}, which no module in it has; let the forward that reads it "
+                    "give it as an argument"
+                )
+    for v, x in zip(piece.reads, entered, strict=True):
+        if x.grad is not None:
+            gradients[v] = gradients[v] + x.grad if v in gradients else x.grad
+    return gradients
+
+
+def _across(cut: Cut, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the gradients as they come back by a message; zeros where nothing depends on a value."""
+    like = {v: cut.spec(v) for v in cut.trained}
+    device = next((x.device for x in gradients.values()), None)
+    sent = [gradients.get(v, torch.zeros(x.shape, dtype=x.dtype, device=device)) for v, x in like.items()]
+    return cut.opened_back(packed(sent)) if sent else {}
+
+
+def _step(
+    author: Author,
+    parts: Sequence[Sequence[nn.Module]],
+    inputs: Sequence[Tensor],
+    follows: bool,
+    run: Callable[[Sequence[Tensor]], Ran],
+) -> Step:
+    """Run a step with the modules of ``parts`` at work, each part with buffers of its own, and note what comes of it;
+    ``follows``: gradients of inputs too."""
+    device, before = inputs[0].device, author.buffers
+    leaves = [x.detach().requires_grad_(follows and (x.is_floating_point() or x.is_complex())) for x in inputs]
+    with OwnRandomness(KEY).installed(), _own_draws(device), ExitStack() as stack:
+        for modules in parts:
+            stack.enter_context(buffers_kept(modules))
+        with autocasting(author.autocast, device):
+            torch.set_autocast_cache_enabled(author.autocast is None and torch.is_autocast_cache_enabled())
+            loss, outputs, backward = run(leaves)
+        drawn, kept = (random_state(device), *others()), _attributes(author)
+        backward()
+        values: dict[str, Tensor | None] = {LOSS_SAID: loss}
+        values |= {f"output {i}": x for i, x in enumerate(outputs) if x is not None}
+        for name, weight in _named(author, nn.Module.named_parameters):
+            values[GRADIENT + name], weight.grad = weight.grad, None
+        for i, leaf in enumerate(leaves):
+            values[f"the gradient of input {i}"], leaf.grad = leaf.grad, None
+        values |= _buffers(author, [module for modules in parts for module in modules], before)
+    found = {name: None if x is None else x.detach() for name, x in values.items()}
+    return Step(found, drawn, kept)
+
+
+def _buffers(author: Author, modules: Sequence[nn.Module], before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the buffers of ``author`` as ``modules`` have them, of several copies one that isn't as ``before``."""
+    own = {id(module): prefix for prefix, module in author.roots}
+    found: dict[str, Tensor] = {}
+    for module in modules:
+        for name, x in module.named_buffers(remove_duplicate=False):
+            place = f"{own[id(module)]}{name}" if id(module) in own else name.removeprefix(OF_MODULE)
+            known = f"buffer {place}"
+            if known not in found or (place in before and torch.equal(found[known], before[place])):
+                found[known] = x
+    return found
+
+
+@contextmanager
+def _own_draws(device: torch.device) -> Iterator[None]:
+    """Let a GPU's random numbers be those of the key as well."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.random.fork_rng(devices=[device]):
+        torch.cuda.manual_seed(KEY)
+        yield
+
+
+def _begun() -> Any:
+    """Return the states of Python's and NumPy's random numbers that steps begin with."""
+    with OwnRandomness(KEY).installed():
+        begun: Sequence[Any] = others()
+        return begun
+
+
+@contextmanager
+def _put_back(author: Author) -> Iterator[None]:
+    """Leave the weights of ``author`` with the gradients that they have, and its modules with their attributes."""
+    gradients = [(x, x.grad) for _, x in _named(author, nn.Module.named_parameters)]
+    before = _attributes(author)
+    for weight, _ in gradients:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in gradients:
+            weight.grad = gradient
+        for part, name, (value, _) in before.values():
+            vars(part)[name] = value
+
+
+def _named(author: Author, named: Callable[[nn.Module], Any]) -> list[tuple[str, Any]]:
+    return [(f"{prefix}{name}", x) for prefix, module in author.roots for name, x in named(module)]
+
+
+def _attributes(author: Author) -> Attributes:
+    """Return what the modules keep as attributes of Python, by name, with what shows a change inside."""
+    return {
+        name: (part, key, (value, _mark(value)))
+        for path, part in _named(author, nn.Module.named_modules)
+        for key, value in vars(part).items()
+        if key not in OF_MODULES and (name := f"{path}.{key}".lstrip("."))
+    }
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value._version
+    return len(value) if isinstance(value, list | dict | set | deque) else None
+
+
+def _changed(before: Attributes, now: Attributes) -> list[str]:
+    """Return the names of attributes that are others than before."""
+    return [name for name, x in now.items() if name not in before or not _is(before[name][2], x[2])]
+
+
+def _is(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    same = one[0] is other[0] or (type(one[0]) is type(other[0]) and type(one[0]) in PLAIN and one[0] == other[0])
+    return same and one[1] == other[1]
+
+
+# --- the difference ---------------------------------------------------------------------------------------------------
+
+
+def _first_difference(author: Author, plain: Step, parts: Step, stages: Stages) -> str | None:
+    """Return what first differs in ``parts``, in words; None if nothing does."""
+    for what, one, other in zip(("torch", "Python", "NumPy"), plain.drawn, parts.drawn, strict=True):
+        if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
+            return f"its layers draw other random numbers of {what}'s, or in another order"
+    gradients = [x for name, x in plain.values.items() if name.startswith(GRADIENT) and x is not None and x.numel()]
+    largest = max((float(x.detach().to_dense().abs().max()) for x in gradients), default=0.0)
+    for name, there in plain.values.items():
+        if name not in parts.values and name.startswith(("output", "buffer")):
+            if name.startswith("output"):
+                continue  # inside a piece
+            here: Tensor | None = author.buffers[name.removeprefix("buffer ")]
+        else:
+            here = parts.values[name]
+        if not _alike(here, there, largest if name.startswith("the gradient") else 0.0):
+            holder = _holder(stages, name.removeprefix(GRADIENT)) if name.startswith(GRADIENT) else ""
+            return f"{holder}{_in_words(name, here, there)}"
+    return None
+
+
+def _holder(stages: Stages, name: str) -> str:
+    codes = (code for pieces, _ in stages for piece in pieces for code in piece.layers)
+    found = next((x.name for x in codes if any(OF_MODULE + name == y for y, _ in x.module.named_parameters())), None)
+    return "" if found is None else f"in layer {found} "
+
+
+def _alike(here: Tensor | None, there: Tensor | None, floor: float) -> bool:
+    """Whether two values are one, but for roundings of them and, where they are noise, of what is ``floor`` large."""
+    if here is None or there is None:
+        return here is there
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return False
+    here, there = here.to_dense(), there.to_dense()
+    if torch.equal(here, there) or not there.numel():
+        return True
+    if not (there.is_floating_point() or there.is_complex()):
+        return False
+    eps = torch.finfo(there.dtype).eps
+    finite = there[there.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    allowed = min(ROUNDINGS * eps, MOST) * largest + FEW * eps * floor
+    return torch.allclose(here, there, rtol=0.0, atol=allowed, equal_nan=True)
+
+
+def _in_words(name: str, here: Tensor | None, there: Tensor | None) -> str:
+    if here is None or there is None:
+        one, other = ("has none", "has one") if here is None else ("has one", "has none")
+        return f"{name}: it {one}, plain training {other}"
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return f"{name} is {TensorSpec.of(here)} where plain training has {TensorSpec.of(there)}"
+    here, there = here.to_dense().reshape(-1), there.to_dense().reshape(-1)
+    place = int((here != there).nonzero()[0]) if not here.is_floating_point() else int((here - there).abs().argmax())
+    return f"{name} is {here[place].item():.6g} where plain training has {there[place].item():.6g}"

@@ -1,0 +1,319 @@
+"""How does torch see any module's forward? As a graph of operations from the tensors that go in to those that
+come out.
+
+Inputs and outputs are flat for torch and of any type for the author (:mod:`.structure`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from ....errors import BadInput
+from ..network import kind_of
+from ..structure import closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
+from ..user_code import defined_at, line_of, place_of, user_code
+from .adapted import (
+    as_in_eager,
+    assigned_in_place,
+    compiled_lines,
+    cumulative_norms,
+    plainly_called,
+    run_uncompiled,
+    uncompiled,
+    with_dense_gradients,
+    without_cache,
+)
+from .eager_calls import EagerCalls, data_dependent
+from .own_gradients import own_gradients
+
+ROOT = "model"  # what the module is called in the one that is exported
+OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its trace begin with
+ADVICE = (
+    "Return its layers as an nn.Sequential or a list of modules, or write the part without branches on tensor values, "
+    "tensors of data-dependent shape and .item()"
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The ``graph`` of ``root``, which has the user's module as its :data:`ROOT`, on the tensors ``arguments``.
+
+    ``restored`` makes of the graph's outputs what the module returned. ``notes`` say what it gave up.
+    """
+
+    graph: fx.GraphModule
+    root: nn.Module
+    arguments: Sequence[Tensor]
+    restored: Callable[[Sequence[Tensor]], Any]
+    notes: tuple[str, ...]
+
+
+def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, training: bool = True) -> Exported:
+    """Return the graph of ``module`` on ``example_input``: a tensor, a tuple of arguments or keywords.
+
+    It is that of its ``training``, or else that of its evaluation.
+    With ``loss_alone`` the loss that it returns is all that comes out. BadInput tells what cannot be traced, with the
+    line of the user's, and what to do.
+    """
+    # one tensor that stands in it twice would be one input for torch
+    example_input = mapped(own_memory, example_input)
+    arguments = tensors_in(example_input)
+    if not arguments:
+        raise BadInput(f"example_input: {kind_of(example_input)} holds no tensor")
+    name = type(module).__name__
+    module.train(training)
+    notes = [*without_cache(module), *with_dense_gradients([module])]
+    inner = uncompiled(module)
+    if isinstance(inner, torch.jit.ScriptModule):
+        raise BadInput(f"{name}: torch.jit has compiled the whole model; give it as it was before")
+    with user_code(name), run_uncompiled([module]):
+        _made_whole(inner, example_input)
+        root, seen = _flat(inner, example_input, loss_alone)
+        graph, given_up = _graph(root, arguments, places_in(example_input), name)
+    assert seen.restored is not None, "what was exported has run"
+    notes += [*compiled_lines([module]), *given_up, *_counting_line(inner, seen.counting)]
+    _read_directly(graph)
+    _assign_early(graph, [f"{ROOT}.{name}" for name in seen.assigned])
+    return Exported(graph, root, arguments, seen.restored, tuple(notes))
+
+
+def _made_whole(module: nn.Module, example: Any) -> None:
+    """Let lazy parts of ``module`` get their weights, by an evaluation of the ``example``."""
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        training = module.training
+        module.eval()
+        with torch.no_grad():
+            called(module, example)
+        module.train(training)
+
+
+def _read_directly(graph: fx.GraphModule) -> None:
+    """Let what is broadcast to the shape that it has be read as it is: a layer that does nothing would count it twice.
+
+    Losses of torch broadcast what they compare.
+    """
+    for node in [x for x in graph.graph.nodes if x.target is operator.getitem]:
+        made, place = node.args
+        if made.target is not torch.ops.aten.broadcast_tensors.default:
+            continue
+        given = made.args[0][place]
+        if "val" in given.meta and given.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(given)
+            graph.graph.erase_node(node)
+            if not made.users:
+                graph.graph.erase_node(made)
+    graph.recompile()
+
+
+def _assign_early(graph: fx.GraphModule, names: Sequence[str]) -> None:
+    """Let buffers that are assigned at the end of ``graph`` be so as soon as their new values are there.
+
+    What has to do with the old values gets a copy of them.
+    """
+    for name in names:
+        nodes = [node for node in graph.graph.nodes if node.op == "get_attr" and node.target == name]
+        users = [user for user in graph.graph.nodes if set(user.all_input_nodes) & set(nodes)]
+        last = [user for user in users if user.target is torch.ops.aten.copy_.default and user.args[0] in nodes][-1]
+        users.remove(last)
+        value = last.all_input_nodes[1]
+        moved = [value, last] if value.target is torch.ops.aten.detach.default else [last]
+        after = [moved[0].all_input_nodes[-1]]
+        if users:
+            with graph.graph.inserting_before(users[0]):
+                copied = graph.graph.call_function(torch.ops.aten.clone.default, (nodes[0],))
+            copied.meta = dict(users[0].meta) | {"val": nodes[0].meta.get("val")}
+            for user in users:
+                for node in nodes:
+                    user.replace_input_with(node, copied)
+            after.append(copied)
+        anchor = max(after, key=list(graph.graph.nodes).index)
+        for node in reversed(moved):
+            anchor.append(node)
+            node.meta["nn_module_stack"] = anchor.meta.get("nn_module_stack")
+    graph.recompile()
+
+
+@dataclass
+class _Seen:
+    """What was seen while a module ran.
+
+    What makes its result of tensors, the plain numbers that it changed, and the buffers that it bound anew.
+    """
+
+    restored: Callable[[Sequence[Tensor]], Any] | None = None
+    counting: Sequence[str] = ()
+    assigned: Sequence[str] = ()
+
+
+def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module, _Seen]:
+    """Return a module around ``module`` from tensors to tensors alone, and what is seen when it runs."""
+    root, seen, given = nn.Module(), _Seen(), refilling(example)
+    setattr(root, ROOT, module)
+
+    def forward(*tensors: Tensor) -> list[Tensor]:
+        value, before = given(tensors), _plain_numbers(module)
+        with cumulative_norms(module), assigned_in_place(module) as assigned:
+            output = called(module, value)
+        seen.assigned = assigned
+        after = _plain_numbers(module)
+        seen.counting = [name for name in before if after.get(name) != before[name]]
+        if loss_alone:
+            output = loss_in(module, output)
+        _refuse_closed(module, output)
+        seen.restored = refilling(output)
+        return tensors_in(output)
+
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # inspect's own hook
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _argument_names(module, example)]
+    )
+    root.forward = forward
+    return root, seen
+
+
+def called(module: nn.Module, value: Any) -> Any:
+    """Call ``module`` with keywords, with arguments, or with the one that ``value`` is."""
+    if isinstance(value, Mapping):
+        return module(**value)
+    return module(*value) if isinstance(value, tuple | list) else module(value)
+
+
+def _refuse_closed(module: nn.Module, output: Any) -> None:
+    closed = closed_leaf(output)
+    if closed is None:
+        return
+    if "cache" in type(closed).__name__.lower():
+        step = "set use_cache=False, as a cache is for generation"
+    else:
+        step = "return them in lists, dicts, named tuples or dataclasses, or register the type with torch.utils._pytree"
+    name = f"{type(module).__name__}{defined_at(module.forward)}"
+    raise BadInput(f"{name} returns {kind_of(closed)}, which holds tensors where nobody can take them out; {step}")
+
+
+def _plain_numbers(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers that ``module`` keeps as attributes, which are no state for torch."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) in (int, float) and not name.startswith("_")
+    }
+
+
+def _counting_line(module: nn.Module, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    return [
+        f"{type(module).__name__}.{names[0]} is a plain number that every forward changes: a trace keeps its value; "
+        "register it as a buffer to have it count"
+    ]
+
+
+def loss_in(module: nn.Module, output: Any) -> Tensor:
+    """Return the loss among what ``module`` returned: itself, ``.loss``, or the first of a tuple; BadInput if none."""
+    found = output
+    if isinstance(output, Mapping) and "loss" in output:
+        found = output["loss"]
+    elif hasattr(output, "loss"):
+        found = output.loss
+    elif isinstance(output, tuple | list) and output:
+        found = output[0]
+    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found if found.dim() == 0 else found.reshape(())
+    said = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else kind_of(output)
+    raise BadInput(
+        f"{type(module).__name__}{defined_at(module.forward)} returned {said} without a loss, and build gave none: put "
+        "labels among its inputs, or return (model, example_input, loss)"
+    )
+
+
+def _argument_names(module: nn.Module, example: Any) -> list[str]:
+    """Return a name for each tensor that goes in: its keyword, or that of the argument, and where in it."""
+    if not isinstance(example, Mapping):
+        values = example if isinstance(example, tuple | list) else (example,)
+        example = dict(zip(_parameters(module, len(values)), values, strict=True))
+    names: list[str] = []
+    for place in places_in(dict(example)):
+        name = re.sub(r"\W", "_", place) or "input"
+        while name in names or not name.isidentifier():
+            name = f"{name}_" if name.isidentifier() else f"input_{name}"
+        names.append(name)
+    return names
+
+
+def _parameters(module: nn.Module, count: int) -> list[str]:
+    """Return what the first ``count`` arguments of ``module`` are called."""
+    try:
+        known = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):  # nobody knows what it takes
+        known = []
+    names = [x.name for x in known if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"input{i}" for i in range(count)]
+
+
+def _graph(
+    root: nn.Module, arguments: Sequence[Tensor], places: Sequence[str], name: str
+) -> tuple[fx.GraphModule, list[str]]:
+    """Return torch's export as operations, and the lines of what it gives up: recomputation, masks, and traces of what
+    cannot be traced."""
+    eager = EagerCalls(getattr(root, ROOT))
+    while True:
+        try:
+            with (
+                _quiet(), plainly_called() as seen, as_in_eager(places) as masked, own_gradients(),
+                eager.known(root, arguments),
+            ):  # fmt: skip
+                graph = torch.export.export(root, tuple(arguments), strict=False).module(check_guards=False)
+        except BadInput:
+            raise
+        except Exception as error:
+            if eager.widened(error, _reason(error)):
+                continue
+            raise BadInput(f"{name} cannot be traced: {_reason(error)}. {ADVICE}") from error
+        assert isinstance(graph, fx.GraphModule)
+        untold = data_dependent(graph)
+        if not untold:
+            return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.lines()]
+        reason = f"the shape of {untold[0].name} depends on data{line_of_node(untold[0])}"
+        if not eager.widened_by(untold, reason):
+            raise BadInput(f"{name} cannot be traced: {reason}. {ADVICE}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing: half-made graphs when it fails, and a warning for an LSTM's own list of weights."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.filterwarnings("ignore", message=".*(was|were) assigned during export")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _reason(error: Exception) -> str:
+    """Return the sentence of an export's error that says what failed, and the user's line that it came from."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    place = line_of(error)
+    return f"{first.rstrip('.')}{f' ({place})' if place else ''}"
+
+
+def line_of_node(node: fx.Node) -> str:
+    """Return the innermost line outside torch that ``node`` was traced from, as errors put it; empty if unknown."""
+    trace = str(node.meta.get("stack_trace", ""))
+    places = [place_of(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', trace)]
+    return next((f" ({place})" for place in reversed(places) if place), "")

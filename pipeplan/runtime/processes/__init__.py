@@ -1,0 +1,1 @@
+"""How do processes become ranks, and learn of each other's end?"""

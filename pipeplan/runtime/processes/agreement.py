@@ -1,0 +1,237 @@
+"""Do all ranks begin the same run? What must be equal on all of them, item by item, and the first difference.
+
+Under torchrun every node reads its own files. A plan, an option or a model that differs on one of them would train
+something that nobody asked for, without any error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import sysconfig
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import fx, nn
+
+from ...errors import BadInput
+from ...plan import Plan
+from ...version import __version__
+from ..engine.options import RunOptions
+from ..exchange.collective import this_machine
+from ..model.build.spec import ModelSpec, builder_of
+from ..model.loaded import LoadedModel
+from ..training.state.checkpoint import Checkpoint, Peers
+
+OWN: Final = {
+    "save",
+    "load",
+    "checkpoint",
+    "timeout_s",
+    "threads",
+    "device",
+}  # options of each node's own
+PLANNED: Final = ("chain", "platform", "policy", "allocation", "pattern", "schedule")  # what a run reads of a plan
+SHOWN: Final = 60  # characters; of what is longer messages have the checksum
+CODE: Final = "the code of "
+INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+UNKNOWN: Final = "?"  # the address of a host whose name stands for none, which gloo takes for the loopback's
+INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of libraries, whose versions tell enough
+STANDARD: Final = Path(sysconfig.get_path("stdlib"))
+CHUNK: Final = 2**20  # bytes that are read at once
+SAMPLES: Final = 256  # pieces of a state that are compared, so much apart
+STATES: Final = (".safetensors", ".json", ".bin", ".pt")
+_VARYING = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+")  # in the words for equal objects of different processes
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a rank says of itself: its host, the address under which that knows itself (:data:`UNKNOWN` if it knows
+    none, empty if the user has named an interface), what tells the machine from others, and what all must have alike,
+    by name."""
+
+    host: str
+    address: str
+    machine: str
+    items: Mapping[str, str]
+
+
+def compare(items: Mapping[str, str], peers: Peers, timeout_s: float = 0.0) -> Sequence[Statement]:
+    """Return what every rank says of itself; they wait ``timeout_s`` longer than usually.
+
+    BadInput, the same on all ranks, names the first of ``items`` in which two differ, and both. So it does where ranks
+    on several machines cannot find each other.
+    """
+    place = (socket.gethostname(), _own_address(), this_machine())
+    said = peers.gathered(json.dumps([*place, _digest(json.dumps(items, sort_keys=True))]), timeout_s)
+    places = [json.loads(words or "") for words in said]
+    everybodys = [Statement(host, address, machine, items) for host, address, machine, _ in places]
+    if len({digest for *_, digest in places}) > 1:  # only then do all say what they have
+        said = peers.gathered(json.dumps(items))
+        everybodys = [replace(x, items=json.loads(words or "")) for x, words in zip(everybodys, said, strict=True)]
+    wrong = difference(everybodys) or unreachable(everybodys)
+    if wrong is not None:
+        raise BadInput(wrong)
+    return everybodys
+
+
+def difference(everybodys: Sequence[Statement]) -> str | None:
+    """Return the first item that isn't the same for rank 0 and another rank; None if all are.
+
+    Code counts where both have it, as a rank may import what others don't need.
+    """
+    first = everybodys[0]
+    for rank, other in enumerate(everybodys[1:], 1):
+        for name in [*first.items, *(name for name in other.items if name not in first.items)]:
+            here, there = first.items.get(name), other.items.get(name)
+            if here == there or (name.startswith(CODE) and None in (here, there)):
+                continue
+            what = " and ".join(
+                f"{'missing' if value is None else value} for rank {number} on {host}"
+                for value, number, host in ((here, 0, first.host), (there, rank, other.host))
+            )
+            return f"the ranks differ: {name} is {what}; every node needs the same"
+    return None
+
+
+def unreachable(everybodys: Sequence[Statement]) -> str | None:
+    """Return which rank's host name stands for an address that other machines cannot reach; None if none does."""
+    if len({said.machine for said in everybodys}) == 1:
+        return None
+    for rank, said in enumerate(everybodys):
+        if said.address.startswith((UNKNOWN, "127.", "::1")):
+            stands = "no address" if said.address == UNKNOWN else f"{said.address} there, which no other node reaches"
+            return (
+                f"rank {rank}'s host name {said.host} stands for {stands}; "
+                f"set {INTERFACE} and NCCL_SOCKET_IFNAME on every node to the interface of its network "
+                "(ip -brief address lists them)"
+            )
+    return None
+
+
+def _own_address() -> str:
+    if INTERFACE in os.environ:
+        return ""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return UNKNOWN
+
+
+# --- the items ------------------------------------------------------------------------------------------------------
+
+
+def run_items(plan: Plan, model: ModelSpec, options: RunOptions) -> dict[str, str]:
+    """Return what can be compared before the model is built: versions, plan, and what is asked for."""
+    items = {
+        "the version of pipeplan": __version__,
+        "the version of Python": platform.python_version(),
+        "the version of torch": torch.__version__,
+        "the model's name": model.build,
+        "the data's name": str(model.data),
+    }
+    items |= {f"the plan's {name}": repr(getattr(plan, name)) for name in PLANNED}
+    asked = [field.name for field in fields(RunOptions) if field.name not in OWN]
+    items |= {f"the option {name.removesuffix('_s').replace('_', ' ')}": repr(getattr(options, name)) for name in asked}
+    items["the option checkpoint"] = "not given" if options.checkpoint is None else "a folder"
+    items["the file of weights to load"] = "none" if options.load is None else _state_sum(options.load)
+    return _shown(items)
+
+
+def checkpoint_items(found: Checkpoint | None) -> dict[str, str]:
+    """Return what is compared of the checkpoint to go on from."""
+    if found is None:
+        return {"the checkpoint to go on from": "none"}
+    files = {name: (file.bytes, file.crc32) for name, file in found.files.items()}
+    return {
+        "the checkpoint to go on from": f"of update {found.position.step}",
+        "the content of the checkpoint to go on from": _digest(repr((found.position, found.model, found.seed, files))),
+    }
+
+
+def model_items(spec: ModelSpec, model: LoadedModel) -> dict[str, str]:
+    """Return what is compared of a model that has been built, before it is fitted to the plan.
+
+    Each layer as it prints itself, with its weights and buffers, and the user's code that made it.
+    """
+    layers = enumerate(model.layers)
+    items = {f"layer {index} of the model": f"{layer.name}: {_layer(layer.module)}" for index, layer in layers}
+    items["what crosses the layers of the model"] = ", ".join(map(str, model.specs.values()))
+    return _shown(items) | _code(spec)
+
+
+def _layer(module: nn.Module) -> str:
+    tensors = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in module.state_dict(keep_vars=True).items()]
+    graphs = [part.code for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return "; ".join(["" if graphs else repr(module), *tensors, *graphs])
+
+
+def _code(spec: ModelSpec) -> dict[str, str]:
+    """Return checksums of the modules that lie where the user's model and data do, as far as they are imported."""
+    names = [] if spec.of_zoo else [builder_of(spec).__module__, spec.build.partition(":")[0]]
+    names += [] if spec.data is None else [spec.data.partition(":")[0]]
+    own = [path for path in map(_path_of, names) if path is not None]
+    folders = {path.parent for name in names if (path := _path_of(name.partition(".")[0]) or _path_of(name))}
+    found: dict[str, str] = {}
+    for name in sorted(sys.modules):
+        path = _path_of(name)
+        if path is not None and (path in own or any(_is_inside(path, folder) for folder in folders)):
+            found[f"{CODE}{name}"] = _file_sum(path)
+    return found
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file lies in ``folder`` and isn't of Python or a library that is installed there."""
+    if not path.is_relative_to(folder) or folder.name in INSTALLED:
+        return False
+    return not INSTALLED.intersection(path.relative_to(folder).parts) and not path.is_relative_to(STANDARD)
+
+
+def _path_of(name: str) -> Path | None:
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return Path(path) if isinstance(path, str) and path.endswith(".py") and os.path.isfile(path) else None
+
+
+def _shown(items: Mapping[str, str]) -> dict[str, str]:
+    """Return ``items`` as messages can have them: what is long, or isn't one line, as its checksum."""
+    plain = {name: _VARYING.sub("", value).strip("; ") for name, value in items.items()}
+    return {k: v if len(v) <= SHOWN and v.isprintable() else f"of checksum {_digest(v)}" for k, v in plain.items()}
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+
+
+def _state_sum(path: Path) -> str:
+    """Return the checksum of a file, or of a folder's files by name; of long ones of a part, as each rank reads its."""
+    if not path.is_dir():
+        return _file_sum(path, SAMPLES)
+    names = sorted(x for x in path.iterdir() if x.suffix in STATES)
+    return f"of checksum {_digest(repr([(x.name, _file_sum(x, SAMPLES)) for x in names]))}"
+
+
+def _file_sum(path: Path, samples: int | None = None) -> str:
+    """Return the checksum of a file; what cannot be read is said so, as others say better what that means.
+
+    Of one longer than ``samples`` pieces that of its length and so many pieces of it.
+    """
+    try:
+        size = path.stat().st_size
+        crc = zlib.crc32(str(size).encode())
+        step = CHUNK if samples is None else max(CHUNK, size // samples)
+        with path.open("rb") as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                crc = zlib.crc32(file.read(CHUNK), crc)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return f"of checksum {crc:08x}"

@@ -1,0 +1,209 @@
+"""What holds for rank processes that pipeplan starts itself? Nobody else's code or messages get in; a stop is seen."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from multiprocessing import resource_tracker, util
+from multiprocessing.synchronize import SemLock
+from multiprocessing.util import Finalize, get_temp_dir
+from pathlib import Path
+from typing import Any, Final
+
+from ...scratch import PREFIX, scratch_folder
+
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_S: Final = 1.0
+LONGEST_SOCKET: Final = 104  # characters of its path, on the least generous system
+SAFE_PATH: Final = "PYTHONSAFEPATH"
+OURS: Final = "pipeplan"  # the variable's value where we have set it
+INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def context_of() -> Any:
+    """Return the context in which ranks are started: forked from a server that has imported what takes seconds.
+
+    The server makes no CUDA context, which wouldn't survive a fork: each rank makes its own.
+    """
+    _swept_if_killed()
+    _tracked_quietly()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.preloaded"])
+    return context
+
+
+@cache
+def _swept_if_killed() -> None:
+    """Let multiprocessing keep its sockets, for as long as this process is there, in a folder that others sweep.
+
+    Unless it has one of its own already, or there is no room for more in the path of a socket.
+    """
+    room = len(tempfile.gettempdir()) + len(f"/{PREFIX}12345678/pymp-12345678/listener-12345678") < LONGEST_SOCKET
+    if multiprocessing.current_process()._config.get("tempdir") is not None or not room:  # type: ignore[attr-defined]
+        return
+    held = ExitStack()
+    folder, usual = held.enter_context(scratch_folder()), tempfile.tempdir
+    Finalize(None, held.close, exitpriority=-1000)  # behind its own, which removes what is inside
+    tempfile.tempdir = str(folder)
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
+
+
+@cache
+def _tracked_quietly() -> None:
+    """Start multiprocessing's tracker so that it says nothing when it removes the semaphores of killed ranks.
+
+    Workers of a DataLoader that are spawned have some; why ranks were killed is said by the run.
+    """
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
+
+
+@contextmanager
+def our_imports_alone() -> Iterator[None]:
+    """Let Python processes that are started within the context look into the working folder only if this one does.
+
+    Those that import what is to be forked would otherwise look there first: a ``torch.py`` that lies about would run.
+    """
+    if sys.path[:1] in ([""], [os.getcwd()]) or SAFE_PATH in os.environ:
+        yield
+        return
+    os.environ[SAFE_PATH] = OURS
+    try:
+        yield
+    finally:
+        del os.environ[SAFE_PATH]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold the signals that end a run back, from this thread and for ever from what is started meanwhile: none is lost
+    half-started.
+
+    Ctrl-C and a terminal's end reach all of its processes, and those that import torch would tell of it. The mask is
+    what they inherit; another thread of this process may still take a signal, whose handler then only notes it.
+    """
+    noted: list[int] = []
+    handlers: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: noted.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for held in noted[:1]:
+            signal.raise_signal(held)
+
+
+def give_back_semaphores() -> None:
+    """Give back what libraries have made for processes of theirs (tqdm does): an exit at once would leave it, and be
+    told of it."""
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # no public way to these alone
+        if getattr(finalizer, "_callback", None) is SemLock._cleanup:  # type: ignore[attr-defined]  # as above
+            finalizer()
+
+
+def settle_in() -> None:
+    """Make this process, which pipeplan has started, listen to this machine alone, and what it starts itself usual."""
+    if os.environ.get(SAFE_PATH) == OURS:
+        del os.environ[SAFE_PATH]
+    listen_here()
+
+
+def follow_parent() -> None:
+    """End this process when the one that started it has gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it has been started by one"
+    parent.join()
+    os._exit(1)
+
+
+def listen_here() -> None:
+    """Let what connects ranks listen at the loopback, where the user named no interface: not at the host's address."""
+    for _, name in socket.if_nameindex():
+        if re.fullmatch(r"lo\d*", name):
+            for variable in INTERFACES:
+                os.environ.setdefault(variable, name)
+            return
+
+
+def is_here(address: str) -> bool:
+    """Whether ``address`` names this machine and no other can reach it."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(address, None)}
+    except OSError:
+        return False
+    return bool(found) and all(x == "::1" or x.startswith(("127.", "::ffff:127.")) for x in found)
+
+
+class StopWatch:
+    """For how long have processes been stopped, as far as we were not stopped ourselves?"""
+
+    def __init__(self) -> None:
+        self._found: Counter[int] = Counter()  # how often in a row
+        self._looked = time.monotonic()
+
+    def look(self, processes: Mapping[int, int | None]) -> dict[int, float]:
+        """Return the seconds by rank of those that are, given process ids by rank; looks every :data:`LOOK_S`."""
+        if time.monotonic() >= self._looked + LOOK_S:
+            self._looked = time.monotonic()
+            still = [rank for rank, pid in processes.items() if is_stopped(pid)]
+            self._found = Counter({rank: self._found[rank] + 1 for rank in still})
+        return {rank: count * LOOK_S for rank, count in self._found.items()}
+
+
+class QuietWatch:
+    """For how long has nothing changed, as far as we were not stopped ourselves?"""
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._found = 0  # how often in a row
+        self._looked = time.monotonic()
+
+    def look(self, state: Hashable) -> float:
+        """Return the seconds for which ``state`` has been the same; looks every :data:`LOOK_S`."""
+        if state != self._state:
+            self._state, self._found, self._looked = state, 0, time.monotonic()
+        elif time.monotonic() >= self._looked + LOOK_S:
+            self._found, self._looked = self._found + 1, time.monotonic()
+        return self._found * LOOK_S
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process has been stopped (SIGSTOP) and not continued; False where the system doesn't tell."""
+    return _state(pid) == "T"
+
+
+def has_gone(pid: int) -> bool:
+    """Whether a process has ended, if only its parent knows yet; False where the system doesn't tell."""
+    return os.path.exists("/proc/self/stat") and _state(pid) in ("", "X", "Z")
+
+
+def _state(pid: int | None) -> str:
+    """Return the letter that Linux has for what a process does; nothing if there is none, or no such system."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

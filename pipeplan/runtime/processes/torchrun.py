@@ -1,0 +1,260 @@
+"""How is a plan run by processes that torchrun started? Each is the rank that its environment names.
+
+They meet in torchrun's store before they do anything else, agree on what they run, and whatever fails first is told to
+all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from ...errors import BadInput, PipeplanError, RunFailed, RunStopped
+from ...plan import Plan
+from ...status import Status
+from ..device import kind_of
+from ..engine.failure import GRACE_S, Failure, failure_of, failure_told, told
+from ..engine.job import LEAST_TIMEOUT_S, Job, job_of
+from ..engine.launcher import Launcher
+from ..engine.options import RunOptions
+from ..engine.phases import run_rank
+from ..measure.progress import Progress, StepProgress, place, teller
+from ..measure.report import RunReport
+from ..model.build.spec import ModelSpec
+from ..model.user_code import RAISED
+from ..training.state.checkpoint import Alone, Peers
+from .agreement import UNKNOWN, Statement, checkpoint_items, compare, model_items, run_items
+from .own_processes import is_here, listen_here
+from .peers import StorePeers, writing_to
+from .presence import present
+from .reachable import check_reachable
+from .resuming import resume_point
+from .starting import START_S, Start, number_in_environment
+from .stopping import StoreStop, stopped_after
+from .watch import TORCHRUN, Watch, watching
+
+SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store
+COUNTS: Final = {  # where others that start processes say how many
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+}
+_runs = itertools.count()  # of this process; each has keys of its own in the store
+
+
+def is_under_torchrun() -> bool:
+    """Whether the environment names a rank and where it meets the others.
+
+    BadInput when it has a part of that, or when something else has started several of us: each would train alone.
+    """
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if not missing:
+        return True
+    advice = "torchrun on every node starts the processes of a run; pipeplan run --dry-run prints its line"
+    if len(missing) < len(TORCHRUN) and number_in_environment("WORLD_SIZE") > 1:
+        raise BadInput(f"the environment has WORLD_SIZE {os.environ['WORLD_SIZE']} but no {missing[0]}: {advice}")
+    for name, what in COUNTS.items():
+        count = number_in_environment(name)
+        if count > 1:
+            raise BadInput(f"{what} started {count} processes, each of which would train by itself: {advice}")
+    return False
+
+
+def run_under_torchrun(
+    plan: Plan,
+    model: ModelSpec,
+    options: RunOptions,
+    listener: Callable[[StepProgress], None] | None,
+    note: Callable[[str], None] | None,
+    status: Status | None,
+) -> RunReport | None:
+    """Be the rank that the environment names; return the report on rank 0. The first failure is told to all.
+
+    The last stage's first replica tells of the progress, as far as it sees it itself. A signal ends the process at
+    once, unless it trains and leaves a checkpoint; so does a failure elsewhere if it still waits some seconds later.
+    """
+    start = Start.of_environment(next(_runs))
+    if is_here(os.environ["MASTER_ADDR"]) and not start.host:  # a host's own name may be the loopback's there alone
+        listen_here()
+    with watching() as watch:
+        watch.tell_signal = lambda number: _ended(start, number)
+        try:
+            return _run(start, watch, plan, model, options, listener, note, status)
+        except RunStopped:
+            raise
+        except RAISED as error:
+            raise _told(start, watch, error) from error
+        finally:
+            watch.ask = None
+            watch.over.set()
+
+
+def tell_others(error: BaseException, watch: Watch) -> None:
+    """Tell the others of an ``error`` of a command that has no run yet, unless they know, or don't wait any more."""
+    if not (watch.told or watch.over.is_set()):
+        _told(Start.of_environment(), watch, error)
+
+
+def shown_to_others() -> AbstractContextManager[None]:
+    """Show within the context that this process is there, if there are others."""
+    start = Start.of_environment()
+    return present(lambda: start.connected(START_S), start.rank) if start.world > 1 else nullcontext()
+
+
+def told_of_signal(number: int) -> PipeplanError | None:
+    """Tell the others that a signal ends this process, which has no run yet."""
+    return _ended(Start.of_environment(), number)
+
+
+def _told(start: Start, watch: Watch, error: BaseException) -> PipeplanError:
+    """Tell the others why this rank fails, if they don't know better, and return what to raise."""
+    failure = failure_of(start.rank, error)
+    watch.telling = True
+    try:
+        root = start.tell(failure)
+    finally:
+        watch.told, watch.telling = True, False
+    return root.error(elsewhere=root.message != failure.message)
+
+
+def _ended(start: Start, number: int) -> PipeplanError | None:
+    """Tell the others that a signal ends this rank; return what had gone wrong before, if anything had.
+
+    torchrun ends all ranks of a node when one of them dies, which that one cannot tell.
+    """
+    if start.world == 1 or (start.met is None and start.starts_again):
+        return None
+    store = start.connected(SIGNAL_S)
+    words = f"rank {start.rank} was ended by {signal.Signals(number).name}"
+    failure = Failure(start.rank, "ended", words, signal=number, host=start.host)
+    if start.met is not None:
+        store = start.of_met(store)
+        dead = start.dead_neighbour(store)
+        if dead is not None and failure_told(store, start.rank) is None:
+            failure = start.died(dead)
+    root = told(failure, store, start.world, GRACE_S, start.rank)
+    start.stay(store, GRACE_S)
+    return None if root == failure and root.kind == "ended" else root.error(elsewhere=True)
+
+
+def _run(
+    start: Start,
+    watch: Watch,
+    plan: Plan,
+    model: ModelSpec,
+    options: RunOptions,
+    listener: Callable[[StepProgress], None] | None,
+    note: Callable[[str], None] | None,
+    status: Status | None,
+) -> RunReport | None:
+    devices = len({device for stage in plan.allocation.stages for device in stage.devices})
+    if start.world != devices:
+        raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
+    peers: Peers = Alone()
+    if start.world > 1:
+        met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
+        peers = StorePeers(met, start.rank, start.world, timeout_s, start.presences())
+        watch.look(_Elsewhere(start))
+    options.check()
+    model.check()
+    if options.max_restarts:
+        raise BadInput("--max-restarts: it is torchrun that starts ranks again: torchrun --max-restarts, with --resume")
+    job = job_of(plan, model, options)
+    kind_of(options.device, plan.chain)
+    if start.world > 1:
+        everybodys = compare(run_items(plan, model, options), peers, START_S)
+        check_reachable(everybodys, peers)
+        _say_where(everybodys, note)
+    with writing_to(job.folder, peers):
+        if options.resume or start.again:
+            job = replace(job, resume=resume_point(job, note, peers))
+            compare(checkpoint_items(job.resume), peers)
+        return _run_job(start, watch, job, peers, listener, status or Status())
+
+
+class _Elsewhere:
+    """What has gone wrong for this rank since all met? It has a connection of its own to the store."""
+
+    def __init__(self, start: Start) -> None:
+        self._start, self._store = start, start.connected(LEAST_TIMEOUT_S)
+        self._met = start.of_met(self._store)
+
+    def __call__(self) -> PipeplanError | None:
+        """Return it, None while nothing has."""
+        try:
+            failure = failure_told(self._met, self._start.rank)
+            if failure is not None:
+                return failure.error(elsewhere=True)
+            return RunFailed("torchrun has started a rank again") if self._start.is_over(self._store) else None
+        except RuntimeError:
+            return RunFailed(f"torchrun's store on {os.environ['MASTER_ADDR']} has gone: its first node has ended")
+
+
+def _say_where(everybodys: Sequence[Statement], note: Callable[[str], None] | None) -> None:
+    """Tell on every node where rank 0 is, for torchrun numbers nodes as it likes."""
+    first = everybodys[0]
+    if note is not None and not number_in_environment("LOCAL_RANK") and len({said.host for said in everybodys}) > 1:
+        address = f" ({first.address})" if first.address not in ("", UNKNOWN) else ""
+        note(f"rank 0 of {len(everybodys)} is on {first.host}{address}; it writes the report, --save and --trace")
+
+
+def _run_job(
+    start: Start,
+    watch: Watch,
+    job: Job,
+    peers: Peers,
+    listener: Callable[[StepProgress], None] | None,
+    status: Status,
+) -> RunReport | None:
+    lowered = job.lowered()
+    rank = start.rank
+    stops: list[StoreStop] = []
+
+    def open_store() -> Any:
+        store = start.met or start.open(START_S)
+        if job.folder is not None:
+            own = start.connected(LEAST_TIMEOUT_S)
+            own = own if start.met is None else start.of_met(own)
+            stops.append(StoreStop(own, rank, start.world, lowered.first.step, job.timeout_s(lowered)))
+        return store
+
+    def may_begin(minibatch: int) -> bool:
+        for stop in stops:
+            watch.ask = stop.ask  # all train, so all can agree on where to stop
+            if not stop.may_begin(minibatch):
+                return False
+        return True
+
+    launcher = Launcher(
+        open_store,
+        may_begin=may_begin,
+        local_rank=number_in_environment("LOCAL_RANK", rank),
+        compare=lambda spec, model: compare(model_items(spec, model), peers, START_S),
+    )
+    at = [-1]
+    status.say(lambda: place(lowered, at[0]) if rank == teller(lowered) and at[0] >= 0 else "")
+    launcher = replace(launcher, at=partial(at.__setitem__, 0))
+    if listener is not None and rank == teller(lowered):
+        progress = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch)
+        launcher = replace(launcher, done=progress.hear)
+    with _closing(stops):
+        report = run_rank(job, rank, launcher)
+    for stop in stops:
+        if stop.limit < lowered.last.step:
+            raise stopped_after(stop.limit, job.folder)
+    return report
+
+
+@contextmanager
+def _closing(stops: Sequence[StoreStop]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for stop in stops:
+            stop.close()

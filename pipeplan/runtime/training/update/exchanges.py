@@ -1,0 +1,310 @@
+"""What do the replicas of a stage exchange for an update? Sums in chunks, each stepped while the next one is summed.
+
+Myelin section V-C: the gradient is summed in chunks of ``coarsening`` buckets; as soon as one is there, its buckets are
+stepped, and meanwhile the next ones are under way. Where replicas share the steps, each sums, steps and gives out its
+own share of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...exchange.emulated_link import EmulatedLink
+from ...exchange.replica_sum import ChunkSum
+from ...exchange.transport import Group
+from ...measure.times import Activity
+from ..weights.versions import Versions
+from .buckets import in_runs
+
+Told = Callable[[int], None]
+
+
+def nobody(index: int) -> None:
+    """Nobody wants to know."""
+
+
+class Notes(Protocol):
+    """What notes how long exchanges take."""
+
+    def mark(self) -> Any:
+        """Return a mark at this moment of the device's work."""
+
+    def note(self, activity: Activity, stage: int, microbatch: int, start: Any) -> None:
+        """Note that an activity went on from the mark ``start`` until now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of the gradient that is summed by one exchange, and the optimizer's parts that can be stepped then."""
+
+    gradient: Tensor
+    parts: range
+
+
+def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
+    """Return the chunks of a stage's flat gradient: ``coarsening`` buckets each, None for all of one type.
+
+    A chunk has one type. The parts of an optimizer that steps all at once belong to the last chunk, and so do those of
+    weights that are summed over all stages that have them, which is not done here.
+    """
+    summed = [bucket for bucket in versions.buckets if bucket.slices[0].index < versions.own]
+    runs = in_runs(summed, coarsening)
+    chunks = []
+    for place, run in enumerate(runs):
+        first, last = versions.buckets[run[0]], versions.buckets[run[-1]]
+        is_last = place == len(runs) - 1
+        parts = range(run[0], versions.parts.stop if is_last else run[-1] + 1)
+        if versions.optimizer.parts != len(versions.buckets):
+            parts = range(versions.optimizer.parts if is_last else 0)
+        chunks.append(Chunk(versions.summed.flats[first.dtype][first.start : last.stop], parts))
+    return chunks
+
+
+class Exchange(Protocol):
+    """What replicas do together for an update: :meth:`begin`, then for each of ``parts`` of the optimizer, which are
+    stepped at once, :meth:`ready` before and :meth:`stepped` behind. The notes hear of what was waited for.
+    Where all sums are needed before any step, :meth:`complete` comes before all that."""
+
+    parts: list[range]
+
+    def begin(self, version: int) -> None:
+        """Begin with the gradients from which ``version`` will be made."""
+
+    def complete(self, told: Told = nobody) -> None:
+        """Wait for all sums; ``told`` hears of each of ``parts`` that has all of its own."""
+
+    def drop(self) -> None:
+        """Wait for what was begun, of which nothing is stepped."""
+
+    def answered(self) -> list[Tensor]:
+        """Return of the summed gradient what this replica answers for, so that all answer once for everything."""
+
+    def ready(self, index: int) -> None:
+        """Wait until these parts can be stepped; none of the last are, where there is but something to wait for."""
+
+    def stepped(self, index: int) -> None:
+        """Go on when they have been stepped."""
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Yield the memory that is used beside weights and gradient."""
+
+
+class Alone:
+    """No other replica has a part in the update."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self.parts = [versions.parts]
+
+    def begin(self, version: int) -> None:
+        """Nothing is to be summed."""
+
+    def complete(self, told: Told = nobody) -> None:
+        """Nothing is under way."""
+
+    def drop(self) -> None:
+        """Nothing is under way."""
+
+    def answered(self) -> list[Tensor]:
+        """Return all of the gradient."""
+        return _of_its_own(self._versions)
+
+    def ready(self, index: int) -> None:
+        """All is there."""
+
+    def stepped(self, index: int) -> None:
+        """Nobody waits for it."""
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Nothing is used."""
+        return iter(())
+
+
+def _of_its_own(versions: Versions) -> list[Tensor]:
+    """Return the gradients of the weights that no other stage has."""
+    return [gradient for gradient in versions.gradients()[: versions.own] if gradient is not None]
+
+
+class _Noted:
+    """Exchanges of a stage's chunks, each noted from when it was begun to when it had been waited for."""
+
+    def __init__(self, stage: int, notes: Notes) -> None:
+        self._stage, self._notes = stage, notes
+        self._version = 0
+        self._begun: dict[Any, Any] = {}  # marks
+
+    def begun(self, what: Any) -> None:
+        """Note the begin of an exchange."""
+        self._begun[what] = self._notes.mark()
+
+    def over(self, what: Any) -> None:
+        """Note its end."""
+        self._notes.note("REDUCE", self._stage, self._version, self._begun.pop(what))
+
+
+class Summed(_Noted):
+    """Every replica gets all of the sum and steps all of it.
+
+    Of chunk i + 1 the sum is under way while chunk i is stepped: its first exchange has been waited for and its second
+    one begun, and so is the first of chunk i + 2.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        versions: Versions,
+        notes: Notes,
+        group: Group,
+        coarsening: int | None,
+        link: EmulatedLink | None = None,
+    ) -> None:
+        super().__init__(stage, notes)
+        self._group, self._versions, self._link = group, versions, link
+        self._chunks = chunks_of(versions, coarsening)
+        self._sums: list[ChunkSum] = []
+        self._there = 0  # sums that have been waited for
+        self.parts = [chunk.parts for chunk in self._chunks] or [versions.parts]
+
+    def begin(self, version: int) -> None:
+        """Begin with the first chunk."""
+        self._version, self._there = version, 0
+        self._sums = [ChunkSum(chunk.gradient, self._group, link=self._link) for chunk in self._chunks]
+        self._begin(0)
+
+    def complete(self, told: Told = nobody) -> None:
+        """Wait for one chunk's sum after the other."""
+        for index in range(len(self._sums)):
+            self.ready(index)
+            told(index)
+
+    def drop(self) -> None:
+        """Wait for all sums."""
+        self.complete()
+        self._sums = []
+
+    def answered(self) -> list[Tensor]:
+        """Return all of it on the first replica."""
+        return _of_its_own(self._versions) if dist.get_rank(self._group) == 0 else []
+
+    def ready(self, index: int) -> None:
+        """Wait for a chunk's sum, and send the sum of the next one to all."""
+        if not self._there <= index < len(self._sums):
+            return
+        if index == 0:
+            self._turn(0)
+        self._sums[index].end()
+        self.over(index)
+        self._turn(index + 1)
+        self._there = index + 1
+
+    def stepped(self, index: int) -> None:
+        """Forget the sums when all is stepped."""
+        if index == len(self.parts) - 1:
+            self._sums = []
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Yield what chunks under way need."""
+        return (chunk.scratch for chunk in self._sums)
+
+    def _begin(self, index: int) -> None:
+        if index < len(self._sums):
+            self.begun(index)
+            self._sums[index].begin()
+
+    def _turn(self, index: int) -> None:
+        """Send the sum of a chunk to all, and begin the next chunk behind it."""
+        if index < len(self._sums):
+            self._sums[index].turn()
+            self._begin(index + 1)
+
+
+class Shared(_Noted):
+    """Every replica gets its share of the sum, steps that, and gives the new weights to all in the gradient's place.
+
+    While chunk i is stepped, the gradient of chunk i + 1 and the weights of chunk i - 1 are under way. Tied weights
+    that wait are stepped elsewhere.
+    """
+
+    def __init__(
+        self, stage: int, versions: Versions, notes: Notes, group: Group, link: EmulatedLink | None = None
+    ) -> None:
+        super().__init__(stage, notes)
+        self._versions, self._group, self._link = versions, group, link
+        self._chunks = [chunk for chunk in versions.chunks or () if chunk.summed or not versions.waits]
+        self._rows = [versions.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
+        self._sums: list[ChunkSum] = []
+        self._completed = False
+        self.parts: list[range] = []
+        for chunk in self._chunks:
+            stop = self.parts[-1].stop if self.parts else 0
+            self.parts.append(range(stop, stop + len(chunk.own)))
+        self.parts.append(range(0))
+
+    def begin(self, version: int) -> None:
+        """Begin with the first chunk."""
+        self._version = version
+        pairs = zip(self._rows, self._chunks, strict=True)
+        self._sums = [ChunkSum(row, self._group, chunk.first, self._link) for row, chunk in pairs]
+        self._begin(0)
+
+    def complete(self, told: Told = nobody) -> None:
+        """Wait for the own share of one chunk's sum after the other; steps, which exchange too, come behind the last.
+
+        So they keep their order on all ranks.
+        """
+        for index in range(len(self._sums) if not self._completed else 0):
+            self.ready(index)
+        self._completed = True
+        for index in range(len(self.parts)):
+            told(index)
+
+    def drop(self) -> None:
+        """Wait for all sums."""
+        self.complete()
+        self._sums, self._completed = [], False
+
+    def answered(self) -> list[Tensor]:
+        """Return the own shares."""
+        flats = self._versions.summed.flats
+        return [flats[x.dtype][own.start : own.stop] for x in self._chunks if x.summed for own in x.own]
+
+    def ready(self, index: int) -> None:
+        """Begin with the next chunk, and wait for the own share of this one's sum; at last for all weights."""
+        if not self._completed:
+            self._begin(index + 1)
+        if index == len(self._chunks):
+            if index:
+                self._take(index - 1)
+            self._sums, self._completed = [], False
+        elif self._chunks[index].summed and not self._completed:
+            self._sums[index].add()
+            self.over(("sum", index))
+
+    def stepped(self, index: int) -> None:
+        """Give the new weights of the own share to all, and take those of the chunk before."""
+        if index == len(self._chunks):
+            return
+        self._versions.give_stepped(self._chunks[index])
+        self.begun(("weights", index))
+        self._sums[index].spread()
+        if index:
+            self._take(index - 1)
+
+    def scratch(self) -> Iterator[Tensor]:
+        """Yield what chunks under way need."""
+        return (chunk.scratch for chunk in self._sums)
+
+    def _begin(self, index: int) -> None:
+        if index < len(self._sums) and self._chunks[index].summed:
+            self.begun(("sum", index))
+            self._sums[index].begin()
+
+    def _take(self, index: int) -> None:
+        self._sums[index].end()
+        self.over(("weights", index))
+        self._versions.take_gathered(self._chunks[index])

@@ -1,0 +1,245 @@
+"""Which optimizers and learning-rate schedules are there? The plan's, or any of torch's by name with options.
+
+Every stage has an optimizer and a schedule of its own over its own weights; what needs all gradients of the model at
+once, such as clipping by their total norm, is elsewhere (:mod:`.clipping`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from ....choices import OPTIMIZERS, Optimizer
+from ....errors import BadInput
+from ...model.build.spec import find
+from ...model.user_code import user_code
+
+MakeOptimizer = Callable[[list[nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
+PLATEAU = ReduceLROnPlateau.__name__
+MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # by default they take 4 bytes more of each weight
+LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}  # how schedules call the updates until their end
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A name, or ``module:function``, with keyword options, as typed: ``AdamW,weight_decay=0.01,betas=(0.9,0.95)``."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def parse_choice(text: str, place: str) -> Choice:
+    """Return the choice that ``text`` names; BadInput starts with ``place``. Option values are Python literals."""
+    name, _, rest = text.partition(",")
+    try:
+        call = ast.parse(f"f({rest})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not name or not all(x.arg for x in call.keywords):
+            raise ValueError
+        options = tuple((str(keyword.arg), ast.literal_eval(keyword.value)) for keyword in call.keywords)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the latter two for thousands of brackets
+        raise BadInput(f"{place}: {text!r} is not of the form Name,option=value,...") from None
+    return Choice(name, options)
+
+
+def planned_as(choice: Choice) -> Optimizer | None:
+    """Return the plan's name for an optimizer with as much state, None where that isn't known."""
+    options = dict(choice.options)
+    momentum = bool(options.get("momentum"))
+    if options.get("amsgrad") or (choice.name == "RMSprop" and (momentum or options.get("centered"))):
+        return None
+    names = [name for name, row in OPTIMIZERS.items() if choice.name in row.kinds]
+    return names[-1 if momentum else 0] if names else None
+
+
+def optimizer_maker(choice: Optimizer | Choice, lr: float, foreach: bool | None = None) -> MakeOptimizer:
+    """Return what makes the optimizer of a stage at learning rate ``lr``.
+
+    A name is a plan's; a :class:`Choice` names a class of ``torch.optim``, or a function that takes parameters, ``lr``
+    and its options. ``foreach`` is told to those that take it; if nothing is said, weights on a GPU are stepped by
+    fused kernels where there are any (:data:`FUSED`). BadInput when it doesn't take these options.
+    """
+    if isinstance(choice, str):
+        choice = Choice(OPTIMIZERS[choice].kinds[0], OPTIMIZERS[choice].options)
+    make = _named(choice, torch.optim, torch.optim.Optimizer, "optimizer")
+    make = MuonForMatrices if make is torch.optim.Muon else make
+    options = dict(choice.options)
+    if foreach is not None and "foreach" in inspect.signature(make).parameters:
+        options["foreach"] = foreach
+    if make is torch.optim.LBFGS:
+        raise BadInput("optimizer: LBFGS runs the model several times per update; a pipeline runs it once")
+
+    optimizer = partial(make, **{"lr": lr, **options})  # which other processes can be told
+    if make in FUSED and not options.keys() & {"fused", "foreach", "differentiable"}:
+        optimizer = partial(_fused_on_gpus, optimizer)
+    _try(optimizer, [nn.Parameter(torch.zeros(1))], f"optimizer {choice.name}")
+    return optimizer
+
+
+def _fused_on_gpus(make: Callable[..., torch.optim.Optimizer], parameters: list[Any]) -> torch.optim.Optimizer:
+    """Return the optimizer of ``parameters``, or of groups of them; on a GPU one without temporaries."""
+    weights = [x for given in parameters for x in (given["params"] if isinstance(given, dict) else [given])]
+    fused = bool(weights) and all(x.device.type == "cuda" and x.is_floating_point() for x in weights)
+    return make(parameters, fused=True) if fused else make(parameters)
+
+
+AVERAGE = "average"  # of a weight, in the optimizer's state
+
+
+def averaging(make: MakeOptimizer, decay: float) -> MakeOptimizer:
+    """Return what makes optimizers that keep a running average of each weight as part of their state.
+
+    It begins as the weight after its first step; then each step takes 1 - ``decay`` of the new weight, as torch's
+    AveragedModel does with ``get_ema_multi_avg_fn``.
+    """
+
+    def average(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        begun: list[Tensor] = []
+        weights: list[Tensor] = []
+        for weight in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state.get(weight)
+            if state and AVERAGE in state:
+                begun.append(state[AVERAGE])
+                weights.append(weight.data)
+            elif weight.grad is not None:  # what hasn't got one keeps no state yet
+                optimizer.state[weight][AVERAGE] = weight.detach().clone()
+        if begun:
+            torch._foreach_lerp_(begun, weights, 1 - decay)
+
+    def optimizer(parameters: list[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = make(parameters)
+        made.register_step_post_hook(average)
+        return made
+
+    return optimizer
+
+
+class MuonForMatrices(torch.optim.Optimizer):
+    """Torch's Muon for weights of two dimensions, which are all that it takes, and AdamW for all others.
+
+    Both have the group's rate and weight decay: Muon's updates are as large as AdamW's if nothing else is said
+    (``adjust_lr_fn``, Liu et al., Muon is Scalable for LLM Training).
+    """
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, **options: Any) -> None:
+        self._options = {"adjust_lr_fn": "match_rms_adamw", **options}
+        torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], lr=lr, weight_decay=weight_decay, **self._options)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nothing here runs a model again
+        """Step every group."""
+        for group in self.param_groups:
+            shared = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+            matrices = [p for p in group["params"] if p.ndim == 2]
+            others = [p for p in group["params"] if p.ndim != 2]
+            parts = [torch.optim.Muon(matrices, **shared, **self._options)] if matrices else []
+            for part in [*parts, *([torch.optim.AdamW(others, **shared)] if others else [])]:
+                part.state = self.state
+                part.step()
+
+
+def check_state(choice: Optimizer | Choice, weights: Iterable[Tensor], where: str) -> None:
+    """Raise BadInput where an optimizer of whole matrices keeps more of ``weights`` than a plan counts for it."""
+    name = choice if isinstance(choice, str) else planned_as(choice)
+    if name is None or OPTIMIZERS[name].elementwise:
+        return
+    kept = total = 0
+    for shape in (weight.shape for weight in weights):
+        size = shape.numel()
+        if name == "muon":
+            kept += size if len(shape) == 2 else 2 * size
+        else:
+            kept += size // shape[-1] + size // shape[-2] if len(shape) > 1 else size
+        total += size
+    if 8 * kept > OPTIMIZERS[name].eighths * total:
+        raise BadInput(
+            f"optimizer {name}: keeps {kept:,} numbers for the {total:,} weights of {where}, whose matrices are small "
+            f"or few; plans count {OPTIMIZERS[name].share} of them"
+        )
+
+
+def rates_maker(choice: Choice | None, warmup: int, updates: int) -> MakeSchedule | None:
+    """Return what makes the learning-rate schedule of a run of so many ``updates``, None for a rate that stays.
+
+    In the first ``warmup`` updates the rate rises in equal steps, to all of it in the last of them; then the choice's
+    schedule begins.
+    """
+    if warmup >= updates:
+        raise BadInput(f"warmup: {warmup} updates are all of the run's {updates}, so the rate would never be reached")
+    then = None if choice is None else schedule_maker(choice, updates - warmup)
+    if warmup < 2:
+        return then
+
+    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        rising = LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1)
+        if then is not None and choice is not None and choice.name == PLATEAU:
+            return Rising(rising, then(optimizer))
+        return rising if then is None else SequentialLR(optimizer, [rising, then(optimizer)], [warmup])
+
+    return schedule
+
+
+class Rising(LRScheduler):
+    """A rate that rises with every update, and behind that falls where evaluations get no better."""
+
+    def __init__(self, rising: LRScheduler, plateau: LRScheduler) -> None:
+        self._rising, self._plateau = rising, plateau
+
+    def step(self, value: float | None = None) -> None:
+        """Go on after an update, or after an evaluation that gave ``value``."""
+        if value is None:
+            self._rising.step()
+        else:
+            self._plateau.step(value)  # type: ignore[arg-type]  # it is one of those
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both."""
+        return {"rising": self._rising.state_dict(), "plateau": self._plateau.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up both."""
+        self._rising.load_state_dict(state_dict["rising"])
+        self._plateau.load_state_dict(state_dict["plateau"])
+
+
+def schedule_maker(choice: Choice, updates: int | None = None) -> MakeSchedule:
+    """Return what makes the learning-rate schedule of a stage's optimizer; it steps after every update.
+
+    The choice names a class of ``torch.optim.lr_scheduler``, or a function that takes the optimizer and its options.
+    One that ends takes ``updates``, if nothing else is said. BadInput when it doesn't take these options.
+    """
+    make = _named(choice, torch.optim.lr_scheduler, LRScheduler, "scheduler")
+    options = dict(choice.options)
+    if updates is not None and choice.name in LENGTHS and not options.keys() & {LENGTHS[choice.name], "epochs"}:
+        options[LENGTHS[choice.name]] = updates
+
+    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return make(optimizer, **options)  # type: ignore[no-any-return]  # as asked for by name
+
+    _try(schedule, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), f"scheduler {choice.name}")
+    return schedule
+
+
+def _named(choice: Choice, home: Any, kind: type, what: str) -> Callable[..., Any]:
+    if ":" in choice.name:
+        return find(choice.name)  # type: ignore[no-any-return]  # callable, as find checks
+    found = getattr(home, choice.name, None)
+    if not (isinstance(found, type) and issubclass(found, kind) and found is not kind):
+        raise BadInput(f"{what}: {home.__name__} has no {choice.name!r}")
+    return found
+
+
+def _try(make: Callable[[Any], Any], argument: Any, what: str) -> None:
+    with user_code(what):
+        try:
+            make(argument)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{what}: {error}") from error

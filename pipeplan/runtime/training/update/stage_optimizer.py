@@ -1,0 +1,176 @@
+"""How are one stage's weights in full precision stepped? What both ways share, and the way that steps all at once.
+
+Of 16-bit weights ("mixed") a copy in 32 bits is what the optimizer works on; after its step the new values go to the
+16-bit ones. The other way is :mod:`.bucketed_optimizer`. Elementwise optimizers give the same bits either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ....choices import OPTIMIZERS
+from ....errors import BadInput
+from .optimizers import MakeOptimizer, MakeSchedule, Rising
+from .shards import is_large
+
+ELEMENTWISE = tuple(
+    getattr(torch.optim, kind) for row in OPTIMIZERS.values() for kind in row.kinds if row.elementwise
+)  # each element's step depends on its own gradient and state alone
+
+
+Factor = float | Tensor  # what gradients are multiplied with before a step; a tensor where the host doesn't know it
+
+
+def nothing() -> None:
+    """Observe nothing."""
+
+
+def is_elementwise(make_optimizer: MakeOptimizer) -> bool:
+    """Whether what ``make_optimizer`` makes is known to step every element by itself."""
+    return type(make_optimizer([nn.Parameter(torch.zeros(1))])) in ELEMENTWISE
+
+
+def check_elementwise(make_optimizer: MakeOptimizer, why: str) -> None:
+    """Raise BadInput unless the optimizer can be stepped in parts; ``why`` says what asks for it."""
+    made = make_optimizer([nn.Parameter(torch.zeros(1))])
+    if type(made) not in ELEMENTWISE:
+        known = ", ".join(dict.fromkeys(kind.__name__ for kind in ELEMENTWISE))
+        raise BadInput(
+            f"optimizer: {type(made).__name__} isn't known to step each element by itself, as {why} needs; {known} do"
+        )
+
+
+def changes(factor: Factor) -> bool:
+    """Whether gradients are to be multiplied at all."""
+    return isinstance(factor, Tensor) or factor != 1
+
+
+class Rates:
+    """What both ways to step share: the optimizer of ``masters``, if there are any, and its learning-rate schedule.
+
+    ``groups`` are torch's parameter groups of the masters; without them they are one.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        make_schedule: MakeSchedule | None,
+        groups: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self._make_optimizer = make_optimizer
+        self.optimizer = make_optimizer(list(masters) if groups is None else groups) if masters else None
+        self._schedule = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
+        self.used: float | None = None  # the rate of the last update
+
+    def advance(self) -> None:
+        """Let the schedule go on after an update."""
+        if self.optimizer is not None:
+            self.used = float(self.optimizer.param_groups[0]["lr"])
+        if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
+            self._schedule.step()
+
+    def observe(self, value: float) -> None:
+        """Let a schedule that follows evaluations hear what one gave."""
+        if isinstance(self._schedule, ReduceLROnPlateau | Rising):
+            self._schedule.step(value)
+
+    @property
+    def groups(self) -> list[dict[str, Any]] | None:
+        """The optimizer's options as they are now, without weights; None for a stage that trains nothing."""
+        if self.optimizer is None:
+            return None
+        return [{key: x for key, x in group.items() if key != "params"} for group in self.optimizer.param_groups]
+
+    @property
+    def schedule(self) -> dict[str, Any] | None:
+        """The state of the learning-rate schedule, None without one."""
+        return None if self._schedule is None else self._schedule.state_dict()
+
+    def restore(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
+        """Go on with the options and the schedule of another run's optimizer, but for how its device stepped."""
+        if self.optimizer is not None and groups is not None:
+            for group, before in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update({key: x for key, x in before.items() if key != "fused"})
+        if self._schedule is not None and schedule is not None:
+            self._schedule.load_state_dict(schedule)
+
+    def large_state(self, dtype: torch.dtype, device: torch.device) -> list[str]:
+        """Return what the optimizer will remember of each element of a weight of this type, told from a small one."""
+        weight = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+        weight.grad = torch.zeros_like(weight)
+        tried = self._make_optimizer([weight])
+        tried.step()
+        return [key for key, value in tried.state[weight].items() if is_large(value) and value.dtype == dtype]
+
+    def at_home(self, key: str, value: Any, home: torch.device) -> Any:
+        """Return an entry of the optimizer's state where it wants it: a counter where it counts."""
+        assert self.optimizer is not None, "only optimizers have state"
+        group = self.optimizer.param_groups[0]
+        counts_there = group.get("capturable") or group.get("fused")
+        return value.to(home) if isinstance(value, Tensor) and (key != "step" or counts_there) else value
+
+
+class WholeOptimizer:
+    """One step over all ``masters``. ``mixed`` says that gradients and weights outside have 16 bits.
+
+    ``observed`` hears when memory is at its fullest.
+    """
+
+    def __init__(
+        self, masters: Sequence[nn.Parameter], rates: Rates, mixed: bool, observed: Callable[[], None]
+    ) -> None:
+        self.rates = rates
+        self._masters, self._mixed, self._observed = list(masters), mixed, observed
+
+    @property
+    def parts(self) -> int:
+        """The number of steps that an update is made in: 1, if anything is trained."""
+        return 1 if self.rates.optimizer else 0
+
+    def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
+        """Step all weights with ``gradients`` times ``factor``; 16-bit ``weights`` get the new values."""
+        assert self.rates.optimizer is not None, "otherwise there are no parts"
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient.to(master.dtype) if gradient is not None and self._mixed else gradient
+        if changes(factor):
+            torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], factor)
+        self.rates.optimizer.step()
+        if self._mixed:
+            for master, weight in zip(self._masters, weights, strict=True):
+                weight.copy_(master.data)
+        self._observed()
+        for master in self._masters:
+            master.grad = None
+
+    def finish(self) -> None:
+        """End an update: the schedule goes on."""
+        self.rates.advance()
+
+    def settle(self) -> None:
+        """All is where it is kept."""
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
+        state = {} if self.rates.optimizer is None else self.rates.optimizer.state.get(self._masters[index], {})
+        return {key: value for key, value in state.items() if value is not None}
+
+    def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
+        """Let the optimizer remember ``state`` of the weight at ``index``, next to it."""
+        if self.rates.optimizer is not None and state:
+            master = self._masters[index]
+            known = {key: self.rates.at_home(key, x, master.device) for key, x in state.items()}
+            self.rates.optimizer.state[master] = known
+
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield what the optimizer keeps, all next to the weights."""
+        for index, master in enumerate(self._masters):
+            yield master.data, False
+            if master.grad is not None:
+                yield master.grad, False
+            yield from ((value, False) for value in self.state_of(index).values() if is_large(value))

@@ -1,0 +1,196 @@
+"""How do stages share weights? Each device has one copy, and equal gradients keep the copies equal.
+
+What stages of one rank share the first of them keeps (:mod:`.borrowed`). Before an update the gradients of all copies
+are added up over the ranks, and each copy gets the sum. The copies begin equal, and their optimizers do the same with
+the same numbers. Where the pipeline doesn't drain (2bw), backwards come to the first stage last, when later stages are
+at the next mini-batch: their gradients of shared weights wait for it, and the new version of these weights is made
+then, before any pass uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ....errors import BadInput
+from ....problem import Chain, connected
+from ...exchange.emulated_link import EmulatedLink
+from ...exchange.replica_sum import ChunkSum
+from ...exchange.transport import Group, exchanging
+from ...lowering.lowered_run import LoweredRun
+from ...measure.recorder import Recorder
+from ...model.loaded import LoadedModel
+from ...model.network import tied_layers
+from ..rank import Rank
+from ..stage import StageModule
+from .loss_scale import Scaling
+
+Stages = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A trained weight of which several devices have copies: for the first stage on each of them that uses it the layer
+    that has it first, and its name there."""
+
+    places: Mapping[int, tuple[int, str]]
+
+    @property
+    def stages(self) -> Stages:
+        """The stages, in order."""
+        return tuple(sorted(self.places))
+
+    def copy_in(self, s: int, model: LoadedModel) -> nn.Parameter:
+        """Return the copy of stage ``s``, before any update of it."""
+        layer, name = self.places[s]
+        return model.layers[layer].module.get_parameter(name)
+
+
+def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
+    """Raise BadInput, naming the first difference, unless ``model`` shares weights as ``chain``, its profile, says.
+
+    Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers, but for
+    those that layers of a traced model only read.
+    """
+    found = tied_layers([layer.module for layer in model.layers])
+    known, real = _together(chain.tied), _together(found)
+    for one, other in found:
+        if known.get(one, one) != known.get(other, other):
+            raise BadInput(
+                f"model: {_layers(model, one, other)} share weights, which the plan's profile {chain.name} doesn't "
+                "say; profile the model again"
+            )
+    for one, other in chain.tied:
+        if real.get(one, one) != real.get(other, other):
+            raise BadInput(
+                f"model: {_layers(model, one, other)} share no weights; the plan's profile {chain.name} says they do"
+            )
+    stage_of = [sum(cut <= layer for cut in cuts) for layer in range(len(model.layers))]
+    first: dict[int, tuple[int, Tensor]] = {}  # storage -> who has it
+    for layer, module in enumerate(own.module for own in model.layers):
+        for tensor in (*module.parameters(), *(module.buffers() if model.chain else ())):
+            where, same = first.setdefault(tensor.untyped_storage()._cdata, (layer, tensor))
+            if stage_of[where] == stage_of[layer] or not tensor.numel():
+                continue
+            if same is not tensor or not isinstance(tensor, nn.Parameter):
+                what = "memory, but not one parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
+                raise BadInput(
+                    f"model: {_layers(model, where, layer)} share {what}; copies in stages {stage_of[where]} and "
+                    f"{stage_of[layer]} would not stay equal"
+                )
+
+
+def _layers(model: LoadedModel, one: int, other: int) -> str:
+    return f"layers {one} ({model.layers[one].name}) and {other} ({model.layers[other].name})"
+
+
+def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the first layer of those that each layer is connected with."""
+    return {layer: min(layers) for layers in connected(pairs) for layer in layers}
+
+
+def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
+    """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks."""
+    places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
+    for s, stage in enumerate(lowered.plan.allocation.stages):
+        for i, layer in enumerate(model.of(stage), stage.start):
+            for name, parameter in layer.module.named_parameters():
+                if parameter.requires_grad:
+                    places.setdefault(parameter, {}).setdefault(s, (i, name))
+    ties = [Tie({s: found[s] for s in lowered.homes(found)}) for found in places.values()]
+    return [tie for tie in ties if len(tie.places) > 1]
+
+
+def separated(lowered: LoweredRun, rank: int, model: LoadedModel) -> LoadedModel:
+    """Return ``model`` with stages of ``rank`` that share no module, as each puts versions of its own into it: a later
+    one has copies of its layers, with the same weights as far as they are shared."""
+    layers = list(model.layers)
+    seen: set[nn.Module] = set()
+    for s in lowered.stages_of(rank):
+        stage = lowered.plan.allocation.stages[s]
+        modules = model.modules(stage)
+        parts = {part for module in modules for part in module.modules()}
+        if parts & seen:
+            same = {id(p): p for part in seen for p in part.parameters(recurse=False)}
+            for i, copy in enumerate(deepcopy(modules, same), stage.start):
+                layers[i] = layers[i].with_module(copy)
+        seen |= parts
+    return replace(model, layers=tuple(layers), roots=())  # what has been copied can go
+
+
+def copies_added(lowered: LoweredRun, s: int, ties: Iterable[Tie]) -> int:
+    """Return how many gradients are added up over ranks, at most, for a weight of stage ``s``."""
+    replicas = [stage.replicas for stage in lowered.plan.allocation.stages]
+    return max([replicas[s], *(sum(replicas[x] for x in tie.stages) for tie in ties if s in tie.places)])
+
+
+def share_ties(
+    rank: Rank, ties: Iterable[Tie], groups: Mapping[Stages, Group], masters: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Give all copies the weights, in full precision (``masters`` where there are any), of the first stage's."""
+    for tie in ties:
+        copy = next((tie.copy_in(s, rank.model) for s in rank.stages if s in tie.places), None)
+        if copy is None:
+            continue
+        value = masters.get(copy, copy.data).to(copy.device)
+        with exchanging("the sharing of initial weights"):
+            dist.broadcast(value, rank.lowered.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
+        masters.get(copy, copy.data).copy_(value)
+
+
+class TiedSums:
+    """Sums the gradients of ``ties`` over all their copies, which are on different ranks."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        ties: Iterable[Tie],
+        runners: Mapping[int, StageModule],
+        groups: Mapping[Stages, Group],
+        recorder: Recorder,
+        scaling: Scaling | None,
+        link: EmulatedLink | None = None,
+    ) -> None:
+        self._link = link
+        self._runners, self._groups, self._recorder, self._scaling = runners, groups, recorder, scaling
+        self._own: list[tuple[Stages, int, int]] = []  # stages of a tie; the own one, and which of its weights it is
+        for tie in ties:
+            for s in set(tie.stages) & runners.keys():
+                self._own.append((tie.stages, s, _index(runners[s], tie.copy_in(s, model))))
+
+    def reduce(self, stages: Stages, version: int) -> None:
+        """Give all copies of the weights that some of ``stages`` share the sum of their gradients.
+
+        Every rank sums in the order of the ties, and so waits for no rank that waits for it.
+        """
+        if self._scaling is not None and self._scaling.skips:
+            return
+        for holders, s, index in self._own:
+            if not set(holders) <= set(stages):
+                continue
+            start = self._recorder.mark()
+            total = self._runners[s].versions.tied_gradient(index)
+            flat = total.contiguous()
+            chunk = ChunkSum(flat.view(-1), self._groups[holders], link=self._link)
+            chunk.begin()
+            chunk.turn()
+            chunk.end()
+            if flat is not total:
+                total.copy_(flat)
+            self._recorder.note("REDUCE", s, version, start)
+        factor = 1.0 if self._scaling is None else 1 / self._scaling.used
+        for s in stages:
+            if s in self._runners:
+                start = self._recorder.mark()
+                if self._runners[s].versions.update_tied(factor):
+                    self._recorder.note("UPDATE", s, version, start)
+
+
+def _index(runner: StageModule, parameter: nn.Parameter) -> int:
+    index = runner.versions.place_of(parameter)
+    assert index is not None, "ties are of trained weights"
+    return index

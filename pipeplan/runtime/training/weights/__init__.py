@@ -1,0 +1,1 @@
+"""Which weights does a pass see?"""

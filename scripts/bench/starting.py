@@ -1,0 +1,156 @@
+"""What does it take N ranks to meet? Store operations and bytes, sockets, seconds, by calling what each rank calls.
+
+    python scripts/bench/starting.py 64 256 1024
+
+Ranks that do the same are called once and counted as often. Nothing is started: the store is a dictionary that counts,
+groups of gloo are made in threads as far as ``--gloo`` ranks, once connected to all and once only where it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipeplan.runtime.exchange.gloo import LAZY
+from pipeplan.runtime.exchange.links import in_rounds
+from pipeplan.runtime.processes.agreement import compare
+from pipeplan.runtime.processes.peers import StorePeers
+
+LAYERS = 100
+
+
+class Counting(dist.Store):
+    """A store that counts its operations and the bytes that go to and fro."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, bytes] = {}
+        self.operations = self.bytes = 0
+        self._changed = threading.Condition()
+
+    def _count(self, size: int) -> None:
+        with self._changed:
+            self.operations, self.bytes = self.operations + 1, self.bytes + size
+
+    def set(self, key: str, value: str | bytes) -> None:
+        found = value if isinstance(value, bytes) else value.encode()
+        self._count(len(found))
+        with self._changed:
+            self.kept[key] = found
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self.kept)
+        self._count(len(self.kept[key]))
+        return self.kept[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = [self.kept[key] for key in keys]
+        self._count(sum(map(len, found)))
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        found = int(self.kept.get(key, b"0")) + amount
+        self.set(key, str(found))
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        self._count(0)
+        return all(key in self.kept for key in keys)
+
+    def wait(self, keys: list[str], *_: object) -> None:
+        self._count(0)
+        with self._changed:
+            self._changed.wait_for(lambda: all(key in self.kept for key in keys))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+
+def compared(world: int) -> tuple[int, int, float]:
+    """Return operations, bytes and seconds of the comparison of a model with LAYERS layers by all ranks."""
+    items = {f"layer {i} of the model": f"of checksum {i:012x}" for i in range(LAYERS)}
+    store = Counting()
+    given = Given(world)
+    begin = time.perf_counter()
+    compare(items, given)  # what each says
+    for rank in range(1, world):
+        StorePeers(store, rank, world, 60)._store.set(f"told/0/{rank}", json.dumps(given.said))
+    for rank, times in ((0, 1), (1, world - 1)):
+        before = store.operations, store.bytes
+        compare(items, StorePeers(store, rank, world, 60))
+        if rank:
+            more = store.operations - before[0], store.bytes - before[1]
+            store.operations += more[0] * (times - 1)
+            store.bytes += more[1] * (times - 1)
+    return store.operations, store.bytes, time.perf_counter() - begin
+
+
+class Given:
+    """Peers that all say the same, and note what."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.world, self.said = 0, world, ""
+
+    def gathered(self, mine: str | None, timeout_s: float = 0.0) -> list[str | None]:
+        self.said = mine or ""
+        return [mine] * self.world
+
+
+def connected(world: int, lazy: bool) -> tuple[int, int, int, float]:
+    """Return operations, bytes, files and seconds of making one group of gloo of all ranks."""
+    os.environ[LAZY] = str(int(lazy))
+    store, files = Counting(), len(os.listdir("/proc/self/fd"))
+    groups: list[object] = [None] * world
+
+    def make(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, world, timedelta(minutes=5))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(world)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return store.operations, store.bytes, len(os.listdir("/proc/self/fd")) - files, time.perf_counter() - begin
+
+
+def main() -> None:
+    """Print a line for each number of ranks and part."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("ranks", type=int, nargs="+")
+    parser.add_argument("--gloo", type=int, default=64, help="most ranks of which groups are made")
+    parser.add_argument(
+        "--lazy", type=int, default=256, help="most ranks of which such are made as connect where needed"
+    )
+    asked = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for world in asked.ranks:
+        operations, size, seconds = compared(world)
+        print(f"{world} ranks: comparison {operations:,} operations, {size / 1e6:,.3f} MB, {seconds:.2f} s", flush=True)
+        begin = time.perf_counter()
+        pairs = in_rounds([(a, b) for a in range(world) for b in (a - 1, a + 1) if 0 <= b < world])
+        print(
+            f"{world} ranks: {len(pairs):,} pairs of a chain in rounds in {time.perf_counter() - begin:.3f} s",
+            flush=True,
+        )
+        for lazy in [False] * (world <= asked.gloo) + [True] * (world <= asked.lazy):
+            operations, size, files, seconds = connected(world, lazy)
+            how = "connected where needed" if lazy else "connected to all"
+            print(
+                f"{world} ranks: a group of gloo, {how}: {operations:,} operations, {size / 1e6:,.3f} MB, "
+                f"{files:,} files, {seconds:.2f} s",
+                flush=True,
+            )
+    os._exit(0)  # groups of threads have no orderly end
+
+
+if __name__ == "__main__":
+    main()

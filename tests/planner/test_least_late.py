@@ -1,0 +1,163 @@
+"""Which batch and weights does a plan have where nobody said them? A stated rule, and the least late gradients."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from statistics import mean
+
+import pytest
+from cases.chains import random_chain, random_platform
+
+import pipeplan as pp
+from pipeplan.api.asked import problem_of
+from pipeplan.api.profiles import as_profile
+from pipeplan.check.validate import check
+from pipeplan.errors import BadInput, Infeasible
+from pipeplan.planner.least_late import least_late
+from pipeplan.planner.periodic.interval import at_interval
+from pipeplan.planner.plan import Planned, make_plan
+from pipeplan.problem import MICROBATCHES_PER_DEVICE, Policy, Problem
+from pipeplan.schedule.program import PASSES, unroll
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.weight_versions import lateness, used, weight_policy
+
+GPT, RESNET = "example:gpt2-small-b4-a100", "example:resnet50"
+
+
+def stashed(seed: int, interval: int, weights: str = "stash") -> Planned:
+    rng = random.Random(seed)
+    problem = Problem(random_chain(rng, 5), random_platform(rng, 3), Policy(weights, interval), replicas=seed % 2 == 0)
+    return make_plan(problem, "contiguous")
+
+
+def test_how_late_gradients_are_is_what_a_long_run_counts() -> None:
+    """By how many updates each forward's version is behind its mini-batch, over whole updates of the steady state."""
+    seen = set()
+    for seed in range(40):
+        for interval in (1, 2, 5):
+            try:
+                plan, found = (x := stashed(seed, interval)).plan, x.evaluation
+            except Infeasible:
+                continue
+            if plan.interval != interval:
+                continue
+            count = 40 * interval + 40
+            timeline = simulate(unroll(found.graph, plan.pattern, count))
+            # in the pattern's own time, as passes that nothing keeps may come sooner
+            starts = tuple(
+                tuple(op.start_ns + m * plan.pattern.period_ns for op in plan.pattern.operations) for m in range(count)
+            )
+            uses = used(replace(timeline, start_ns=starts), weight_policy(plan.policy), interval)
+            for own, (average, most) in zip(uses, lateness(plan, found.graph), strict=True):
+                late = [
+                    use.step.microbatch // interval - use.version
+                    for use in own
+                    if timeline.program.operations[use.step.position].kind == PASSES[0]
+                    and 20 * interval <= use.step.microbatch < 30 * interval
+                ]
+                assert (Fraction(sum(late), len(late)), max(late)) == (average, most), (seed, interval)
+                seen.add(most)
+    assert seen >= {0, 1, 2}
+
+
+def test_2bw_is_late_by_one_everywhere_and_what_drains_by_none() -> None:
+    for weights, late in (("2bw", 1), ("flush", 0)):
+        found = stashed(1, 8, weights)
+        assert set(lateness(found.plan, found.evaluation.graph)) == {(late, late)}
+
+
+def test_the_least_late_is_taken_within_two_percent_of_the_best() -> None:
+    problem = Problem(random_chain(random.Random(2), 5), random_platform(random.Random(2), 3), Policy("2bw", 12))
+    asked: list[str] = []
+
+    def find_with(longer: Fraction):
+        def find(problem: Problem) -> tuple[Planned, Problem]:
+            found = make_plan(problem, "contiguous")
+            asked.append(problem.policy.weights)
+            period = int(best * longer) if problem.policy.weights == "stash" else best
+            return replace(found, evaluation=replace(found.evaluation, period_ns=period)), problem
+
+        return find
+
+    best = 10**6
+    for share, weights in ((Fraction(1), "stash"), (Fraction(102, 100), "stash"), (Fraction(104, 100), "2bw")):
+        found, _ = least_late(problem, find_with(share))
+        assert found.plan.policy.weights == weights
+        others = [x for x in found.plan.provenance.alternatives if x.weights != weights]
+        assert all(x.microbatches == 12 for x in others)
+        assert found.evaluation.period_ns <= best * Fraction(102, 100)
+    assert "2bw" in asked
+
+
+def test_without_replicas_one_search_is_enough() -> None:
+    problem = Problem(random_chain(random.Random(3), 5), random_platform(random.Random(3), 2), Policy("2bw", 8), False)
+    asked = []
+    least_late(problem, lambda x: (asked.append(x.policy.weights), (make_plan(x, "contiguous"), x))[1])
+    assert asked == ["stash"]
+    asked.clear()
+    least_late(at_interval(problem, None), lambda x: (asked.append(x.policy.weights), (make_plan(x), x))[1])
+    assert asked == ["2bw"], "only 2bw has any interval"
+
+
+@pytest.mark.parametrize("weights", [None, "2bw", "stash", "flush", "latest"])
+def test_the_batch_is_a_rule_and_the_same_under_every_policy(weights: str | None) -> None:
+    problem, said = problem_of(as_profile(GPT), gpus=3, mem="16GB", weights=weights)
+    assert problem.policy.accumulate == MICROBATCHES_PER_DEVICE * 3
+    assert said[0] == "batch 48 samples (assumed; --batch says another, --batch any the best of any)"
+    for asked in ({"batch": 16}, {"accumulate": 4}, {"batch": "any"}):
+        problem, said = problem_of(as_profile(GPT), gpus=3, mem="16GB", weights=weights, **asked)
+        assert problem.policy.accumulate == (None if asked == {"batch": "any"} else 4)
+        assert not any("batch" in x for x in said)
+    with pytest.raises(BadInput, match="--batch any leaves the batch open, --accumulate 3 says it"):
+        problem_of(as_profile(GPT), gpus=3, mem="16GB", batch="any", accumulate=3)
+    with pytest.raises(BadInput, match="--batch: 'some' is neither a number of samples nor any"):
+        problem_of(as_profile(GPT), gpus=3, mem="16GB", batch="some")
+
+
+def test_plan_and_compare_take_the_same_and_say_what_draining_takes() -> None:
+    asked = {"mem": "16GB", "no_replicas": True, "effort": "quick"}
+    found = pp.plan(RESNET, gpus=2, **asked)
+    assert (found.plan.policy.weights, found.plan.interval) == ("stash", 8)
+    text = str(found)
+    assert "batch 64 samples (assumed; --batch says another, --batch any the best of any)" in text
+    late = lateness(found.plan, found.evaluation.graph)
+    average, most = mean(float(x) for x, _ in late), max(x for _, x in late)
+    assert f"late        gradients by {average:.2f} updates on average, {most} at most; by stage" in text
+    drained = pp.plan(RESNET, gpus=2, weights="flush", **asked)
+    flush = next(x for x in found.plan.provenance.alternatives if x.weights == "flush")
+    assert (flush.microbatches, flush.period_ns) == (8, drained.period_ns), "what plan --weights flush finds"
+    (row,) = pp.compare(RESNET, gpus="2", algorithms=["auto", "gpipe"], **asked).rows
+    assert row.update_microbatches == 8
+    assert row.cells[0].period_ns == found.period_ns
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_draining_takes_no_longer_than_what_needs_no_search(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = Problem(random_chain(rng, 5), random_platform(rng, 3), Policy("flush", 6))
+    try:
+        simple = make_plan(problem, "data-parallel").evaluation.makespan_ns
+    except Infeasible:
+        return
+    for effort in ("quick", "normal"):
+        found = make_plan(problem, effort=effort).evaluation.makespan_ns
+        assert found - found // 1000 <= simple, "fewer stages are taken for a thousandth"
+
+
+def test_what_is_recomputed_whole_is_not_cut_up_under_other_schedules() -> None:
+    problem, _ = problem_of(as_profile(RESNET), gpus=2, mem="16GB", no_replicas=True, checkpointing="stages", batch=64)
+    found = make_plan(problem.with_policy(Policy("flush", 8)), effort="quick")
+    assert check(found.plan)
+
+
+def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes() -> None:
+    found = pp.plan(RESNET, gpus=2, mem="32GB", effort="quick")
+    assert found.plan.allocation.data_parallel
+    alone = pp.plan(RESNET, gpus=2, mem="32GB", algorithm="contiguous", weights="stash", no_replicas=True)
+    lines = str(found).splitlines()
+    said = "best        plain data parallelism, one stage on 2 GPUs; the best pipeline of single GPUs takes "
+    (line,) = [x for x in lines if x.startswith(said)]
+    assert lines[lines.index(line) + 1].startswith("period")
+    assert f"{alone.period_ns / 1e6:.3f} ms" in line

@@ -1,0 +1,206 @@
+"""A model whose layers don't train as its own code does is refused, with the first difference."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+from torch.nn import functional
+
+from pipeplan.errors import BadInput
+from pipeplan.runtime.model.network import loss_layer
+from pipeplan.runtime.model.pieces import pieces_of
+from pipeplan.runtime.model.trace import eager_calls, exported, trace
+from pipeplan.runtime.model.trace.compared import Author, apart, compare
+from pipeplan.runtime.model.trace.trace import trace_module
+from pipeplan.runtime.model.trace.traced import with_state_of
+
+
+class Own(nn.Module):
+    """Two linear layers with something in between, and something before."""
+
+    def __init__(self, between=lambda _, x: x, before=lambda _: None, register=None):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between, self.before = between, before
+        self.calls, self.register = 0, register
+
+    def forward(self, x):
+        self.before(self)
+        return self.last(self.between(self, self.first(x)))
+
+
+class Two(Own):
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(y), y
+
+
+class Normed(Own):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.between = lambda _, x: self.norm(x)
+
+
+def checked(module, example=None, loss=functional.mse_loss):
+    torch.manual_seed(0)
+    example = torch.zeros(3, 4) if example is None else example
+    network = trace_module(module, example)
+    with_state_of(module, network)
+    author = Author.of(module, example, returns_loss=False)
+    state = {name: x.clone() for name, x in module.state_dict().items()}
+    begun = torch.get_rng_state(), random.getstate()
+    try:
+        compare(author, apart(network, loss), loss, network.inputs, torch.zeros(3, 4))
+    finally:
+        assert torch.equal(begun[0], torch.get_rng_state())
+        assert begun[1] == random.getstate()
+        assert all(p.grad is None for p in module.parameters())
+        assert getattr(module, "calls", 0) == 0
+    assert all(torch.equal(x, state[name]) for name, x in module.state_dict().items())
+    return network
+
+
+def hooked(module, x):
+    y = x * 1
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def with_hook(set_hook):
+    module = Own()
+    set_hook(module)
+    return module
+
+
+def doubled(*arguments):
+    """The hook of a weight, and of a module before or after its backward."""
+    return arguments[0] * 2 if len(arguments) == 1 else tuple(2 * x for x in arguments[1])
+
+
+def remembered(module, x):
+    y = x if module.register is None else x + module.register
+    module.register = x.detach()
+    return y
+
+
+def noted(module, x):
+    module.register = x.mean()
+    return x + module.register
+
+
+def counted(module):
+    module.calls += 1
+
+
+def normed(module):
+    with torch.no_grad():
+        module.first.weight.copy_(functional.normalize(module.first.weight))
+
+
+SAME = {
+    "nothing": Own(),
+    "dropout": Own(lambda _, x: functional.dropout(x)),
+    "batch norm": Normed(),
+    "an auxiliary value": Own(noted),
+    "a hook of a tensor": Own(hooked),
+    "a hook of a weight": with_hook(lambda module: module.first.weight.register_hook(doubled)),
+    "a hook of a module": with_hook(lambda module: module.last.register_full_backward_hook(doubled)),
+    "a hook before a module's": with_hook(lambda module: module.last.register_full_backward_pre_hook(doubled)),
+    "another weight": Own(lambda module, x: x @ module.last.weight),
+}
+OTHERWISE = {
+    "memory": (Own(remembered), "Own.register goes from one forward to the next"),
+    "a counter": (Own(before=counted), "Own.calls goes from one forward to the next"),
+    "a weight": (Own(before=normed), "Own changes its weight first.weight in its forward"),
+    "Python's random": (Own(lambda _, x: x * random.random()), "Own draws from Python's random in its forward"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_trains_alike_passes_and_leaves_no_trace(name):
+    module = SAME[name]
+    checked(module)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_a_trace_loses_is_refused(name):
+    module, words = OTHERWISE[name]
+    with pytest.raises(BadInput, match=words):
+        checked(module)
+
+
+def test_the_author_may_say_that_nothing_depends_on_what_python_keeps():
+    module = Own(before=counted)
+    module.fixed_python_state = True
+    checked(module)
+
+
+def test_inputs_of_one_tensor_get_values_of_their_own(monkeypatch):
+    """The example of the documentation: labels and tokens are one tensor of zeros."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+
+        def forward(self, tokens, labels):
+            return self.embedding(tokens) + labels[..., None]
+
+    zeros = torch.zeros(3, dtype=torch.int64)
+    checked(Pair(), {"tokens": zeros, "labels": zeros})
+    monkeypatch.setattr(exported, "own_memory", lambda x: x)
+    with pytest.raises(BadInput, match="Pair would not train as its own code says"):
+        checked(Pair(), {"tokens": zeros, "labels": zeros})
+
+
+def test_constants_that_are_written_through_a_view(monkeypatch):
+    class Written(Own):
+        def forward(self, x):
+            made = torch.zeros(3, 4)
+            made[:, :2] = self.first(x)[:, :2]
+            return self.last(made)
+
+    checked(Written())
+    constants = trace._constants
+    monkeypatch.setattr(trace, "_constants", lambda graph, written, changing: constants(graph, written, set()))
+    with pytest.raises(BadInput, match="Written would not train as its own code says"):
+        checked(Written())
+
+
+def test_layers_without_the_hooks_are_refused(monkeypatch):
+    monkeypatch.setattr(eager_calls, "HOOK", "no_method_of_tensors")
+    monkeypatch.setattr(torch.Tensor, "no_method_of_tensors", None, raising=False)
+    with pytest.raises(BadInput, match="in layer first the gradient of first"):
+        checked(Own(hooked))
+
+
+def test_outputs_of_which_a_stage_makes_one_beside_its_loss_keep_their_places():
+    module, x = Two(), torch.zeros(3, 4)
+    network = trace_module(module, x)
+
+    def loss(output, target):
+        return output[0].square().mean() + output[1].mean()
+
+    *before, last = network.layers
+    assert last.makes[0] == network.outputs[0]
+    assert len(network.outputs) == 2
+    final = loss_layer(network, loss)
+    pieces = [
+        *pieces_of(0, [[code] for code in before], (), {*last.reads, *network.outputs}),
+        *pieces_of(len(before), [[last], [final]], (), ()),
+    ]
+    compare(Author.of(module, x, returns_loss=False), [(pieces, None)], loss, network.inputs, None)
+
+
+def test_gradients_come_to_what_is_made_before_what_runs_as_it_is_written():
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() < 1e9 else x
+
+    network = checked(Own(lambda module, x: module.register(x), register=Branching()))
+    assert [layer.name for layer in network.layers] == ["first", "register", "last"]
+    assert {v for layer in network.layers for v in layer.makes} <= network.trained

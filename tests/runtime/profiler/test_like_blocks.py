@@ -1,0 +1,116 @@
+"""What few like blocks tell of a model is what all of them do, byte for byte; where they can't, all are estimated."""
+
+import time
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from pipeplan.api import planning
+from pipeplan.api.profiles import profile
+from pipeplan.deadline import Deadline
+from pipeplan.files.profiles import profile_text
+from pipeplan.planner.periodic.incumbent import Status
+from pipeplan.runtime.profiler import estimate
+
+MOE = "num_experts=4,num_experts_per_tok=2,moe_intermediate_size=8"
+SMALL = "hidden_size=16,intermediate_size=24,num_attention_heads=4,num_key_value_heads=2,vocab_size=29,sequence=8"
+WITH_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
+
+
+class Block(nn.Module):
+    def __init__(self, index=0, width=8):
+        super().__init__()
+        self.index = index
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x, mask):
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * mask
+
+
+class Net(nn.Module):
+    """Blocks that all read a mask that is computed before them; ``kind`` says what is odd about them."""
+
+    def __init__(self, kind=""):
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(Block(i, 16 if kind == "by turns" and i % 2 else 8) for i in range(12))
+        if kind == "other width":
+            self.blocks[6] = Block(6, 16)
+        if kind == "tied":
+            self.blocks[5].up.weight = self.last_but_one = self.blocks[8].up.weight
+
+    def forward(self, x):
+        x = self.first(x)
+        mask, seen = x.sigmoid(), []
+        for block in self.blocks:
+            x = block(x, mask) + 1.0  # an operation between the blocks
+            seen.append(x)
+            if self.kind == "skips" and len(seen) > 3:
+                x = x + seen[-4]
+        return self.last(x + seen[2] if self.kind == "read late" else x)
+
+
+def both(monkeypatch, make):
+    """Return the profile by like blocks and the whole one, and what was told from few."""
+    told, real = [], estimate._by_like_blocks
+    monkeypatch.setattr(estimate, "_by_like_blocks", lambda *a: told.append(real(*a)) or told[-1])
+    few = make()
+    monkeypatch.setattr(estimate, "_by_like_blocks", lambda *a: None)
+    whole = make()
+    assert few.measured.host_bound == whole.measured.host_bound
+    assert few.notes == whole.notes
+    assert [x.layer for x in few.measured.layers] == [x.layer for x in whole.measured.layers]
+    return profile_text(few.chain), profile_text(whole.chain), told[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("", True), ("by turns", True), ("skips", False), ("read late", False), ("other width", True), ("tied", False)],
+)
+def test_few_blocks_of_an_own_model_tell_all(monkeypatch, kind, told):
+    inputs = torch.randn(2, 4, 8)
+    few, whole, by_few = both(
+        monkeypatch, lambda: profile(Net(kind), inputs, lambda y, t: y.square().mean(), gpu="a100", split_backward=True)
+    )
+    assert (few == whole, by_few) == (True, told)
+
+
+@pytest.mark.parametrize("name", ["zoo:gpt2-small,blocks=9", "zoo:llama3-8b,blocks=8,sequence=64", "zoo:resnet101"])
+def test_few_blocks_of_a_zoo_model_tell_all(monkeypatch, name):
+    few, whole, by_few = both(monkeypatch, lambda: profile(name, gpu="a100", microbatch=1))
+    assert few == whole
+    assert by_few
+
+
+@WITH_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (f"hf:LlamaForCausalLM,num_hidden_layers=6,{SMALL}", True),
+        ("hf:GPT2LMHeadModel,n_layer=5,n_embd=16,n_head=2,vocab_size=29,sequence=8", True),
+        (f"hf:Qwen3MoeForCausalLM,num_hidden_layers=6,{MOE},{SMALL}", True),
+        ("hf:T5ForConditionalGeneration,num_layers=7,d_model=16,d_ff=24,d_kv=4,num_heads=4,vocab_size=29,sequence=8",
+         True),
+    ],
+)  # fmt: skip
+def test_few_blocks_of_a_transformers_model_tell_all(monkeypatch, name, told):
+    few, whole, by_few = both(monkeypatch, lambda: profile(name, gpu="h100", microbatch=1, dtype="bfloat16"))
+    assert (few == whole, by_few) == (True, told)
+
+
+def test_the_time_limit_leaves_out_what_an_estimate_takes(monkeypatch):
+    def slow(*about):
+        time.sleep(0.1)
+        return profile(Net(), torch.randn(1, 4, 8), lambda y, t: y.square().mean(), gpu="a100")
+
+    monkeypatch.setattr(planning, "as_profile", slow)
+    limit = Deadline.within(1000)
+    _, after = planning.given_profiles("zoo:gpt-tiny", {"gpu": "a100"}, [1], Status(), limit)
+    assert after.remaining_s() - limit.remaining_s() > 0.09
+    monkeypatch.setattr(planning, "is_name", lambda given: False)
+    assert planning.given_profiles("file.json", {}, [1], Status(), limit)[1] is limit
