@@ -266,8 +266,9 @@ def test_freed_memory_is_not_fetched_from_the_system_again():
     with freed_kept():
         for _ in range(20):  # until it has found room for all
             pages_of_a_round()
-        assert sum(pages_of_a_round() for _ in range(5)) < 1000
-    assert pages_of_a_round() > 2000  # given back at the end
+        kept_pages = sum(pages_of_a_round() for _ in range(5))
+        assert kept_pages < 1000
+    assert sum(pages_of_a_round() for _ in range(5)) > max(1000, 4 * kept_pages)  # given back at the end
 
 
 def test_what_is_on_the_device_is_not_copied():
