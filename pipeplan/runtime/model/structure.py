@@ -33,6 +33,12 @@ def own_memory(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
+def compact(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy where it is a part of a larger tensor, which it would keep."""
+    part = x.layout == torch.strided and not x.is_nested and x.untyped_storage().nbytes() > x.nbytes
+    return x.detach().clone() if part else x
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of ``value``."""
     return [leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor)]

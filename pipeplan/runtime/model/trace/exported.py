@@ -36,7 +36,7 @@ from .adapted import (
     without_cache,
 )
 from .eager_calls import EagerCalls, data_dependent
-from .own_gradients import own_gradients
+from .own_gradients import SPACE, own_gradients
 
 ROOT = "model"  # what the module is called in the one that is exported
 OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its trace begin with
@@ -256,12 +256,22 @@ def _graph(
                 continue
             raise BadInput(f"{name} cannot be traced: {_reason(error)}. {ADVICE}") from error
         assert isinstance(graph, fx.GraphModule)
+        graph.graph.eliminate_dead_code(_acts)
         untold = data_dependent(graph)
         if not untold:
             return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.lines()]
         reason = f"the shape of {untold[0].name} depends on data{line_of_node(untold[0])}"
         if not eager.widened_by(untold, reason):
             raise BadInput(f"{name} cannot be traced: {reason}. {ADVICE}")
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether ``node`` does something even where nobody reads its value."""
+    operation = node.target
+    if node.op != "call_function" or not isinstance(operation, torch._ops.OpOverload):
+        return node.is_impure() or node.target is not operator.getitem
+    drawn = torch.Tag.nondeterministic_seeded in operation.tags
+    return drawn or operation._schema.is_mutable or operation.namespace == SPACE or node.is_impure()
 
 
 @contextmanager
