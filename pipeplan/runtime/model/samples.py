@@ -15,8 +15,10 @@ Data = Callable[[int, int], Any]  # (microbatch index, seed) -> what a model tra
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a model trains on, as ``source(index, seed)`` gives it; ``entering(index, given)`` makes the network's inputs
-    and the target of that."""
+    """What a model trains on, as ``source(index, seed)`` gives it.
+
+    ``entering(index, given)`` makes the network's inputs and the target of that.
+    """
 
     source: Data
     entering: Callable[[int, Any], tuple[tuple[Tensor, ...], Any]]
