@@ -20,7 +20,7 @@ from ...integers import smallest
 from ...names import shown
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import feasible
-from ...partition.devices.grouped import coarseness
+from ...partition.contiguous.grouped import coarseness
 from ...partition.devices.orders import Orders
 from ...plan import Allocation, Schedule, ScheduleKind, Stage
 from ...problem import Level, Platform, Problem, Weights
@@ -268,8 +268,8 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
             found.append(f"with --weights {weights}")
     if problem.policy.optimizer != "sgd" and not problem.policy.offload and _fits(problem, offload=True):
         found.append("with --offload")
-    shareable = problem.most_replicas > 1 and memory_model.has_state(problem.policy)
-    if shareable and not problem.policy.zero and _fits(problem, zero=1):
+    shares = memory_model.depends_on_replicas(replace(problem.policy, zero=1))
+    if problem.most_replicas > 1 and shares and not problem.policy.zero and _fits(problem, zero=1):
         found.append("with --zero 1")
     return found
 
