@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from ...check.replica_sums import COARSENING
 from ...check.validate import check
 from ...errors import BadInput
 from ...plan import Plan
@@ -19,7 +20,6 @@ from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_mak
 from ..training.update.stage_optimizer import check_elementwise, is_elementwise
 from .options import RunOptions, clipping
 
-COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
