@@ -335,8 +335,8 @@ def command(
         raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
     from ..report.run import announced, elsewhere, print_dry_run, print_report, progress_printer
     from ..runtime.engine.options import HeldOutOptions, RunOptions, clipping, held_out_of, in_epochs, run_otherwise
+    from ..runtime.training.half import HalfOptions
     from ..runtime.training.update.optimizers import parse_choice
-    from ..runtime.training.weights.half import HalfOptions
 
     if schedule == BEST:
         from ..planner.what_if.ordered import ordered_alike

@@ -35,8 +35,8 @@ from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.optimizers import Choice
-from pipeplan.runtime.training.weights.half import HalfOptions
 
 # --- models and data ---
 

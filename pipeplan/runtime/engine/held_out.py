@@ -31,7 +31,8 @@ from ..training.draws import Draws, begin_draws
 from ..training.rank import Rank
 from ..training.stage import StageModule
 from ..training.state.saved_state import Trial
-from ..training.state.state import averaged
+from ..training.state.state import assembled, averaged
+from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job
 from .launcher import Launcher
@@ -80,37 +81,33 @@ class HeldOut:
         self.trial, best = self.trial.after(step, -value if most else value)
         patience = self._asked.patience
         self.ends = patience is not None and self.trial.since >= patience
-        for runner in stages.runners.values():
-            runner.versions.optimizer.rates.observe(value)
+        for update in stages.updates.values():
+            update.stepper.rates.observe(value)
         return means, best
 
     def _take_weights(self, rank: Rank, stages: OwnStages) -> None:
         """Let the modules that evaluate have the tensors of those that train, or averages."""
-        for runner in stages.runners.values():
-            runner.versions.install_newest()
-            runner.versions.assemble()
-        average = averaged(rank, stages.runners) if self._asked.averaged else {}
-        trained = [layer for s in rank.first_of for layer in rank.layers(s)]
-        state = {
-            layer.names[key]: x
-            for layer in trained
-            for key, x in layer.module.state_dict(keep_vars=True).items()
-            if key in layer.names
-        }
-        for mine in (layer for s in rank.first_of for layer in self._rank.layers(s)):
-            for key, x in mine.module.state_dict(keep_vars=True).items():
-                name = mine.names.get(key)
-                if name is None or name in rank.model.unused or not isinstance(x, Tensor):
-                    continue
-                found = average.get(rank.model.first_names.get(name, name), state.get(name))
-                if not isinstance(found, Tensor):
-                    raise BadInput(
-                        f"model: in evaluation its layer {mine.name} has {name}, which another rank trains: its "
-                        "operations come in another order then; evaluate it without a pipeline"
-                    )
-                x.data = found.data.to(x.device, x.dtype)
-        for runner in stages.runners.values():
-            runner.versions.part()
+        with assembled(stages.updates):
+            average = averaged(rank, stages.updates) if self._asked.averaged else {}
+            trained = [layer for s in rank.first_of for layer in rank.layers(s)]
+            state = {
+                layer.names[key]: x
+                for layer in trained
+                for key, x in layer.module.state_dict(keep_vars=True).items()
+                if key in layer.names
+            }
+            for mine in (layer for s in rank.first_of for layer in self._rank.layers(s)):
+                for key, x in mine.module.state_dict(keep_vars=True).items():
+                    name = mine.names.get(key)
+                    if name is None or name in rank.model.unused or not isinstance(x, Tensor):
+                        continue
+                    found = average.get(rank.model.first_names.get(name, name), state.get(name))
+                    if not isinstance(found, Tensor):
+                        raise BadInput(
+                            f"model: in evaluation its layer {mine.name} has {name}, which another rank trains: its "
+                            "operations come in another order then; evaluate it without a pipeline"
+                        )
+                    x.data = found.data.to(x.device, x.dtype)
 
     def _run(self, meeting: Meeting) -> Mapping[str, float]:
         last = len(self._rank.lowered.plan.allocation.stages) - 1
@@ -150,13 +147,6 @@ class HeldOut:
         return came.view(spec.dtype).reshape(spec.shape).to(self._rank.device)
 
 
-class _Installed:
-    """Weights that are where they are used already."""
-
-    def install(self, version: int, lent: Any = ()) -> None:
-        """Do nothing."""
-
-
 def _runner(rank: Rank, model: LoadedModel, s: int, seed: int) -> StageModule:
     stage = rank.stage(s)
     end = stage.stop == len(rank.lowered.plan.chain)
@@ -166,7 +156,7 @@ def _runner(rank: Rank, model: LoadedModel, s: int, seed: int) -> StageModule:
         index=s,
         pieces=model.pieces(stage),
         cuts=(model.cut(stage.start), None if end else model.cut(stage.stop)),
-        versions=cast("Versions", _Installed()),
+        gradients=Gradients(Versions([])),  # weights are where they are used already
         activations=HeldBytes(),
         divisor=1,
         device=rank.device,

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...check.replica_sums import under_way_bytes
+from ...cost.memory_model import gradient_bytes
 from ...schedule.memory import run_uses
+from ...schedule.pattern import DeviceUse
 from ...schedule.program import PASSES
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, most_versions
@@ -270,7 +273,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             DeviceMemory(
                 device,
                 rank,
-                planned_bytes=uses[device].peak_bytes,
+                planned_bytes=_planned_bytes(lowered, rank, uses[device]),
                 measured_bytes=gpu.allocated,
                 reserved_bytes=gpu.reserved,
                 used_bytes=gpu.reserved + gpu.others,
@@ -312,6 +315,22 @@ def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:
     less the second version where it isn't needed any more, as updates come right before what they make is used."""
     second = lowered.beside.get(stage, 0)
     return second and second * (most_versions(lowered.instructions[rank].short(), stage) - 1)
+
+
+def _planned_bytes(lowered: LoweredRun, rank: int, use: DeviceUse) -> int:
+    """Return the most bytes that a rank's device is expected to have allocated.
+
+    What sums exchange comes on top where passes go on beside them; elsewhere they have the room of activations.
+    """
+    policy, stages = lowered.plan.policy, lowered.graph.stages
+    peak, weights, buffers = use.peak_bytes, use.weights_bytes, 0
+    for s in lowered.stages_of(rank):
+        if lowered.plan.allocation.stages[s].replicas > 1:
+            count = int(stages[s].parameters)
+            under_way = under_way_bytes(policy, int(gradient_bytes(policy, stages[s].weight_bytes, count)), count)
+            peak += _more_beside(lowered, rank, s) + under_way * (s in lowered.beside)
+            buffers += under_way
+    return max(peak, weights + buffers)
 
 
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:
