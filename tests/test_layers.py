@@ -48,7 +48,7 @@ LAW = {
     "runtime.lowering": f"{NOUNS} cost schedule check",
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
-    "runtime.data": f"{NOUNS} runtime.model",
+    "runtime.data": f"{NOUNS} runtime.processes.own_processes runtime.model",
     "runtime.model.build": f"{NOUNS} zoo runtime.device runtime.model runtime.data",
     "runtime.profiler": f"{NOUNS} cost files runtime.clock runtime.processes.own_processes runtime.device {MODELS}",
     "runtime.exchange": f"{NOUNS} runtime.clock runtime.device runtime.lowering runtime.model",

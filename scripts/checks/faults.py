@@ -155,7 +155,7 @@ CALLS = (
     (dist, "isend", "send"),  # where threads send
     (dist, "irecv", "receive"),
     (dist, "all_to_all_single", "reduce"),
-    (dist, "all_gather_object", "meeting"),
+    (dist, "all_gather", "meeting"),
     (dist, "gather_object", "report"),
     (torch.optim.SGD, "step", "update"),
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import BadInput
 from ..data.loader import Loader, Span
 from ..device import random_state, set_random_state
-from ..exchange.transport import exchanging
+from ..exchange.transport import everybodys, exchanging
 from ..measure.held_bytes import HeldBytes
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel
@@ -120,16 +120,15 @@ class HeldOut:
                 if s < last and homes[s + 1] != self._rank.number:
                     with exchanging("an evaluation"):
                         dist.send(_bytes(out), homes[s + 1], meeting.patient, tag=s)
-        means: list[Any] = [None]
+        means: dict[str, float] = {}
         if last in mine:
             losses = self._runners[last].losses
             totals = {"loss": fmean(losses[m] for m in range(self._asked.count))}
             for name in dict.fromkeys(name for one in self._metrics for name in one):
                 totals[name] = fmean(one[name] for one in self._metrics if name in one)
-            means = [totals]
+            means = totals
         with exchanging("an evaluation"):
-            dist.broadcast_object_list(means, homes[last], meeting.patient)
-        return cast("Mapping[str, float]", means[0])
+            return everybodys(means, meeting.patient)[homes[last]]
 
     def _received(self, stage: int, source: int, meeting: Meeting) -> Tensor:
         spec = self._rank.model.cut(self._rank.stage(stage).start).forward

@@ -74,6 +74,11 @@ class Job:
         """Where checkpoints are written; an evaluation writes none."""
         return None if self.options.evaluates else self.options.checkpoint
 
+    @property
+    def stops(self) -> bool:
+        """Whether a signal lets the run end after the mini-batches that have begun, for what it leaves then."""
+        return self.folder is not None or self.options.traced
+
     def lowered(self) -> LoweredRun:
         """Return what the ranks will do; BadInput for what cannot be run."""
         options = self.options

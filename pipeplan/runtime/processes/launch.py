@@ -5,7 +5,6 @@ Whatever goes wrong on any rank ends the run on all of them, with one sentence a
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -41,8 +40,8 @@ from .own_processes import (
     StopWatch,
     context_of,
     follow_parent,
-    give_back_semaphores,
     is_stopped,
+    leave,
     our_imports_alone,
     settle_in,
     uninterrupted,
@@ -52,6 +51,7 @@ from .resuming import resume_point
 from .stopping import SharedStop, asked, stopped_after
 from .torchrun import is_under_torchrun, run_under_torchrun
 
+END_S: Final = 2.0  # for which a rank that is told to end may take
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 
 
@@ -108,7 +108,8 @@ def _run_here(
     status.say(lambda: place(lowered, progress[last]) if progress[last] >= 0 else f"starting {len(progress)} processes")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    signals = asked(lambda: begun.stop(lowered.first.step), job.folder)
+    signals = asked(lambda: begun.stop(lowered.first.step), job.stops)
+    ends, end = context.Pipe(duplex=False)
     with scratch_folder() as folder, signals:
         try:
             with uninterrupted(), our_imports_alone():
@@ -116,7 +117,7 @@ def _run_here(
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(
                         target=_rank_main,
-                        args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs),
+                        args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs, ends),
                         name=f"pipeplan rank {rank}",
                     )
                     process.start()
@@ -127,10 +128,10 @@ def _run_here(
             hear = _hearing(lowered, listener)
             report = _outcome(lowered, processes, pipes, progress, timeout_s, kind == "cuda", hear)
         finally:
-            _stop(processes)
+            _stop(processes, end)
             status.say("report")
     if report.steps < lowered.steps and not report.ended_early:
-        raise stopped_after(lowered.first.step + report.steps, job.folder)
+        raise stopped_after(lowered.first.step + report.steps, job.folder, report)
     return report
 
 
@@ -223,24 +224,33 @@ def _how(exitcode: int | None) -> str:
     return f"exit code {exitcode}"
 
 
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """End what still runs; ranks that have reported end by themselves."""
+def _stop(processes: Sequence[BaseProcess], end: Connection) -> None:
+    """Let what still runs give back what it has, and end; kill what doesn't."""
+    end.close()
+    until = time.monotonic() + END_S
     for process in processes:
-        if process.is_alive():
-            process.kill()
+        process.join(0.0 if is_stopped(process.pid) else max(0.0, until - time.monotonic()))
+        process.kill()
     for process in processes:
         process.join()
         process.close()
 
 
 def _rank_main(
-    job: Job, rank: int, world: int, store_path: str, progress: Any, begun: SharedStop, pipe: Connection
+    job: Job,
+    rank: int,
+    world: int,
+    store_path: str,
+    progress: Any,
+    begun: SharedStop,
+    pipe: Connection,
+    ends: Connection,
 ) -> None:
     """Be one rank: send the report or the failure, and go."""
     for signum in ENDING:  # they may reach all of our processes; the parent ends us
         signal.signal(signum, signal.SIG_IGN)
     settle_in()
-    threading.Thread(target=follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, args=(ends,), daemon=True).start()
     code = 0
 
     def open_store() -> Any:
@@ -268,6 +278,4 @@ def _rank_main(
     pipe.send(untold)
     pipe.send(message)
     pipe.close()
-    give_back_semaphores()
-    # exchanges that never ended would hold up an orderly exit for ever
-    os._exit(code)
+    leave(code)

@@ -16,10 +16,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import SemLock
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ...scratch import PREFIX, scratch_folder
 
@@ -37,7 +38,7 @@ def context_of() -> Any:
     The server makes no CUDA context, which wouldn't survive a fork: each rank makes its own.
     """
     _swept_if_killed()
-    _tracked_quietly()
+    _tracked()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preloaded"])
     return context
@@ -63,16 +64,13 @@ def _swept_if_killed() -> None:
 
 
 @cache
-def _tracked_quietly() -> None:
-    """Start multiprocessing's tracker so that it says nothing when it removes the semaphores of killed ranks.
-
-    Workers of a DataLoader that are spawned have some; why ranks were killed is said by the run.
-    """
-    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+def _tracked() -> None:
+    """Start multiprocessing's tracker of semaphores so that a terminal's end, which reaches it too, doesn't end it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
         resource_tracker.ensure_running()
     finally:
-        sys.warnoptions.pop()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -117,12 +115,20 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(held)
 
 
-def give_back_semaphores() -> None:
-    """Give back what libraries have made for processes of theirs (tqdm does): an exit at once would leave it, and be
-    told of it."""
-    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # no public way to these alone
-        if getattr(finalizer, "_callback", None) is SemLock._cleanup:  # type: ignore[attr-defined]  # as above
-            finalizer()
+def semaphores() -> list[Any]:
+    """Return what gives back each of the semaphores that this process has made."""
+    found = list(util._finalizer_registry.values())  # type: ignore[attr-defined]  # no public way to these alone
+    return [x for x in found if getattr(x, "_callback", None) is SemLock._cleanup]  # type: ignore[attr-defined]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: exchanges that never end would hold up an orderly exit for ever.
+
+    Python would tell of semaphores that libraries have made for processes of theirs (tqdm does), so they go first.
+    """
+    for give_back in semaphores():
+        give_back()
+    os._exit(code)
 
 
 def settle_in() -> None:
@@ -132,12 +138,12 @@ def settle_in() -> None:
     listen_here()
 
 
-def follow_parent() -> None:
-    """End this process when the one that started it has gone."""
+def follow_parent(ends: Connection | None = None) -> None:
+    """End this process when the one that started it has gone, or closes the other end of ``ends``."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "it has been started by one"
-    parent.join()
-    os._exit(1)
+    wait([parent.sentinel, *([] if ends is None else [ends])])
+    leave(1)
 
 
 def listen_here() -> None:

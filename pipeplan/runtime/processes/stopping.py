@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ...errors import RunStopped
 from ..exchange.transport import PeerLost
+from ..measure.report import RunReport
 from .own_processes import ENDING
 
 NEVER: Final = 2**62
@@ -23,18 +24,22 @@ POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked
 GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
 
 
-def stopped_after(step: int, folder: Path | None) -> RunStopped:
-    """Return what to raise when a run was asked to stop and has left a checkpoint in ``folder``."""
-    return RunStopped(f"stopped after update {step}; its checkpoint is in {folder}")
+def stopped_after(step: int, folder: Path | None, report: RunReport | None) -> RunStopped:
+    """Return what to raise when a run was asked to stop, which has a ``report`` on rank 0.
+
+    It has left a checkpoint in ``folder``, if there is one.
+    """
+    left = "" if folder is None else f"; its checkpoint is in {folder}"
+    return RunStopped(f"stopped after update {step}{left}", report=report)
 
 
 @contextmanager
-def asked(stop: Callable[..., None], folder: Path | None) -> Iterator[None]:
-    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if there is a ``folder`` for a checkpoint.
+def asked(stop: Callable[..., None], stops: bool) -> Iterator[None]:
+    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if it ``stops`` in order.
 
     The first one alone; the second acts as it would have.
     """
-    if folder is None or threading.current_thread() is not threading.main_thread():
+    if not stops or threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Any] = {}

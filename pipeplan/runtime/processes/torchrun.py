@@ -218,7 +218,7 @@ def _run_job(
 
     def open_store() -> Any:
         store = start.met or start.open(START_S)
-        if job.folder is not None:
+        if job.stops:
             own = start.connected(LEAST_TIMEOUT_S)
             own = own if start.met is None else start.of_met(own)
             stops.append(StoreStop(own, rank, start.world, lowered.first.step, job.timeout_s(lowered)))
@@ -247,7 +247,7 @@ def _run_job(
         report = run_rank(job, rank, launcher)
     for stop in stops:
         if stop.limit < lowered.last.step:
-            raise stopped_after(stop.limit, job.folder)
+            raise stopped_after(stop.limit, job.folder, report)
     return report
 
 

@@ -74,7 +74,7 @@ def test_both_ends_of_a_pair_issue_in_the_same_order(name):
 def be_rank(job, rank, world, store, exchange, pipe):
     """Be a rank for which gloo plays NCCL, the CPU the GPU that several share, or each process a machine."""
     try:
-        preparation.exchange_of = lambda device, machine: exchange
+        preparation.exchange_of = lambda gpus: exchange
         if exchange == "gloo":
             preparation.this_machine = lambda: f"machine {rank}"
         preparation.open_links = partial(open_links, backend="gloo")

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -160,8 +162,48 @@ def test_who_never_hears_is_told_of_after_the_timeout():
 @pytest.mark.parametrize("others", [None, ("another", "net"), ("this", "other")])
 def test_ranks_that_cannot_all_have_wires_have_none(others, monkeypatch):
     def gathered(here):
-        return [here, None if others is None else (*others, b"", b"")]
+        return [here, None if others is None else [*others, "", ""]]
 
     monkeypatch.setattr(wires, "_network", lambda: "net")
     monkeypatch.setattr(wires, "everybodys", gathered)
     assert wires.open_wires(0, [1], "this", PATIENT) is None
+
+
+STRANGER = """
+import socket, sys
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.connect(b"\\0" + sys.argv[1].encode())
+print(link.recv(1), flush=True)
+"""
+
+
+def test_who_is_silent_or_says_something_else_or_is_another_user_keeps_nobody_waiting():
+    listener, secret = wires._listener(), os.urandom(wires._SECRET)
+    name = listener.getsockname()
+    others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
+    _silent, wrong, short, right = others
+    for link in others:
+        link.connect(name)
+    wrong.send(os.urandom(wires._SECRET) + wires._RANK.pack(1))
+    short.send(secret[:8])
+    found = []
+    accepting = threading.Thread(
+        target=lambda: found.append(wires._accepted(listener, secret, 1, PATIENT)), daemon=True
+    )
+    accepting.start()
+    assert wrong.recv(1) == short.recv(1) == b"", "shown out"
+    if os.geteuid() == 0:
+        command = [sys.executable, "-S", "-c", STRANGER, name[1:].decode()]
+        stranger = subprocess.run(command, user=65534, capture_output=True, text=True, timeout=SECONDS, cwd="/")
+        assert stranger.stdout == "b''\n", stranger.stderr
+    assert not found
+    right.send(secret + wires._RANK.pack(3))
+    accepting.join(SECONDS)
+    assert [*found[0]] == [3]
+    found[0][3].send(b"hello")
+    assert right.recv(5) == b"hello"
+
+
+def test_peers_that_never_connect_are_told_of_after_the_timeout():
+    with pytest.raises(TimeoutError, match=r"^nothing for 0.01 s$"):
+        wires._accepted(wires._listener(), b"", 1, timedelta(seconds=0.01))
