@@ -42,9 +42,9 @@ LAW = {
     "planner": f"{NOUNS} cost schedule schedule.periodic schedule.synthesis partition check",
     "files": f"{NOUNS} cost schedule check",
     "runtime.processes.own_processes": "scratch",
-    "runtime.processes.surroundings": "",
+    "runtime.surroundings": "",
     "runtime.clock": NOUNS,
-    "runtime.device": f"{NOUNS} runtime.processes.surroundings",
+    "runtime.device": f"{NOUNS} runtime.surroundings",
     "runtime.lowering": f"{NOUNS} cost schedule check",
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
@@ -58,7 +58,7 @@ LAW = {
     "runtime.processes": f"{NOUNS} runtime.processes.own_processes runtime.engine {RUNTIME}",
     "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.measure",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic schedule.synthesis check partition planner files runtime "
-    f"runtime.processes.surroundings runtime.processes runtime.engine runtime.profiler {RUNTIME} report",
+    f"runtime.surroundings runtime.processes runtime.engine runtime.profiler {RUNTIME} report",
     "cli": "*",
     "__main__": "errors cli",
 }

@@ -66,7 +66,7 @@ class RankCommand(GroupedCommand):
 
 @contextmanager
 def _heard_by_others() -> Iterator[None]:
-    from ..runtime.processes.watch import TORCHRUN, watching
+    from ..runtime.processes.watchdog import TORCHRUN, watching
 
     if any(name not in os.environ for name in TORCHRUN):
         yield
@@ -437,7 +437,7 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
     """Say what begins, and what is unusual about it; return whether it is away from the device of the profile."""
     from ..report.run import announced, elsewhere
     from ..runtime.device import kind_of, sharing
-    from ..runtime.processes.starting import number_in_environment
+    from ..runtime.processes.rendezvous import number_in_environment
     from ..schedule.kinds import KINDS
 
     ranks = len({device for stage in plan.allocation.stages for device in stage.devices})

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput, PipeplanError, RunFailed
 from ..problem import Chain
-from .processes.surroundings import unseen_gpus
+from .surroundings import unseen_gpus
 
 Kind = Literal["cpu", "cuda"]
 Choice = Literal["auto", "cpu", "cuda"]

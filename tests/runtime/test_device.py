@@ -24,6 +24,7 @@ from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Schedule
 from pipeplan.problem import Chain, Policy
 from pipeplan.runtime import device as module
+from pipeplan.runtime import surroundings
 from pipeplan.runtime.device import (
     CPU,
     exchange_of,
@@ -46,7 +47,6 @@ from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import GpuBytes
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import chain_network, final_outputs
-from pipeplan.runtime.processes import surroundings
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import device_name
 

@@ -33,8 +33,7 @@ from ..training.stage import StageModule
 from ..training.state.saved_state import Trial
 from ..training.state.state import averaged
 from ..training.weights.versions import Versions
-from .job import Job
-from .launcher import Launcher
+from .job import Job, Launcher
 from .preparation import Meeting, OwnStages, build_model
 
 
@@ -49,7 +48,7 @@ class HeldOut:
         assert asked is not None, "only then is anything evaluated"
         spec = replace(job.model, data=asked.data)
         forward = replace(job.options, evaluates=True, held_out=None, checkpoint=None, every=None, keep=None)
-        self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, Launcher(launcher.open_store))
+        self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, launcher)
         self._asked, self._seed = asked, job.options.seed
         self._metrics: list[dict[str, float]] = []
         model = self._rank.model

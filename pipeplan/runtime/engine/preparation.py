@@ -67,8 +67,7 @@ from ..training.weights.half import conversion, first_scale, half_type, halved
 from ..training.weights.newest_weights import read_weights_themselves
 from ..training.weights.versions import Keeping, Versions
 from .comparison import compared
-from .job import Job
-from .launcher import Launcher
+from .job import Job, Launcher
 
 COMPARED: Final = "compared"  # what rank 0 puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
@@ -194,7 +193,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     watch_last(device)
     spare_sockets()
     with exchanging("the meeting of the ranks"):
-        store = launcher.open_store()
+        store = launcher.meet()
         if job.compares and not rank.model.chain:
             if number == 0:
                 store.set(COMPARED, "")

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import resource_tracker, util
@@ -164,37 +164,19 @@ def is_here(address: str) -> bool:
     return bool(found) and all(x == "::1" or x.startswith(("127.", "::ffff:127.")) for x in found)
 
 
-class StopWatch:
-    """For how long have processes been stopped, as far as we were not stopped ourselves?"""
+class Lasting:
+    """For how long has something been seen, as far as we were not stopped ourselves?"""
 
     def __init__(self) -> None:
-        self._found: Counter[int] = Counter()  # how often in a row
+        self._found: Counter[Hashable] = Counter()  # how often in a row
         self._looked = time.monotonic()
 
-    def look(self, processes: Mapping[int, int | None]) -> dict[int, float]:
-        """Return the seconds by rank of those that are, given process ids by rank; looks every :data:`LOOK_S`."""
+    def look(self, seen: Callable[[], Iterable[Hashable]]) -> dict[Hashable, float]:
+        """Return the seconds of what was seen the last time; looks every :data:`LOOK_S` what is ``seen()`` now."""
         if time.monotonic() >= self._looked + LOOK_S:
             self._looked = time.monotonic()
-            still = [rank for rank, pid in processes.items() if is_stopped(pid)]
-            self._found = Counter({rank: self._found[rank] + 1 for rank in still})
-        return {rank: count * LOOK_S for rank, count in self._found.items()}
-
-
-class QuietWatch:
-    """For how long has nothing changed, as far as we were not stopped ourselves?"""
-
-    def __init__(self) -> None:
-        self._state: Hashable = None
-        self._found = 0  # how often in a row
-        self._looked = time.monotonic()
-
-    def look(self, state: Hashable) -> float:
-        """Return the seconds for which ``state`` has been the same; looks every :data:`LOOK_S`."""
-        if state != self._state:
-            self._state, self._found, self._looked = state, 0, time.monotonic()
-        elif time.monotonic() >= self._looked + LOOK_S:
-            self._found, self._looked = self._found + 1, time.monotonic()
-        return self._found * LOOK_S
+            self._found = Counter({x: self._found[x] + 1 for x in seen()})
+        return {x: count * LOOK_S for x, count in self._found.items()}
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -59,30 +59,6 @@ def asked(stop: Callable[..., None], stops: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class SharedStop:
-    """The agreement between ranks and the process that started them; one lock guards both numbers.
-
-    ``limit`` is the first mini-batch that may not be begun, ``begun`` the last that any rank has.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._lock = context.Lock()
-        self._limit, self._begun = context.RawValue("q", NEVER), context.RawValue("q", -1)
-
-    def may_begin(self, minibatch: int) -> bool:
-        """Whether ``minibatch`` may be begun; if so, it counts as begun."""
-        with self._lock:
-            if minibatch >= self._limit.value:
-                return False
-            self._begun.value = max(self._begun.value, minibatch)
-            return True
-
-    def stop(self, first: int) -> None:
-        """Let no mini-batch begin after those that have, or after the run's ``first``, which is before a checkpoint."""
-        with self._lock:
-            self._limit.value = min(self._limit.value, max(self._begun.value, first) + 1)
-
-
 class StoreStop:
     """The agreement of ``rank`` with ``world - 1`` others through ``store``, whichever of them is asked to stop.
 
