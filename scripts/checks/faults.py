@@ -40,7 +40,7 @@ from pipeplan.files.plans import plan_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.engine.options import RunOptions
-from pipeplan.runtime.exchange.nearby import NearbyTransport
+from pipeplan.runtime.exchange.nearby.transport import NearbyTransport
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

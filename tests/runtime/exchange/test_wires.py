@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from cases.patience import SECONDS
 
-from pipeplan.runtime.exchange import wires
+from pipeplan.runtime.exchange.nearby import wires
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.model.network import TensorSpec
 

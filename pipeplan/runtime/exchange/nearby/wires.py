@@ -27,8 +27,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..model.network import TensorSpec
-from .transport import everybodys, exchanging
+from ...model.network import TensorSpec
+from ..transport import everybodys, exchanging
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
