@@ -14,8 +14,18 @@ from dataclasses import dataclass
 from ..cost.memory_model import gradient_bytes
 from ..integers import ceil_div
 from ..plan import Plan
+from ..problem import Policy
 from ..schedule.kinds import kind_of
 from .evaluate import Evaluation, evaluate
+
+COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
+
+
+def under_way_bytes(policy: Policy, gradient: int, parameters: int) -> int:
+    """Return the most bytes beside a ``gradient`` that its exchange takes: those of two chunks, with ``zero`` of three,
+    or as much again."""
+    chunk = (policy.coarsening or COARSENING) * policy.bucket_parameters * ceil_div(gradient, max(1, parameters))
+    return min(gradient, (3 if policy.zero else 2) * chunk)
 
 
 def summed_beside(plan: Plan, found: Evaluation | None = None) -> dict[int, int]:
@@ -23,8 +33,8 @@ def summed_beside(plan: Plan, found: Evaluation | None = None) -> dict[int, int]
     each takes of what the plan, whose evaluation is ``found``, leaves free.
 
     Under 2bw an update has a whole round to be made in: there it is those whose GPUs have room for a second gradient,
-    which clipping has anyway. Where a batch drains it is those that other stages, or the agreement of all ranks, come
-    behind; they need none. Stages of models with shared weights are left alone.
+    which clipping has anyway, and for what is under way. Where a batch drains it is those that other stages, or the
+    agreement of all ranks, come behind; they need none. Stages of models with shared weights are left alone.
     """
     policy, stages = plan.policy, plan.allocation.stages
     replicated = [s for s, stage in enumerate(stages) if stage.replicas > 1]
@@ -43,9 +53,10 @@ def summed_beside(plan: Plan, found: Evaluation | None = None) -> dict[int, int]
     for s in replicated:
         cost = found.graph.stages[s]
         size = int(gradient_bytes(policy, cost.weight_bytes, cost.parameters))
-        if all(free[d] >= size for d in stages[s].devices):
+        needed = size + under_way_bytes(policy, size, int(cost.parameters))
+        if all(free[d] >= needed for d in stages[s].devices):
             chosen[s] = size
-            free |= {d: free[d] - size for d in stages[s].devices}
+            free |= {d: free[d] - needed for d in stages[s].devices}
     return chosen
 
 

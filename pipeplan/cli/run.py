@@ -393,8 +393,8 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
 def _options(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
     """Return what is asked of a run; ``given`` are its options as typed."""
     from ..runtime.engine.options import HeldOutOptions, RunOptions, held_out_of, in_epochs
+    from ..runtime.training.half import HalfOptions
     from ..runtime.training.update.optimizers import parse_choice
-    from ..runtime.training.weights.half import HalfOptions
 
     steps, epochs, length, timeout, delay, rate = (
         given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay", "link_rate")

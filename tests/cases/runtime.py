@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from dataclasses import replace
 from hashlib import sha256
 from multiprocessing import current_process
@@ -22,6 +21,7 @@ from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
+from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.network import Network, TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler.measure import measure_model
@@ -29,6 +29,10 @@ from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.stage import StageModule
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.update.stage_optimizer import Stepping
+from pipeplan.runtime.training.update.stepper import Stepper
+from pipeplan.runtime.training.update.update import StageUpdate
+from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
@@ -110,6 +114,12 @@ def chain_cut(position, crossing):
     return Cut((position,), (crossing,), (position,))
 
 
+def update_of(gradients, optimizer, lr, masters=None, **how):
+    """What updates the weights of a stage by itself."""
+    stepper = Stepper(gradients.versions, optimizer_maker(optimizer, lr), how=Stepping(**how), masters=masters)
+    return StageUpdate(0, gradients, stepper, HostRecorder())
+
+
 def stage_of(
     layers,
     x,
@@ -124,13 +134,13 @@ def stage_of(
     passes=1000,
     kind=StageModule,
 ):
-    versions = Versions(layers, Counter({0: passes}), optimizer_maker("sgd", 0.1))
+    gradients = Gradients(Versions(layers, {0: passes}))
     stop = start + len(layers) + (loss is not None)
     return kind(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint, start),
         cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
-        versions=versions,
+        gradients=gradients,
         activations=activations or HeldBytes(),
         divisor=divisor,
     )

@@ -34,8 +34,8 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.optimizers import Choice
-from pipeplan.runtime.training.weights.half import HalfOptions
 
 # --- models and data ---
 

@@ -40,6 +40,20 @@ def test_a_sum_has_what_its_round_leaves_behind_the_last_gradient():
         )
 
 
+def test_a_second_gradient_needs_room_for_what_is_exchanged_too():
+    """All of it at once, or two chunks of two buckets."""
+    plan = replicated("2bw", 8, 3 * 10**9)
+    most = max(x.peak_bytes for x in evaluate(plan).devices)
+    for size, added in ((10**9, 3 * 10**9), (10**6, 4 * 10**6 * 3 * 10**9 // int(plan.chain.sums.parameters[1]))):
+        for left, chosen in ((-1, {}), (0, {0: 3 * 10**9})):
+            room = most + 3 * 10**9 + added + left
+            devices = tuple(Device(room) for _ in range(3))
+            policy = replace(plan.policy, bucket_parameters=size)
+            assert (
+                summed_beside(replace(plan, platform=replace(plan.platform, devices=devices), policy=policy)) == chosen
+            )
+
+
 def test_without_a_second_gradient_or_a_round_all_is_waited_for():
     plan = replicated("2bw", 8, 3 * 10**9)
     assert summed_beside(plan) == {0: 3 * 10**9}

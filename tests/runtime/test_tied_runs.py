@@ -31,10 +31,10 @@ from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.loading import chain_model, load_model, load_weights
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.optimizers import Choice
 from pipeplan.runtime.training.update.tied import check_ties, separated, ties_of
-from pipeplan.runtime.training.weights.borrowed import borrowers
-from pipeplan.runtime.training.weights.half import HalfOptions
+from pipeplan.runtime.training.weights.versions import borrowers
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
 TABLE, HEAD = "embedding.tokens.weight", "head.weight"

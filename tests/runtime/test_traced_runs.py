@@ -30,7 +30,7 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.weights.half import HalfOptions
+from pipeplan.runtime.training.half import HalfOptions
 
 CHAINS = {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from ..training.draws import Draws, begin_draws
 from ..training.rank import Rank
 from ..training.stage import StageModule
 from ..training.state.saved_state import Trial
-from ..training.state.state import averaged
+from ..training.state.state import assembled, averaged
+from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job, Launcher
 from .preparation import Meeting, OwnStages, build_model
@@ -79,26 +80,22 @@ class HeldOut:
         self.trial, best = self.trial.after(step, -value if most else value)
         patience = self._asked.patience
         self.ends = patience is not None and self.trial.since >= patience
-        for runner in stages.runners.values():
-            runner.versions.optimizer.rates.observe(value)
+        for update in stages.updates.values():
+            update.stepper.rates.observe(value)
         return means, best
 
     def _take_weights(self, rank: Rank, stages: OwnStages) -> None:
         """Let the modules that evaluate have the tensors of those that train, or averages."""
-        for runner in stages.runners.values():
-            runner.versions.install_newest()
-            runner.versions.assemble()
-        average = averaged(rank, stages.runners) if self._asked.averaged else {}
-        for s in rank.first_of:
-            for mine, theirs in zip(self._rank.layers(s), rank.layers(s), strict=True):
-                state = {theirs.names.get(key): x for key, x in theirs.module.state_dict(keep_vars=True).items()}
-                for key, x in mine.module.state_dict(keep_vars=True).items():
-                    name = mine.names.get(key)
-                    found = average.get(rank.model.first_names.get(name or "", name or ""), state.get(name))
-                    if name is not None and isinstance(found, Tensor) and isinstance(x, Tensor):
-                        x.data = found.data.to(x.device, x.dtype)
-        for runner in stages.runners.values():
-            runner.versions.part()
+        with assembled(stages.updates):
+            average = averaged(rank, stages.updates) if self._asked.averaged else {}
+            for s in rank.first_of:
+                for mine, theirs in zip(self._rank.layers(s), rank.layers(s), strict=True):
+                    state = {theirs.names.get(key): x for key, x in theirs.module.state_dict(keep_vars=True).items()}
+                    for key, x in mine.module.state_dict(keep_vars=True).items():
+                        name = mine.names.get(key)
+                        found = average.get(rank.model.first_names.get(name or "", name or ""), state.get(name))
+                        if name is not None and isinstance(found, Tensor) and isinstance(x, Tensor):
+                            x.data = found.data.to(x.device, x.dtype)
 
     def _run(self, meeting: Meeting) -> Mapping[str, float]:
         last = len(self._rank.lowered.plan.allocation.stages) - 1
@@ -137,13 +134,6 @@ class HeldOut:
         return came.view(spec.dtype).reshape(spec.shape).to(self._rank.device)
 
 
-class _Installed:
-    """Weights that are where they are used already."""
-
-    def install(self, version: int, lent: Any = ()) -> None:
-        """Do nothing."""
-
-
 def _runner(rank: Rank, model: LoadedModel, s: int, seed: int) -> StageModule:
     stage = rank.stage(s)
     end = stage.stop == len(rank.lowered.plan.chain)
@@ -153,7 +143,7 @@ def _runner(rank: Rank, model: LoadedModel, s: int, seed: int) -> StageModule:
         index=s,
         pieces=model.pieces(stage),
         cuts=(model.cut(stage.start), None if end else model.cut(stage.stop)),
-        versions=cast("Versions", _Installed()),
+        gradients=Gradients(Versions([])),  # weights are where they are used already
         activations=HeldBytes(),
         divisor=1,
         device=rank.device,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ...check.replica_sums import COARSENING
 from ...check.validate import check
 from ...errors import BadInput
 from ...plan import Plan
@@ -14,14 +15,13 @@ from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from ..measure.progress import StepDone
 from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
+from ..training.groups import check_decay
+from ..training.half import half_type
 from ..training.state.checkpoint import Checkpoint
-from ..training.update.groups import check_decay
 from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
 from ..training.update.stage_optimizer import check_elementwise, is_elementwise
-from ..training.weights.half import half_type
 from .options import RunOptions, clipping
 
-COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline

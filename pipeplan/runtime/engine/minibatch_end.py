@@ -45,7 +45,7 @@ class MiniBatchEnd:
         self._begun = rank.lowered.first.step - 1
         self._refused: int | None = None
         if job.folder is not None:
-            check_savable(rank, stages.runners)
+            check_savable(rank, stages.updates)
 
     def allows(self, instruction: Instruction) -> bool:
         """Whether the instruction's mini-batch may be begun, or has been."""
@@ -109,7 +109,7 @@ class MiniBatchEnd:
                 buffers = [buffer for module in rank.modules(s) for buffer in module.buffers()]
                 share_from(rank.lowered.ranks_of(s)[0], group, buffers)
         trial = None if self._held_out is None else self._held_out.trial
-        state = training_state(rank, stages.runners, stages.scaling, trial)
+        state = training_state(rank, stages.updates, stages.scaling, trial)
         good = self._good if folder == job.folder else self._best
         write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, keep, good)
         self._saved = step if folder == job.folder else self._saved
@@ -121,7 +121,7 @@ class MiniBatchEnd:
             self._stages.states.open = False  # every version and all of the optimizer's state have been there
         if stage == len(lowered.plan.allocation.stages) - 1:
             runner = self._stages.runners[stage]
-            rate = runner.versions.optimizer.rates.used
+            rate = self._stages.updates[stage].stepper.rates.used
             self._meeting.recorder.later(lambda: self._tell_of(version, runner.losses, rate))
 
     def _tell_of(self, version: int, losses: Mapping[int, float], rate: float | None) -> None:

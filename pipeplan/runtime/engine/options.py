@@ -24,8 +24,8 @@ from ..lowering.lowered_run import lower_run
 from ..lowering.otherwise import PIPEDREAM, under, written_plan
 from ..model.build.spec import ModelSpec, data_of, find, named_data
 from ..model.user_code import user_code
+from ..training.half import AS_PROFILED, HalfOptions
 from ..training.update.optimizers import PLATEAU, Choice, optimizer_maker, rates_maker
-from ..training.weights.half import AS_PROFILED, HalfOptions
 
 Engine = Literal["own", "torch"]
 

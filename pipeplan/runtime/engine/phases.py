@@ -27,7 +27,7 @@ from ..measure.times import GpuBytes, RankMeasurement, Reading
 from ..model.trace.adapted import run_uncompiled
 from ..training.rank import Rank
 from ..training.state.saved_model import save_config, save_model
-from ..training.state.state import averaged, trained_state
+from ..training.state.state import assembled, averaged, trained_state
 from .arrival_order import arrival_order
 from .executor import RankWork, execute
 from .held_out import HeldOut
@@ -187,12 +187,11 @@ def report(
         ),
     )
     if job.options.save is not None:
-        for runner in runners.values():
-            runner.versions.assemble()
-        trained = trained_state(rank, rank.first_of, runners)
-        if job.options.averaged and not job.options.evaluates:
-            trained |= averaged(rank, runners)
-        save_model(rank.number, trained, rank.model, job.options.save, meeting.patient)
+        with assembled(stages.updates):
+            trained = trained_state(rank, rank.first_of, stages.updates)
+            if job.options.averaged and not job.options.evaluates:
+                trained |= averaged(rank, stages.updates)
+            save_model(rank.number, trained, rank.model, job.options.save, meeting.patient)
         if rank.number == 0:
             save_config(job.options.save, job.model)
     meeting.links.close()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -34,6 +33,7 @@ from ..exchange.collective import (
 from ..exchange.emulated_link import EmulatedLink
 from ..exchange.gloo import spare_sockets
 from ..exchange.links import Links, open_links
+from ..exchange.replica_sum import SumGroup
 from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
@@ -48,6 +48,8 @@ from ..model.loaded import LoadedModel
 from ..model.network import TARGET, TensorSpec
 from ..model.trace.weight_copies import refuse_copies
 from ..training.draws import Draws
+from ..training.groups import groups_of
+from ..training.half import conversion, first_scale, half_type, halved
 from ..training.rank import Rank
 from ..training.split_stage import SplitStage
 from ..training.stage import StageModule
@@ -55,17 +57,17 @@ from ..training.state.saved_state import Trial
 from ..training.state.state import restore, take_averages
 from ..training.update.beside import OnStream, OnThread, Way
 from ..training.update.clipping import Clipping
-from ..training.update.groups import groups_of
 from ..training.update.loss_scale import Scaling
 from ..training.update.offload import BucketBuffers
 from ..training.update.optimizers import check_state, rates_maker
 from ..training.update.shards import Sharing
+from ..training.update.stage_optimizer import Stepping
+from ..training.update.stepper import Stepper
 from ..training.update.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
-from ..training.update.update import StageUpdate
-from ..training.weights.borrowed import borrowers
-from ..training.weights.half import conversion, first_scale, half_type, halved
+from ..training.update.update import StageUpdate, sums_of
+from ..training.weights.gradients import Gradients
 from ..training.weights.newest_weights import read_weights_themselves
-from ..training.weights.versions import Keeping, Versions
+from ..training.weights.versions import Versions, borrowers
 from .comparison import compared
 from .job import Job, Launcher
 
@@ -302,63 +304,56 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     if options.clip_norm is not None:
         home = rank.device if meeting.sums == "nccl" else CPU
         clipping = Clipping(options.clip_norm, meeting.everybody, home, meeting.recorder, scaling)
-    runners: dict[int, StageModule] = {}
-    updates: dict[int, StageUpdate] = {}
+    over = {stages: SumGroup(group, link) for stages, group in meeting.tied_groups.items()}
     borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
+    gradients: dict[int, Gradients] = {}
+    updates: dict[int, StageUpdate] = {}
     for s in rank.stages:
         if not options.evaluates:
             trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
             check_state(options.optimizer or plan.policy.optimizer, trained, f"stage {s}")
-        bucket = job.bucket_of(s, lowered.graph.stages[s].parameters)
+        group = SumGroup(meeting.groups[s], link) if s in meeting.groups else None
+        how = _stepping(job, rank, meeting, s, group, buffers, states)
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
-        group, replicas, added = meeting.groups.get(s), rank.stage(s).replicas, copies_added(lowered, s, ties)
-        waits, sharing = bool(tied) and lowered.waits(s), None
-        if group is not None and plan.policy.zero:
-            hosts = None if meeting.sums == "nccl" else group
-            sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group, link, hosts)
-        keeping = Keeping(
+        owners = {owner: gradients[owner] for owner, others in borrowing.items() if s in others}
+        gradients[s] = _gradients(job, rank, s, tied, owners, borrowing[s], how)
+        stepper = Stepper(
+            gradients[s].versions,
+            job.make_optimizer,
+            rates_maker(options.scheduler, options.warmup, options.steps),
+            how,
             masters,
-            bucket,
-            plan.policy.offload,
-            group is not None,
-            tied,
-            waits,
-            lowered.puts_aside or (s in lowered.beside and not lowered.drains),
-            sharing,
-            buffers,
-            states.note,
-            rank.groups,
-            rank.names(s),
+            partial(rank.parted, s),
         )
-        lenders = {home: runners[home].versions for home, others in borrowing.items() if s in others}
-        versions = _versions(job, rank, s, keeping, lenders, borrowing[s])
-        runners[s] = _stage_module(rank, s, activations, meeting.recorder, versions, Draws(options.seed, rank.device))
-        counted = [versions.place_of(x.copy_in(s, rank.model)) for x in ties if x.stages[0] == s in rank.first_of]
+        way = _way_beside(meeting.sums, rank.device) if s in lowered.beside else None
+        exchange = sums_of(s, gradients[s], stepper, meeting.recorder, group, job.chunk_buckets, way)
+        copies = [x.copy_in(s, rank.model) for x in ties if x.stages[0] == s in rank.first_of]
+        counted = [i for x in copies if (i := gradients[s].versions.place_of(x)) is not None]
         updates[s] = StageUpdate(
             s,
-            versions,
+            gradients[s],
+            stepper,
             meeting.recorder,
-            group,
-            replicas,
-            job.chunk_buckets,
+            exchange,
             scaling,
-            added,
             clipping,
-            [index for index in counted if index is not None],
-            _way_beside(meeting.sums, rank.device) if s in lowered.beside else None,
-            link,
+            copies_added(lowered, s, ties),
+            counted,
         )
         states.watch(updates[s].tensors)
+    runners = {
+        s: _stage_module(rank, s, activations, meeting.recorder, gradients[s], options.seed) for s in rank.stages
+    }
     masters.clear()
     trial = Trial()
     torch.manual_seed(options.seed + 1 + rank.number)
     if job.resume is not None:
-        trial = restore(job.resume, rank, runners, scaling)
+        trial = restore(job.resume, rank, updates, scaling)
     if options.evaluates and options.averaged:
-        take_averages(rank, runners, meeting.groups)
+        take_averages(rank, updates, meeting.groups)
     for layer in rank.model.layers if options.evaluates else ():
         layer.module.eval()
-    tied_sums = TiedSums(rank.model, ties, runners, meeting.tied_groups, meeting.recorder, scaling, link)
+    tied_sums = TiedSums(rank.model, ties, updates, over, meeting.recorder, scaling)
     return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states, clipping, trial)
 
 
@@ -369,25 +364,54 @@ def _way_beside(sums: Exchange, device: torch.device) -> Callable[[int], Way] | 
     return partial(OnStream, device=device) if sums == "nccl" else None
 
 
-def _versions(
-    job: Job, rank: Rank, s: int, keeping: Keeping, lenders: Mapping[int, Versions], borrowing: Set[int]
-) -> Versions:
-    """Return the weights of stage ``s``, some of which ``lenders`` keep, and which it keeps for those ``borrowing``."""
-    lowered, options = rank.lowered, job.options
-    return Versions(
+def _stepping(
+    job: Job,
+    rank: Rank,
+    meeting: Meeting,
+    s: int,
+    group: SumGroup | None,
+    buffers: BucketBuffers,
+    states: StateBytes,
+) -> Stepping:
+    """Return how the weights of stage ``s`` are stepped."""
+    policy, sharing = job.plan.policy, None
+    if group is not None and policy.zero:
+        hosts = None if meeting.sums == "nccl" else group.group
+        sharing = Sharing(dist.get_rank(group.group), rank.stage(s).replicas, job.chunk_buckets, group, hosts)
+    bucket = job.bucket_of(s, rank.lowered.graph.stages[s].parameters)
+    return Stepping(bucket, policy.offload, sharing, buffers, states.note)
+
+
+def _gradients(
+    job: Job,
+    rank: Rank,
+    s: int,
+    tied: Collection[nn.Parameter],
+    owners: Mapping[int, Gradients],
+    borrowing: Set[int],
+    how: Stepping,
+) -> Gradients:
+    """Return weights and gradients of stage ``s``, some of which ``owners`` keep, and which it keeps for those
+    ``borrowing``."""
+    lowered = rank.lowered
+    if how.bucket is not None or how.sharing is not None:
+        for parameter in (p for module in rank.modules(s) for p in module.parameters() if p.requires_grad):
+            parameter.data = parameter.data.contiguous()  # so that pieces of it are views
+    versions = Versions(
         rank.modules(s),
-        Counter() if options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
-        job.make_optimizer,
-        rates_maker(options.scheduler, options.warmup, options.steps),
+        None if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
         lowered.first.step,
         lowered.reads_newest,
-        keeping,
-        lenders,
+        tied,
+        {owner: found.versions for owner, found in owners.items()},
     )
+    replicated = rank.stage(s).replicas > 1
+    ahead = lowered.puts_aside or (s in lowered.beside and not lowered.drains)
+    return Gradients(versions, replicated, ahead, bool(tied) and lowered.waits(s), owners)
 
 
 def _stage_module(
-    rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, versions: Versions, draws: Draws
+    rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, gradients: Gradients, seed: int
 ) -> StageModule:
     lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
@@ -396,13 +420,13 @@ def _stage_module(
         index=s,
         pieces=model.pieces(stage),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
-        versions=versions,
+        gradients=gradients,
         activations=activations,
         divisor=lowered.interval,
         reads_newest=lowered.reads_newest,
         device=rank.device,
         later=recorder.later,
-        draws=draws,
+        draws=Draws(seed, rank.device),
         data=model.read_by(stage),
         trained=model.trained,
     )

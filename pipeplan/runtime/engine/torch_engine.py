@@ -102,7 +102,7 @@ def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
         if last in runners:
             runners[last].losses.update({begin + k: loss.item() for k, loss in enumerate(losses)})
         for runner in runners.values():
-            runner.versions.detach_gradient(step)
+            runner.gradients.detach(step)
         if lowered.plan.policy.clip:
             work.norm(step + 1)
         for s, runner in runners.items():

@@ -19,7 +19,7 @@ from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .links import Links, in_hosts_order
-from .replica_sum import ChunkSum
+from .replica_sum import ChunkSum, SumGroup
 from .transport import Group, everybodys, exchanging
 
 PINGS = 10
@@ -108,7 +108,7 @@ def greet(sums: Iterable[Group], norm: Group, device: torch.device) -> None:
     """
     with exchanging("the connecting of GPUs"):
         for group in dict.fromkeys(sums):
-            chunk = ChunkSum(torch.zeros(dist.get_world_size(group), device=device), group)
+            chunk = ChunkSum(torch.zeros(dist.get_world_size(group), device=device), SumGroup(group))
             chunk.begin()
             chunk.turn()
             chunk.end()

@@ -8,6 +8,7 @@ from each rank. But every element is added in the order of the ranks, wherever i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,17 +35,25 @@ def shares(size: int, ranks: int, first: int = 0) -> list[int]:
     return [share + ((rank - first) % ranks < more) for rank in range(ranks)]
 
 
+@dataclass(frozen=True, slots=True)
+class SumGroup:
+    """The ranks of ``group``, whose sums take as long as over ``link``, if there is one."""
+
+    group: Group = None
+    link: EmulatedLink | None = None
+
+
 class ChunkSum:
     """The sum of ``chunk`` over ``group``, in place: call :meth:`begin`, :meth:`turn`, :meth:`end` in this order.
 
     Between them nothing waits. Who has use for its own share of the sum alone, and then something to give to all in its
     place, calls :meth:`add` and :meth:`spread` instead of :meth:`turn`. All ranks of the group call the methods of all
-    chunks in one order, with one ``first`` for each chunk (:func:`shares`). With a ``link`` exchanges take as long as
-    there.
+    chunks in one order, with one ``first`` for each chunk (:func:`shares`).
     """
 
-    def __init__(self, chunk: Tensor, group: Group, first: int = 0, link: EmulatedLink | None = None) -> None:
-        self._chunk, self._group, self._link = chunk, group, link
+    def __init__(self, chunk: Tensor, over: SumGroup, first: int = 0) -> None:
+        group = over.group
+        self._chunk, self._group, self._link = chunk, group, over.link
         self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._others = [other for other in dist.get_process_group_ranks(group) if other != dist.get_rank()]
         self._shares = shares(chunk.numel(), self._ranks, first)

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...check.replica_sums import under_way_bytes
+from ...cost.memory_model import gradient_bytes
 from ...schedule.memory import run_uses
+from ...schedule.pattern import DeviceUse
 from ...schedule.program import PASSES
 from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, most_versions
@@ -296,7 +299,7 @@ def _by_device(
         if x.gpu is not None:
             used = x.gpu.reserved + x.gpu.others
             gpu = x.gpu.allocated, x.gpu.reserved, used, x.gpu.retries
-            memory.append(DeviceMemory(device, rank, use.peak_bytes, *gpu))
+            memory.append(DeviceMemory(device, rank, _planned_bytes(lowered, rank, use), *gpu))
         if x.state_bytes:
             planned = use.weights_bytes + sum(_more_beside(lowered, rank, s) for s in own)
             host = sum(map(lowered.graph.host_bytes, own))
@@ -309,6 +312,22 @@ def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:
     less the second version where it isn't needed any more, as updates come right before what they make is used."""
     second = lowered.beside.get(stage, 0)
     return second and second * (most_versions(lowered.instructions[rank].short(), stage) - 1)
+
+
+def _planned_bytes(lowered: LoweredRun, rank: int, use: DeviceUse) -> int:
+    """Return the most bytes that a rank's device is expected to have allocated.
+
+    What sums exchange comes on top where passes go on beside them; elsewhere they have the room of activations.
+    """
+    policy, stages = lowered.plan.policy, lowered.graph.stages
+    peak, weights, buffers = use.peak_bytes, use.weights_bytes, 0
+    for s in lowered.stages_of(rank):
+        if lowered.plan.allocation.stages[s].replicas > 1:
+            count = int(stages[s].parameters)
+            under_way = under_way_bytes(policy, int(gradient_bytes(policy, stages[s].weight_bytes, count)), count)
+            peak += _more_beside(lowered, rank, s) + under_way * (s in lowered.beside)
+            buffers += under_way
+    return max(peak, weights + buffers)
 
 
 def _durations(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> dict[tuple[Activity, int], int]:

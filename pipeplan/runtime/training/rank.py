@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch import nn
 from ...plan import Stage
 from ..lowering.lowered_run import LoweredRun
 from ..model.loaded import LoadedModel, ModelLayer
-from .update.groups import Groups
+from .groups import Groups
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,15 @@ class Rank:
                 if full is not None:
                     found.setdefault(parameter, self.model.first_names.get(full, full))
         return found
+
+    def parted(
+        self, s: int, leaves: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
+    ) -> list[dict[str, Any]] | None:
+        """Return torch's parameter groups of the ``masters`` of ``leaves``, weights of stage ``s``."""
+        if self.groups is None:
+            return None
+        names = self.names(s)
+        return self.groups.parted([names[leaf] for leaf in leaves], masters)
 
     def modules(self, s: int) -> list[nn.Module]:
         """Return the modules of stage ``s``."""

@@ -51,11 +51,11 @@ class SplitStage(StageModule):
         flight = self._in_flight.pop(microbatch)
         known = self._opened_back(gradient)
         self.versions.install(version, lent)
-        self.versions.attach_gradient(version)
+        self.gradients.attach(version)
         later: list[Later] = []
         for number in reversed(range(len(self._pieces))):
             later += self._inputs_through(number, flight, known)
-        self.versions.detach_gradient(version)
+        self.gradients.detach(version)
         self.versions.released(version)
         self._waiting[microbatch] = later
         return None if self.index == 0 else self._closed_back(known)
@@ -63,11 +63,11 @@ class SplitStage(StageModule):
     def backward_weights(self, microbatch: int, version: int, lent: Lent = ()) -> None:
         """Add the gradients of the weights to what is there."""
         self.versions.install(version, lent)
-        self.versions.attach_gradient(version)
+        self.gradients.attach(version)
         for later in self._waiting.pop(microbatch):
             later.part.run()
             self._activations.release(later.holding)
-        self.versions.detach_gradient(version)
+        self.gradients.detach(version)
         self.versions.released(version)
 
     def _ending(self, layer: LayerCode) -> LayerCode:

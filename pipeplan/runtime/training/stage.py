@@ -29,8 +29,8 @@ from ..model.pieces import Cut, Piece, packed
 from ..model.split_backward import Saved
 from .changing_buffers import Before, ChangingBuffers
 from .draws import Draws
+from .weights.gradients import Gradients
 from .weights.newest_weights import reading_newest
-from .weights.versions import Versions
 
 FromData = Mapping[int, tuple[int, TensorSpec]]
 NO_DATA: FromData = MappingProxyType({})
@@ -96,13 +96,14 @@ def _at_once(action: Callable[[], None]) -> None:
 class StageModule:
     """The ``pieces`` of a stage, the one with the loss last, between two ``cuts``; there is none behind the loss.
 
-    What comes in and goes out are the messages of the cuts; ``data`` are the values that are read from the data
-    beside, and which of the inputs each is, of which shape. The loss's gradient is divided by ``divisor``, the
-    microbatches of an update, so that updates see means, and multiplied by a loss scale if there is one. With
-    ``reads_newest`` the version of a backward may be another than its forward's: stored layers are differentiated at
-    the stored activations, recomputed ones run again with the backward's version. ``activations`` counts what is kept.
-    The layers are on ``device`` and have their random numbers from ``draws``; ``later(action)`` does what must wait
-    until the device has computed what it was given so far.
+    Passes use weights, and add to their ``gradients``. What comes in and goes out are the messages of the cuts;
+    ``data`` are the values that are read from the data beside, and which of the inputs each is, of which shape. The
+    loss's gradient is divided by ``divisor``, the microbatches of an update, so that updates see means, and
+    multiplied by a loss scale if there is one. With ``reads_newest`` the version of a backward may be another than
+    its forward's: stored layers are differentiated at the stored activations, recomputed ones run again with the
+    backward's version. ``activations`` counts what is kept. The layers are on ``device`` and have their random
+    numbers from ``draws``; ``later(action)`` does what must wait until the device has computed what it was given so
+    far.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class StageModule:
         index: int,
         pieces: Sequence[Piece],
         cuts: tuple[Cut, Cut | None],
-        versions: Versions,
+        gradients: Gradients,
         activations: HeldBytes,
         divisor: int,
         reads_newest: bool = False,
@@ -121,7 +122,7 @@ class StageModule:
         trained: Set[int] | None = None,
     ) -> None:
         self.index = index
-        self.versions = versions
+        self.versions, self.gradients = gradients.versions, gradients
         self.losses: dict[int, float] = {}
         self._activations = activations
         self._device, self._later = device, later
@@ -259,10 +260,10 @@ class StageModule:
         known = [self._opened_back(message) for message in messages]
         together = covers if not any(piece.recompute for piece in self._pieces) else 1
         self.versions.install(version, lent)
-        self.versions.attach_gradient(version)
+        self.gradients.attach(version)
         for first in range(0, covers, together):
             self._through(flights[first : first + together], known[first : first + together])
-        self.versions.detach_gradient(version)
+        self.gradients.detach(version)
         self.versions.released(version)
         if self.index == 0:
             return None

@@ -35,7 +35,7 @@ from checking import (
 import pipeplan as pp
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.training.weights.half import HalfOptions
+from pipeplan.runtime.training.half import HalfOptions
 
 EXITS = 10  # runs under torchrun that have to end well
 Options = Mapping[str, Any]

@@ -18,7 +18,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +27,17 @@ from torch import nn
 
 from pipeplan.cost.time_model import overlapped_ns
 from pipeplan.problem import Policy
-from pipeplan.runtime.exchange.replica_sum import ChunkSum
+from pipeplan.runtime.exchange.replica_sum import ChunkSum, SumGroup
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.loading import chain_model
+from pipeplan.runtime.training.half import halved
 from pipeplan.runtime.training.update.loss_scale import LossScale, Scaling
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
-from pipeplan.runtime.training.update.update import StageUpdate
-from pipeplan.runtime.training.weights.half import halved
-from pipeplan.runtime.training.weights.versions import Keeping, Versions
+from pipeplan.runtime.training.update.stage_optimizer import Stepping
+from pipeplan.runtime.training.update.stepper import Stepper
+from pipeplan.runtime.training.update.update import StageUpdate, sums_of
+from pipeplan.runtime.training.weights.gradients import Gradients
+from pipeplan.runtime.training.weights.versions import Versions
 
 WIDTH = 1000
 
@@ -63,7 +65,7 @@ class Answer:
     step_ns: int
 
 
-def stage_of(question: Question) -> Versions:
+def stage_of(question: Question) -> tuple[Gradients, Stepper]:
     """Return the weights of a stage of linear layers, as a worker keeps them."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, question.parameters // WIDTH**2))]
     masters: dict[nn.Parameter, torch.Tensor] = {}
@@ -72,8 +74,9 @@ def stage_of(question: Question) -> Versions:
         data = lambda index, seed: (torch.zeros(1), torch.zeros(1))  # noqa: E731
         model = chain_model(named, torch.zeros(1, WIDTH), nn.functional.mse_loss, data)
         _, masters = halved(model, torch.bfloat16, layers)
-    keeping = Keeping(masters, question.bucket, question.offload, flat=True)
-    return Versions(layers, Counter(), optimizer_maker("adam", 1e-3), keeping=keeping)
+    gradients = Gradients(Versions(layers), flat=True)
+    how = Stepping(question.bucket, question.offload)
+    return gradients, Stepper(gradients.versions, optimizer_maker("adam", 1e-3), None, how, masters)
 
 
 def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
@@ -83,10 +86,9 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         "gloo", store=dist.FileStore(store, question.replicas), rank=rank, world_size=question.replicas
     )
     group = dist.new_group(list(range(question.replicas)))
-    versions = stage_of(question)
+    gradients, stepper = stage_of(question)
     scaling = Scaling(LossScale(1.0, 0), None) if question.mixed else None
-    assert versions.flat is not None, "as asked for"
-    (flat,) = versions.flat.flats.values()
+    (flat,) = gradients.summed.flats.values()
 
     def filled() -> None:
         flat.normal_()
@@ -97,7 +99,7 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         for _ in range(question.rounds):
             filled()
             start = time.monotonic_ns()
-            chunk = ChunkSum(flat[:size], group)
+            chunk = ChunkSum(flat[:size], SumGroup(group))
             chunk.begin()
             chunk.turn()
             chunk.end()
@@ -105,7 +107,8 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         return int(statistics.median(times))
 
     def updated(coarsening: int) -> int:
-        update = StageUpdate(0, versions, HostRecorder(), group, question.replicas, coarsening, scaling)
+        exchange = sums_of(0, gradients, stepper, HostRecorder(), SumGroup(group), coarsening)
+        update = StageUpdate(0, gradients, stepper, HostRecorder(), exchange, scaling)
         times = []
         for version in range(question.rounds + 1):
             filled()
@@ -120,8 +123,8 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         for version in range(question.rounds + 1):
             filled()
             start = time.monotonic_ns()
-            versions.update(version)
-            times.append((time.monotonic_ns() - start) // len(versions.buckets))
+            StageUpdate(0, gradients, stepper, HostRecorder()).update(version)
+            times.append((time.monotonic_ns() - start) // len(stepper.buckets))
         return int(statistics.median(times[1:]))
 
     answer = Answer(

@@ -20,7 +20,7 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
-from pipeplan.runtime.training.weights.half import HalfOptions
+from pipeplan.runtime.training.half import HalfOptions
 
 
 class Doubled(torch.autograd.Function):

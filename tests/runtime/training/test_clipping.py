@@ -21,8 +21,8 @@ from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.clipping import Clipping, squares
-from pipeplan.runtime.training.weights.half import HalfOptions
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
 CLIP = 0.3  # below the norms of the first updates

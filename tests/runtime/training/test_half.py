@@ -18,9 +18,9 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale, half_type
 from pipeplan.runtime.training.update.loss_scale import LossScale, overflow
 from pipeplan.runtime.training.update.optimizers import parse_choice, schedule_maker
-from pipeplan.runtime.training.weights.half import AS_PROFILED, HalfOptions, first_scale, half_type
 from pipeplan.schedule.memory import lane_use
 
 SCHEDULER = parse_choice("StepLR,step_size=2,gamma=0.5", "here")

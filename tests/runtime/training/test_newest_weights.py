@@ -4,19 +4,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from collections import Counter
 from itertools import pairwise
 
-from cases.runtime import chain_cut, chain_pieces, spec
+from cases.runtime import chain_cut, chain_pieces, spec, update_of
 from oracles.newest_weights import Emulation, SelfAttention, States, add, mean_square, own_weights
 from torch import nn
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.training.stage import StageModule
-from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.newest_weights import read_weights_themselves
-from pipeplan.runtime.training.weights.versions import Keeping, Versions
+from pipeplan.runtime.training.weights.versions import Versions
 
 MODELS = {
     "linear": ((6,), lambda: [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]),
@@ -49,26 +48,28 @@ def built(name, dtype=torch.float32):
 
 def stage_of(modules, x, *, loss=None, passes, checkpoint=(), divisor=1, activations=None, index=1):
     layers = [module.train() for module in modules]
-    versions = Versions(layers, Counter(passes), optimizer_maker("sgd", 0.5), shared=True, keeping=Keeping(flat=True))
+    gradients = Gradients(Versions(layers, passes, shared=True), flat=True)
     out = nn.Sequential(*layers).eval()(x)
     nn.Sequential(*layers).train()
-    return StageModule(
+    stage = StageModule(
         index=index,
         pieces=chain_pieces(layers, loss, checkpoint),
         cuts=(chain_cut(0, spec(x)), None if loss is not None else chain_cut(len(layers), spec(out))),
-        versions=versions,
+        gradients=gradients,
         activations=activations or HeldBytes(),
         divisor=divisor,
         reads_newest=True,
     )
+    stage.update = update_of(gradients, "sgd", 0.5).update
+    return stage
 
 
-def moved(versions, modules, number):
+def moved(stage, modules, number):
     """Make version ``number`` by a gradient of noise; return the weights of each module then."""
-    for gradient in versions.gradients():
+    for gradient in stage.gradients.due:
         gradient.copy_(torch.randn_like(gradient) / 2)
-    versions.update(number)
-    versions.install(number)
+    stage.update(number)
+    stage.versions.install(number)
     return own_weights(modules)
 
 
@@ -107,16 +108,16 @@ def test_gradients_are_those_of_old_activations_and_new_weights(name, dtype):
             close(entered[place], into)
             for one, other in zip(total, found, strict=True):
                 add(one, other)
-        close(stage.versions.gradients(), [g for own in total for g in own])
+        close(stage.gradients.due, [g for own in total for g in own])
 
     for m in range(N + 1):
         forward(m, 0)
-    weights.append(moved(stage.versions, modules, 1))
+    weights.append(moved(stage, modules, 1))
     assert not torch.equal(weights[0][0][0], weights[1][0][0])
     backward(0, 1)
     for m in range(N + 1, 2 * N):
         forward(m, 1)
-    weights.append(moved(stage.versions, modules, 2))
+    weights.append(moved(stage, modules, 2))
     backward(N, 2)
     assert stage.versions.most == 1
 
@@ -128,8 +129,8 @@ def test_an_older_version_can_be_used_while_newer_ones_exist():
     emulation = Emulation(modules)
     stage = stage_of(modules, inputs[0], passes={0: 2, 1: 2, 2: 2})
     first = stage.forward(0, 0, inputs[0], None, False)
-    weights.append(moved(stage.versions, modules, 1))
-    weights.append(moved(stage.versions, modules, 2))
+    weights.append(moved(stage, modules, 1))
+    weights.append(moved(stage, modules, 2))
     second = stage.forward(1, 0, inputs[1], None, False)
     third = stage.forward(2, 2, inputs[2], None, False)
     assert stage.versions.most == 3
@@ -141,7 +142,7 @@ def test_an_older_version_can_be_used_while_newer_ones_exist():
         close(stage.backward(m, backward, torch.ones_like(out)), into)
         for one, other in zip(total, found, strict=True):
             add(one, other)
-    close(stage.versions.gradients(), [g for own in total for g in own])
+    close(stage.gradients.due, [g for own in total for g in own])
 
 
 def test_a_mini_batch_on_one_stage_is_plain_training_to_the_bit():
@@ -156,7 +157,7 @@ def test_a_mini_batch_on_one_stage_is_plain_training_to_the_bit():
     assert stage.backward(N - 1, 0, None, N) is None
     losses = [nn.functional.mse_loss(plain(inputs[m]), target) for m in range(N)]
     (sum(losses) / N).backward()
-    for mine, theirs in zip(stage.versions.gradients(), plain.parameters(), strict=True):
+    for mine, theirs in zip(stage.gradients.due, plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.grad, rtol=0, atol=1e-7)
     assert [stage.losses[m] for m in range(N)] == [float(value.detach()) for value in losses]
 
@@ -169,7 +170,7 @@ def test_the_gradient_of_the_average_loss_comes_from_formulas_too():
     stage = stage_of(modules, inputs[0], loss=nn.functional.mse_loss, passes={0: N, 1: 1}, divisor=N)
     for m in range(N):
         stage.forward(m, 0, inputs[m], target, False)
-    new = moved(stage.versions, modules, 1)
+    new = moved(stage, modules, 1)
     entered = stage.backward(N - 1, 1, None, N)
     for m in range(N):
         out, stored = emulation.forward(inputs[m], old)
@@ -187,7 +188,7 @@ def test_recomputed_layers_run_again_with_the_new_weights(checkpoint):
     stage = stage_of(modules, inputs[0], passes={0: N, 1: 1}, checkpoint=checkpoint, activations=activations)
     for m in range(N):
         out = stage.forward(m, 0, inputs[m], None, True)
-    new = moved(stage.versions, modules, 1)
+    new = moved(stage, modules, 1)
     gradients = torch.randn(N, *out.shape)
     entered = stage.backward(N - 1, 1, gradients, N)
     assert activations.held_bytes == 0
@@ -247,8 +248,8 @@ def test_tied_weights_are_read_anew_at_both_places_and_frozen_ones_stay():
     x, gradient = torch.randn(2, 4), torch.randn(2, 4)
     old, frozen = first.weight.detach().clone(), middle.weight.detach().clone()
     stage.forward(0, 0, x, None, True)
-    stage.versions.gradients()[0] = torch.randn(4, 4)
-    stage.versions.update(1)
+    stage.gradients.due[0] = torch.randn(4, 4)
+    stage.update(1)
     entered = stage.backward(0, 1, gradient)
     new = first.weight.detach()
     assert last.weight is first.weight
@@ -256,7 +257,7 @@ def test_tied_weights_are_read_anew_at_both_places_and_frozen_ones_stay():
     assert not torch.equal(new, old)
     back = gradient @ new @ frozen
     close(entered, back @ new)
-    close(stage.versions.gradients(), [back.T @ x + gradient.T @ (x @ old.T @ frozen.T)])
+    close(stage.gradients.due, [back.T @ x + gradient.T @ (x @ old.T @ frozen.T)])
 
 
 class Peeking(nn.LSTM):
@@ -290,8 +291,8 @@ def test_weights_in_one_storage_are_told_apart():
     stage = stage_of(modules, torch.zeros(2, 3), passes={0: 1, 1: 1})
     x = torch.randn(2, 3)
     out = stage.forward(0, 0, x, None, False)
-    new = moved(stage.versions, modules, 1)
+    new = moved(stage, modules, 1)
     entered = stage.backward(0, 1, torch.ones_like(out))
     close(entered, torch.ones_like(out) @ new[1][0] @ new[0][0])
     expected = [(torch.ones_like(out) @ new[1][0]).T @ x, torch.ones_like(out).T @ (x @ old[0][0].T)]
-    close(stage.versions.gradients(), expected)
+    close(stage.gradients.due, expected)

@@ -22,10 +22,10 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.saved_state import _load, _save
 from pipeplan.runtime.training.update.bucketed_optimizer import BucketedOptimizer
-from pipeplan.runtime.training.update.buckets import cut_into_buckets
-from pipeplan.runtime.training.update.offload import BucketBuffers, host_rooms
+from pipeplan.runtime.training.update.offload import host_rooms
 from pipeplan.runtime.training.update.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
-from pipeplan.runtime.training.update.stage_optimizer import ELEMENTWISE, Rates, WholeOptimizer, nothing
+from pipeplan.runtime.training.update.stage_optimizer import ELEMENTWISE, Rates, Stepping, WholeOptimizer, nothing
+from pipeplan.runtime.training.weights.buckets import cut_into_buckets
 
 MODEL = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
 
@@ -75,9 +75,7 @@ def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
     whole, masters = ([nn.Parameter(x.clone()) for x in values] for _ in range(2))
     plain = WholeOptimizer(whole, Rates(whole, make, schedule), False, nothing)
     buckets = cut_into_buckets(values, size)
-    parts = BucketedOptimizer(
-        masters, Rates(masters, make, schedule), False, nothing, CPU, buckets, True, BucketBuffers()
-    )
+    parts = BucketedOptimizer(masters, Rates(masters, make, schedule), False, CPU, buckets, Stepping(offload=True))
     for _ in range(5):
         gradients = [torch.randn(x.shape) for x in values]
         gradients[2] = None  # a weight that no pass has used

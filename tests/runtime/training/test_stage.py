@@ -2,7 +2,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from collections import Counter
 
 from cases.runtime import Whole, built, chain_of, stage_of, zoo_chain
 from torch import nn
@@ -18,7 +17,7 @@ from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.training.draws import begin_draws
 from pipeplan.runtime.training.split_stage import SplitStage
 from pipeplan.runtime.training.stage import StageModule
-from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions
 
 
@@ -65,7 +64,7 @@ def test_gradients_and_statistics_equal_plain_training(checkpoint, early):
         gradient = stage.backward(m, 0, None)
         torch.testing.assert_close(gradient, leaf.grad, rtol=0, atol=0)
         assert stage.losses[m] == float(value.detach())
-    gradients = stage.versions.gradients()
+    gradients = stage.gradients.due
     for mine, theirs in zip(gradients, plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.grad, rtol=0, atol=1e-7)
     for mine, theirs in zip(nn.Sequential(*layers).buffers(), plain.buffers(), strict=True):
@@ -92,7 +91,7 @@ def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
         for m in range(2):
             given.append(stage.backward_inputs(m, 0, None) if kind is SplitStage else stage.backward(m, 0, None))
         if kind is SplitStage:
-            early = [gradient for gradient in stage.versions.gradients() if gradient is not None]
+            early = [gradient for gradient in stage.gradients.due if gradient is not None]
             assert {gradient.dim() for gradient in early} <= {1}  # of norms
             held = stage._activations.held_bytes
             for m in range(2):
@@ -101,7 +100,7 @@ def test_a_backward_in_two_parts_is_a_whole_one_to_the_bit(checkpoint, index):
                 held = stage._activations.held_bytes
         given.append(stage.backward(2, 0, None))
         assert stage._activations.held_bytes == 0
-        runs.append((given, stage.versions.gradients(), list(nn.Sequential(*layers).buffers())))
+        runs.append((given, stage.gradients.due, list(nn.Sequential(*layers).buffers())))
     for one, other in zip(*runs, strict=True):
         assert [x is None or torch.equal(x, y) for x, y in zip(one, other, strict=True)] == [True] * len(one)
 
@@ -202,7 +201,7 @@ def test_a_traced_stage_holds_what_its_profile_says_wherever_it_is_cut(build, da
                 index,
                 model.pieces(stage),
                 (model.cut(stage.start), None if index == 2 else model.cut(stage.stop)),
-                Versions(model.modules(stage), Counter({0: 9}), optimizer_maker("sgd", 0.1)),
+                Gradients(Versions(model.modules(stage), {0: 9})),
                 activations,
                 1,
                 data=model.read_by(stage),
@@ -227,7 +226,7 @@ def test_a_traced_stage_holds_what_its_profile_says_wherever_it_is_cut(build, da
             assert run._activations.held_bytes == 0
         found = dict.fromkeys(wanted, 0)
         for run, _ in runs:
-            mine = dict(zip(map(id, run.versions._leaves[0]), run.versions.gradients(), strict=True))
+            mine = dict(zip(map(id, run.versions._leaves[0]), run.gradients.due, strict=True))
             for name, p in module.named_parameters():
                 found[name] = found[name] + mine.get(id(p), 0)
         for name, value in wanted.items():
@@ -256,7 +255,7 @@ def test_the_first_stage_returns_no_gradient_and_takes_whole_numbers():
     stage = stage_of([embedding], x, index=0, out=torch.zeros(1, 2, 2), checkpoint=((0, 1),))
     stage.forward(0, 0, x, None, counted=True)
     assert stage.backward(0, 0, torch.ones(1, 2, 2)) is None
-    (gradient,) = stage.versions.gradients()
+    (gradient,) = stage.gradients.due
     assert gradient[:, 0].tolist() == [0, 1, 1, 0, 0]
 
 

@@ -16,14 +16,15 @@ from cases.runtime import chain_of, largest_difference, plan_of, zoo_chain
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
 from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.exchange.replica_sum import SumGroup
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own_processes import context_of
+from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.state.checkpoint import file_of
-from pipeplan.runtime.training.update.buckets import Slice, cut_into_buckets
 from pipeplan.runtime.training.update.optimizers import Choice, parse_choice
 from pipeplan.runtime.training.update.shards import Kept, Rows, Sharing, gathered, shared_chunks
-from pipeplan.runtime.training.weights.half import HalfOptions
+from pipeplan.runtime.training.weights.buckets import Slice, cut_into_buckets
 
 EXPLODING = ModelSpec("cases.half:exploding", "cases.half:exploding_vectors")
 
@@ -64,7 +65,7 @@ def gather(rank, store, pipe):
         mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
         mock.patch.object(dist, "send", lambda x, *to, **by: (sizes.append(x.numel()), send(x, *to, **by))),
     ):
-        found = gathered(kept, shapes, rows_of, Sharing(rank, 2, None, group))
+        found = gathered(kept, shapes, rows_of, Sharing(rank, 2, None, SumGroup(group)))
     good = (
         found is None
         if rank

@@ -120,14 +120,16 @@ class OnStream:
             event.wait()
 
 
-class Beside:
+class Beside(Exchange):
     """Does what ``exchange`` does, whose sums are waited for on a ``way`` of their own as soon as they have begun.
 
     What goes wrong there is raised where the sum is waited for.
     """
 
+    sums = True
+
     def __init__(self, exchange: Exchange, notes: LateNotes, way: Way) -> None:
-        self._exchange, self._notes, self._way = exchange, notes, way
+        self._exchange, self._late, self._way = exchange, notes, way
         self.parts = exchange.parts
 
     def begin(self, version: int) -> None:
@@ -154,7 +156,7 @@ class Beside:
         self._way.wait(index)
         if index == len(self.parts) - 1:
             self._join()
-        self._notes.tell()
+        self._late.tell()
         self._exchange.ready(index)
 
     def stepped(self, index: int) -> None:
@@ -169,4 +171,4 @@ class Beside:
         try:
             self._way.join()
         finally:
-            self._notes.tell()
+            self._late.tell()

@@ -6,20 +6,20 @@ bucket at a time is fetched, stepped and brought home (Myelin section V-B).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .buckets import Bucket, Slice
-from .offload import PIECES, BucketBuffers, Fetched, Piece, host_rooms, in_pieces, region_size
+from ..weights.buckets import Bucket, Slice
+from .offload import PIECES, Fetched, Piece, host_rooms, in_pieces, region_size
 from .shards import Rows, is_large
-from .stage_optimizer import Factor, Rates, WholeOptimizer, changes
+from .stage_optimizer import Factor, Rates, Stepping, changes
 
 
 class BucketedOptimizer:
-    """One step for each of ``buckets``; with ``offload`` masters of 16-bit weights and state on the host.
+    """One step for each of ``buckets``, as ``how`` says; offloaded are masters of 16-bit weights, and state.
 
     The optimizer must be elementwise. It sees the slices of one bucket as its weights; what it remembers of them is
     kept in tensors of the weights' shapes, so that no other bucket size makes a difference, or of slices that replicas
@@ -32,23 +32,21 @@ class BucketedOptimizer:
         masters: Sequence[nn.Parameter],
         rates: Rates,
         mixed: bool,
-        observed: Callable[[], None],
         device: torch.device,
         buckets: Sequence[Bucket],
-        offload: bool,
-        buffers: BucketBuffers,
+        how: Stepping,
         rows: Rows | None = None,
     ) -> None:
         self.rates = rates
-        self._masters, self._mixed, self._observed = list(masters), mixed, observed
-        self._offload = offload
-        self._device = device
-        self._pieces = in_pieces(buckets, offload)
+        self._masters, self._mixed, self._device = list(masters), mixed, device
+        self._observed, self._offload, self._buffers = how.observed, how.offload, how.buffers
+        self._pieces = in_pieces(buckets, how.offload)
         self._order = [piece for pieces in self._pieces for piece in pieces]
         self._room = max((bucket.size for bucket in buckets), default=0)
-        self._buffers = buffers
         self._state: list[dict[str, Any]] = [{} for _ in masters]
         self._next: dict[int, dict[str, Any]] = {}  # counts, and what is new, of each weight after this update
+        if mixed and how.offload:  # masters come from the host
+            rates.steps_on(device)
         groups = self.rates.optimizer.param_groups if self.rates.optimizer else []
         self._group = {parameter: g for g, group in enumerate(groups) for parameter in group["params"]}
         self._rows = rows
@@ -57,7 +55,7 @@ class BucketedOptimizer:
         for index, master in enumerate(self._masters if mixed else ()):
             if rows is not None:
                 master.data = rows.taken(index, master.data)
-            if offload:
+            if how.offload:
                 master.data = self._rooms["weights"][index].copy_(master.data)
         for index, master in enumerate(self._masters):  # some optimizers begin with a state
             self.restore_state(index, self.rates.optimizer.state.pop(master, {}) if self.rates.optimizer else {})
@@ -252,6 +250,3 @@ class BucketedOptimizer:
             return torch.empty(shape, dtype=like.dtype, device=self._device)
         known = self._rooms.get(key)
         return known[index] if known is not None else host_rooms([tuple(shape)], [like.dtype], self._device)[0]
-
-
-StageOptimizer = WholeOptimizer | BucketedOptimizer  # either steps the full-precision weights of a stage, in its parts

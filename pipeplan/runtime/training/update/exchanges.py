@@ -14,12 +14,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.emulated_link import EmulatedLink
-from ...exchange.replica_sum import ChunkSum
-from ...exchange.transport import Group
+from ...exchange.replica_sum import ChunkSum, SumGroup
 from ...measure.times import Activity
-from ..weights.versions import Versions
-from .buckets import in_runs
+from ..weights.buckets import in_runs
+from ..weights.gradients import Gradients
+from .stepper import Stepper
 
 Told = Callable[[int], None]
 
@@ -46,31 +45,41 @@ class Chunk:
     parts: range
 
 
-def chunks_of(versions: Versions, coarsening: int | None) -> list[Chunk]:
+def chunks_of(gradients: Gradients, stepper: Stepper, coarsening: int | None) -> list[Chunk]:
     """Return the chunks of a stage's flat gradient: ``coarsening`` buckets each, None for all of one type.
 
     A chunk has one type. The parts of an optimizer that steps all at once belong to the last chunk, and so do those of
     weights that are summed over all stages that have them, which is not done here.
     """
-    summed = [bucket for bucket in versions.buckets if bucket.slices[0].index < versions.own]
-    runs = in_runs(summed, coarsening)
+    buckets, every = stepper.buckets, stepper.parts(not gradients.waits)
+    runs = in_runs([x for x in buckets if x.slices[0].index < gradients.versions.own], coarsening)
     chunks = []
     for place, run in enumerate(runs):
-        first, last = versions.buckets[run[0]], versions.buckets[run[-1]]
-        is_last = place == len(runs) - 1
-        parts = range(run[0], versions.parts.stop if is_last else run[-1] + 1)
-        if versions.optimizer.parts != len(versions.buckets):
-            parts = range(versions.optimizer.parts if is_last else 0)
-        chunks.append(Chunk(versions.summed.flats[first.dtype][first.start : last.stop], parts))
+        first, last = buckets[run[0]], buckets[run[-1]]
+        if place == len(runs) - 1:
+            parts = range(run[0] if stepper.by_bucket else 0, every.stop)
+        else:
+            parts = range(run[0], run[-1] + 1) if stepper.by_bucket else range(0)
+        chunks.append(Chunk(gradients.summed.flats[first.dtype][first.start : last.stop], parts))
     return chunks
 
 
-class Exchange(Protocol):
+class Exchange:
     """What replicas do together for an update: :meth:`begin`, then for each of ``parts`` of the optimizer, which are
     stepped at once, :meth:`ready` before and :meth:`stepped` behind. The notes hear of what was waited for.
-    Where all sums are needed before any step, :meth:`complete` comes before all that."""
+    Where all sums are needed before any step, :meth:`complete` comes before all that.
 
-    parts: list[range]
+    This one is for a stage without other replicas.
+    """
+
+    sums = False
+
+    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, notes: Notes) -> None:
+        self._stage, self._gradients, self._notes = stage, gradients, notes
+        self._version = 0
+        self._begun: dict[Any, Any] = {}  # marks
+        self._sums: list[ChunkSum] = []
+        self.parts = [stepper.parts(not gradients.waits)]
 
     def begin(self, version: int) -> None:
         """Begin with the gradients from which ``version`` will be made."""
@@ -83,6 +92,8 @@ class Exchange(Protocol):
 
     def answered(self) -> list[Tensor]:
         """Return of the summed gradient what this replica answers for, so that all answer once for everything."""
+        own = self._gradients.due[: self._gradients.versions.own]
+        return [gradient for gradient in own if gradient is not None]
 
     def ready(self, index: int) -> None:
         """Wait until these parts can be stepped; none of the last are, where there is but something to wait for."""
@@ -92,88 +103,44 @@ class Exchange(Protocol):
 
     def scratch(self) -> Iterator[Tensor]:
         """Yield the memory that is used beside weights and gradient."""
+        return (chunk.scratch for chunk in self._sums)
 
-
-class Alone:
-    """No other replica has a part in the update."""
-
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
-        self.parts = [versions.parts]
-
-    def begin(self, version: int) -> None:
-        """Nothing is to be summed."""
-
-    def complete(self, told: Told = nobody) -> None:
-        """Nothing is under way."""
-
-    def drop(self) -> None:
-        """Nothing is under way."""
-
-    def answered(self) -> list[Tensor]:
-        """Return all of the gradient."""
-        return _of_its_own(self._versions)
-
-    def ready(self, index: int) -> None:
-        """All is there."""
-
-    def stepped(self, index: int) -> None:
-        """Nobody waits for it."""
-
-    def scratch(self) -> Iterator[Tensor]:
-        """Nothing is used."""
-        return iter(())
-
-
-def _of_its_own(versions: Versions) -> list[Tensor]:
-    """Return the gradients of the weights that no other stage has."""
-    return [gradient for gradient in versions.gradients()[: versions.own] if gradient is not None]
-
-
-class _Noted:
-    """Exchanges of a stage's chunks, each noted from when it was begun to when it had been waited for."""
-
-    def __init__(self, stage: int, notes: Notes) -> None:
-        self._stage, self._notes = stage, notes
-        self._version = 0
-        self._begun: dict[Any, Any] = {}  # marks
-
-    def begun(self, what: Any) -> None:
-        """Note the begin of an exchange."""
+    def _note_begin(self, what: Any) -> None:
         self._begun[what] = self._notes.mark()
 
-    def over(self, what: Any) -> None:
-        """Note its end."""
+    def _note_end(self, what: Any) -> None:
+        """Note how long it was under way, until it had been waited for."""
         self._notes.note("REDUCE", self._stage, self._version, self._begun.pop(what))
 
 
-class Summed(_Noted):
+class Summed(Exchange):
     """Every replica gets all of the sum and steps all of it.
 
     Of chunk i + 1 the sum is under way while chunk i is stepped: its first exchange has been waited for and its second
     one begun, and so is the first of chunk i + 2.
     """
 
+    sums = True
+
     def __init__(
         self,
         stage: int,
-        versions: Versions,
+        gradients: Gradients,
+        stepper: Stepper,
         notes: Notes,
-        group: Group,
+        group: SumGroup,
         coarsening: int | None,
-        link: EmulatedLink | None = None,
     ) -> None:
-        super().__init__(stage, notes)
-        self._group, self._versions, self._link = group, versions, link
-        self._chunks = chunks_of(versions, coarsening)
-        self._sums: list[ChunkSum] = []
+        super().__init__(stage, gradients, stepper, notes)
+        self._group = group
+        self._chunks = chunks_of(gradients, stepper, coarsening)
         self._there = 0  # sums that have been waited for
-        self.parts = [chunk.parts for chunk in self._chunks] or [versions.parts]
+        self.parts = [chunk.parts for chunk in self._chunks] or self.parts
 
     def begin(self, version: int) -> None:
         """Begin with the first chunk."""
         self._version, self._there = version, 0
-        self._sums = [ChunkSum(chunk.gradient, self._group, link=self._link) for chunk in self._chunks]
+        self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
         self._begin(0)
 
     def complete(self, told: Told = nobody) -> None:
@@ -189,7 +156,7 @@ class Summed(_Noted):
 
     def answered(self) -> list[Tensor]:
         """Return all of it on the first replica."""
-        return _of_its_own(self._versions) if dist.get_rank(self._group) == 0 else []
+        return super().answered() if dist.get_rank(self._group.group) == 0 else []
 
     def ready(self, index: int) -> None:
         """Wait for a chunk's sum, and send the sum of the next one to all."""
@@ -198,7 +165,7 @@ class Summed(_Noted):
         if index == 0:
             self._turn(0)
         self._sums[index].end()
-        self.over(index)
+        self._note_end(index)
         self._turn(index + 1)
         self._there = index + 1
 
@@ -207,13 +174,9 @@ class Summed(_Noted):
         if index == len(self.parts) - 1:
             self._sums = []
 
-    def scratch(self) -> Iterator[Tensor]:
-        """Yield what chunks under way need."""
-        return (chunk.scratch for chunk in self._sums)
-
     def _begin(self, index: int) -> None:
         if index < len(self._sums):
-            self.begun(index)
+            self._note_begin(index)
             self._sums[index].begin()
 
     def _turn(self, index: int) -> None:
@@ -223,23 +186,22 @@ class Summed(_Noted):
             self._begin(index + 1)
 
 
-class Shared(_Noted):
+class Shared(Exchange):
     """Every replica gets its share of the sum, steps that, and gives the new weights to all in the gradient's place.
 
     While chunk i is stepped, the gradient of chunk i + 1 and the weights of chunk i - 1 are under way. Tied weights
     that wait are stepped elsewhere.
     """
 
-    def __init__(
-        self, stage: int, versions: Versions, notes: Notes, group: Group, link: EmulatedLink | None = None
-    ) -> None:
-        super().__init__(stage, notes)
-        self._versions, self._group, self._link = versions, group, link
-        self._chunks = [chunk for chunk in versions.chunks or () if chunk.summed or not versions.waits]
-        self._rows = [versions.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
-        self._sums: list[ChunkSum] = []
+    sums = True
+
+    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, notes: Notes, group: SumGroup) -> None:
+        super().__init__(stage, gradients, stepper, notes)
+        self._group = group
+        self._chunks = [chunk for chunk in stepper.chunks or () if chunk.summed or not gradients.waits]
+        self._rows = [gradients.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
         self._completed = False
-        self.parts: list[range] = []
+        self.parts = []
         for chunk in self._chunks:
             stop = self.parts[-1].stop if self.parts else 0
             self.parts.append(range(stop, stop + len(chunk.own)))
@@ -249,7 +211,7 @@ class Shared(_Noted):
         """Begin with the first chunk."""
         self._version = version
         pairs = zip(self._rows, self._chunks, strict=True)
-        self._sums = [ChunkSum(row, self._group, chunk.first, self._link) for row, chunk in pairs]
+        self._sums = [ChunkSum(row, self._group, chunk.first) for row, chunk in pairs]
         self._begin(0)
 
     def complete(self, told: Told = nobody) -> None:
@@ -270,7 +232,7 @@ class Shared(_Noted):
 
     def answered(self) -> list[Tensor]:
         """Return the own shares."""
-        flats = self._versions.summed.flats
+        flats = self._gradients.summed.flats
         return [flats[x.dtype][own.start : own.stop] for x in self._chunks if x.summed for own in x.own]
 
     def ready(self, index: int) -> None:
@@ -283,28 +245,24 @@ class Shared(_Noted):
             self._sums, self._completed = [], False
         elif self._chunks[index].summed and not self._completed:
             self._sums[index].add()
-            self.over(("sum", index))
+            self._note_end(("sum", index))
 
     def stepped(self, index: int) -> None:
         """Give the new weights of the own share to all, and take those of the chunk before."""
         if index == len(self._chunks):
             return
-        self._versions.give_stepped(self._chunks[index])
-        self.begun(("weights", index))
+        self._chunks[index].give(self._gradients.versions.made, self._rows[index])
+        self._note_begin(("weights", index))
         self._sums[index].spread()
         if index:
             self._take(index - 1)
 
-    def scratch(self) -> Iterator[Tensor]:
-        """Yield what chunks under way need."""
-        return (chunk.scratch for chunk in self._sums)
-
     def _begin(self, index: int) -> None:
         if index < len(self._sums) and self._chunks[index].summed:
-            self.begun(("sum", index))
+            self._note_begin(("sum", index))
             self._sums[index].begin()
 
     def _take(self, index: int) -> None:
         self._sums[index].end()
-        self.over(("weights", index))
-        self._versions.take_gathered(self._chunks[index])
+        self._note_end(("weights", index))
+        self._chunks[index].take(self._rows[index], self._gradients.versions.made)

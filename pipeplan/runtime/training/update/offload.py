@@ -20,7 +20,7 @@ from torch import Tensor
 from ....errors import RunFailed
 from ....integers import ceil_div
 from ...device import new_stream
-from .buckets import Bucket, Slice, in_buckets
+from ..weights.buckets import Bucket, Slice, in_buckets
 
 PIECES: Final = 3  # of a bucket: one to step, one to fetch, one to bring home
 

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.emulated_link import EmulatedLink
-from ...exchange.replica_sum import shares
+from ...exchange.replica_sum import SumGroup, shares
 from ...exchange.transport import Group, exchanging
-from .buckets import Bucket, Slice, in_buckets, in_runs
+from ..weights.buckets import Bucket, Slice, in_buckets, in_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,7 @@ class Sharing:
     rank: int
     ranks: int
     coarsening: int | None = None
-    group: Group = None
-    link: EmulatedLink | None = None
+    group: SumGroup | None = None
     hosts: Group = None
 
 
@@ -155,7 +153,8 @@ def gathered(
 
     Rows come one after the other between hosts: GPUs have no room for them, and a host but for one beside the wholes.
     """
-    first, *others = dist.get_process_group_ranks(sharing.group)
+    assert sharing.group is not None, "they have each other"
+    first, *others = dist.get_process_group_ranks(sharing.group.group)
     mine = [{key: x for key, x in ((MASTER, entry.master), *entry.state.items()) if x is not None} for entry in kept]
     specs = [{key: x.dtype if is_large(x) else _on_host(x) for key, x in entries.items()} for entries in mine]
     with exchanging("the gathering of what replicas share"):

@@ -7,6 +7,7 @@ Of 16-bit weights ("mixed") a copy in 32 bits is what the optimizer works on; af
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ....choices import OPTIMIZERS
 from ....errors import BadInput
+from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule, Rising
-from .shards import is_large
+from .shards import Sharing, is_large
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, kind) for row in OPTIMIZERS.values() for kind in row.kinds if row.elementwise
@@ -28,6 +30,21 @@ Factor = float | Tensor  # what gradients are multiplied with before a step; a t
 
 def nothing() -> None:
     """Observe nothing."""
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """How a stage's weights are stepped: ``bucket`` parameters at a time, None for all at once.
+
+    With ``offload`` what is not being stepped is in host memory, and travels through ``buffers``. With ``sharing`` each
+    replica steps, and keeps masters and state of, its share alone. ``observed`` hears when memory is at its fullest.
+    """
+
+    bucket: int | None = None
+    offload: bool = False
+    sharing: Sharing | None = None
+    buffers: BucketBuffers = field(default_factory=BucketBuffers)
+    observed: Callable[[], None] = nothing
 
 
 def is_elementwise(make_optimizer: MakeOptimizer) -> bool:
@@ -99,6 +116,12 @@ class Rates:
                 group.update({key: x for key, x in before.items() if key != "fused"})
         if self._schedule is not None and schedule is not None:
             self._schedule.load_state_dict(schedule)
+
+    def steps_on(self, device: torch.device) -> None:
+        """Step as an optimizer of weights on ``device`` does by itself, where they come from elsewhere."""
+        if self._make_optimizer([nn.Parameter(torch.zeros(1, device=device))]).defaults.get("fused"):
+            for group in self.optimizer.param_groups if self.optimizer else ():
+                group["fused"] = True
 
     def large_state(self, dtype: torch.dtype, device: torch.device) -> list[str]:
         """Return what the optimizer will remember of each element of a weight of this type, told from a small one."""

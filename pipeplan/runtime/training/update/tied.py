@@ -1,10 +1,10 @@
 """How do stages share weights? Each device has one copy, and equal gradients keep the copies equal.
 
-What stages of one rank share the first of them keeps (:mod:`.borrowed`). Before an update the gradients of all copies
-are added up over the ranks, and each copy gets the sum. The copies begin equal, and their optimizers do the same with
-the same numbers. Where the pipeline doesn't drain (2bw), backwards come to the first stage last, when later stages are
-at the next mini-batch: their gradients of shared weights wait for it, and the new version of these weights is made
-then, before any pass uses it.
+What stages of one rank share the first of them keeps (:mod:`..weights.versions`). Before an update the gradients of
+all copies are added up over the ranks, and each copy gets the sum. The copies begin equal, and their optimizers do
+the same with the same numbers. Where the pipeline doesn't drain (2bw), backwards come to the first stage last, when
+later stages are at the next mini-batch: their gradients of shared weights wait for it, and the new version of these
+weights is made then, before any pass uses it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from torch import Tensor, nn
 
 from ....errors import BadInput
 from ....problem import Chain, connected
-from ...exchange.emulated_link import EmulatedLink
-from ...exchange.replica_sum import ChunkSum
+from ...exchange.replica_sum import ChunkSum, SumGroup
 from ...exchange.transport import Group, exchanging
 from ...lowering.lowered_run import LoweredRun
 from ...measure.recorder import Recorder
 from ...model.loaded import LoadedModel
 from ...model.network import tied_layers
 from ..rank import Rank
-from ..stage import StageModule
 from .loss_scale import Scaling
+from .update import StageUpdate
 
 Stages = tuple[int, ...]
 
@@ -152,18 +151,18 @@ class TiedSums:
         self,
         model: LoadedModel,
         ties: Iterable[Tie],
-        runners: Mapping[int, StageModule],
-        groups: Mapping[Stages, Group],
+        updates: Mapping[int, StageUpdate],
+        groups: Mapping[Stages, SumGroup],
         recorder: Recorder,
         scaling: Scaling | None,
-        link: EmulatedLink | None = None,
     ) -> None:
-        self._link = link
-        self._runners, self._groups, self._recorder, self._scaling = runners, groups, recorder, scaling
+        self._updates, self._groups, self._recorder, self._scaling = updates, groups, recorder, scaling
         self._own: list[tuple[Stages, int, int]] = []  # stages of a tie; the own one, and which of its weights it is
         for tie in ties:
-            for s in set(tie.stages) & runners.keys():
-                self._own.append((tie.stages, s, _index(runners[s], tie.copy_in(s, model))))
+            for s in set(tie.stages) & updates.keys():
+                index = updates[s].versions.place_of(tie.copy_in(s, model))
+                assert index is not None, "ties are of trained weights"
+                self._own.append((tie.stages, s, index))
 
     def reduce(self, stages: Stages, version: int) -> None:
         """Give all copies of the weights that some of ``stages`` share the sum of their gradients.
@@ -176,24 +175,15 @@ class TiedSums:
             if not set(holders) <= set(stages):
                 continue
             start = self._recorder.mark()
-            total = self._runners[s].versions.tied_gradient(index)
+            total = self._updates[s].gradients.tied_gradient(index)
             flat = total.contiguous()
-            chunk = ChunkSum(flat.view(-1), self._groups[holders], link=self._link)
+            chunk = ChunkSum(flat.view(-1), self._groups[holders])
             chunk.begin()
             chunk.turn()
             chunk.end()
             if flat is not total:
                 total.copy_(flat)
             self._recorder.note("REDUCE", s, version, start)
-        factor = 1.0 if self._scaling is None else 1 / self._scaling.used
         for s in stages:
-            if s in self._runners:
-                start = self._recorder.mark()
-                if self._runners[s].versions.update_tied(factor):
-                    self._recorder.note("UPDATE", s, version, start)
-
-
-def _index(runner: StageModule, parameter: nn.Parameter) -> int:
-    index = runner.versions.place_of(parameter)
-    assert index is not None, "ties are of trained weights"
-    return index
+            if s in self._updates:
+                self._updates[s].update_tied(version)

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....errors import BadInput
-from ...model.build.spec import find
-from ...model.loaded import LoadedModel
-from ...model.network import kind_of
-from ...model.user_code import user_code
-from .optimizers import MakeOptimizer
+from ...errors import BadInput
+from ..model.build.spec import find
+from ..model.loaded import LoadedModel
+from ..model.network import kind_of
+from ..model.user_code import user_code
+from .update.optimizers import MakeOptimizer
 
 OPTIONS = "parameter groups"
 

@@ -86,29 +86,3 @@ def in_runs(buckets: Sequence[Bucket], most: int | None) -> list[list[int]]:
         else:
             runs.append([index])
     return runs
-
-
-class FlatGradient:
-    """One gradient of all weights, flat for each type, so that a chunk of it is summed over replicas without copies.
-
-    ``views`` has the shapes of the weights; backward passes add to them in place.
-    """
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = list(weights)
-        self.flats: dict[torch.dtype, Tensor] = {}
-        views: dict[int, Tensor] = {}
-        for bucket in cut_into_buckets(weights, None):
-            device = weights[bucket.slices[0].index].device
-            flat = self.flats[bucket.dtype] = torch.zeros(bucket.size, dtype=bucket.dtype, device=device)
-            parts = torch.split(flat, [span.size for span in bucket.slices])
-            for span, part in zip(bucket.slices, parts, strict=True):
-                views[span.index] = part.view(weights[span.index].shape)
-        for index, weight in enumerate(weights):
-            views.setdefault(index, torch.zeros_like(weight))  # without elements
-        self.views = [views[index] for index in range(len(weights))]
-
-    def clear(self) -> None:
-        """Begin a new sum."""
-        for flat in self.flats.values():
-            flat.zero_()

@@ -1,7 +1,7 @@
 """What is a model in 16 bits? Its weights, buffers and activations, or what autocast casts, as its profile counts them.
 
 Both run a model in the type of its profile, whose activation bytes and times the plan was made with. Under autocast
-(:mod:`..model.autocast`) a model stays as it is. Mixed precision converts it, and its inputs but not its targets; the
+(:mod:`.model.autocast`) a model stays as it is. Mixed precision converts it, and its inputs but not its targets; the
 loss is computed in 32 bits (:func:`..model.network.loss_value`). The weights in full precision, as the model was built
 or loaded, are handed over for the optimizer. The loss is scaled in both (:mod:`.loss_scale`).
 """
@@ -15,16 +15,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ....errors import BadInput
-from ....plan import Plan
-from ....problem import AUTOCAST
-from ...device import CPU
-from ...model.autocast import Autocast
-from ...model.contract import boundaries_of
-from ...model.loaded import LoadedModel
-from ...model.network import converted, refuse_converted
-from ...model.trace.traced import constants_of
-from ..update.loss_scale import START, WINDOW, LossScale
+from ...errors import BadInput
+from ...plan import Plan
+from ...problem import AUTOCAST
+from ..device import CPU
+from ..model.autocast import Autocast
+from ..model.contract import boundaries_of
+from ..model.loaded import LoadedModel
+from ..model.network import converted, refuse_converted
+from ..model.trace.traced import constants_of
+from .update.loss_scale import START, WINDOW, LossScale
 
 Half = Literal["bf16", "fp16"]
 TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
