@@ -42,10 +42,13 @@ class RunFailed(PipeplanError):
 
 
 class RunStopped(PipeplanError):
-    """A run on torch that was asked to stop; the message says where its checkpoint is, if it has left one."""
+    """A run on torch that was asked to stop; the message says where its checkpoint is, if it has left one.
 
-    def __init__(self, message: str, exit_code: int = BY_SIGNAL + 2) -> None:
-        self.exit_code = exit_code
+    ``report`` is its RunReport, where it was asked in time for one.
+    """
+
+    def __init__(self, message: str, exit_code: int = BY_SIGNAL + 2, report: object = None) -> None:
+        self.exit_code, self.report = exit_code, report
         super().__init__(message)
 
 

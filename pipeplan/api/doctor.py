@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from ..errors import PipeplanError
-from ..runtime.processes.surroundings import Finding, findings
+from ..runtime.surroundings import Finding, findings
 from ..version import __version__
 
 OLDEST = (3, 11)

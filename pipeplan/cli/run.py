@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -23,7 +23,10 @@ from .options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refus
 from .progress import status
 
 if TYPE_CHECKING:
-    from ..runtime.measure.progress import StepProgress
+    from ..plan import Plan
+    from ..runtime.engine.options import RunOptions
+    from ..runtime.measure.report import RunReport
+    from ..runtime.model.build.spec import ModelSpec
     from ..runtime.scalars import Scalars
 
 PATH = click.Path(path_type=Path)
@@ -63,7 +66,7 @@ class RankCommand(GroupedCommand):
 
 @contextmanager
 def _heard_by_others() -> Iterator[None]:
-    from ..runtime.processes.watch import TORCHRUN, watching
+    from ..runtime.processes.watchdog import TORCHRUN, watching
 
     if any(name not in os.environ for name in TORCHRUN):
         yield
@@ -278,30 +281,10 @@ def command(
     plan: str,
     model: str | None,
     data: str | None,
-    steps: int | None,
-    epochs: int | None,
-    epoch_length: int | None,
-    vertical_sync: bool,
-    schedule: str | None,
-    limit: int | None,
-    timeout: int | None,
-    link_delay: int | None,
-    link_rate: str | None,
-    optimizer: str | None,
-    scheduler: str | None,
     log_dir: Path | None,
     trace: str | None,
-    half: Any,
-    loss_scale: float | None,
-    loss_scale_window: int | None,
     dry_run: bool,
     as_json: bool,
-    eval_data: str | None,
-    eval_every: int | None,
-    eval_batches: int | None,
-    metrics: str | None,
-    monitor: str,
-    patience: int | None,
     callback: str | None,
     **given: Any,
 ) -> None:
@@ -313,86 +296,37 @@ def command(
     \b
     Example: pipeplan run plan.json --model zoo:gpt-tiny --steps 50
     """
-    if steps is not None and epochs is not None:
-        raise click.UsageError("say either --steps or --epochs")
-    if epoch_length is not None and epochs is None:
-        raise click.UsageError("--epoch-length goes with --epochs")
-    if trace is not None and given["engine"] == "torch":
-        raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
-    if log_dir is not None and given["evaluates"]:
-        raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
-    apart = {"eval-every": eval_every, "eval-batches": eval_batches, "metrics": metrics, "patience": patience}
-    for name, value in apart.items():
-        if eval_data is None and value is not None:
-            raise click.UsageError(f"--{name} goes with --eval-data")
+    _refuse(trace, log_dir, given)
     refuse_two_documents(as_json, trace=trace)
-    from ..files.plans import load_plan
-    from ..files.text import write_text
-    from ..schedule.kinds import KINDS
-
-    loaded = load_plan(plan)
-    if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
-        raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
-    from ..report.run import announced, elsewhere, print_dry_run, print_report, progress_printer
-    from ..runtime.engine.options import HeldOutOptions, RunOptions, clipping, held_out_of, in_epochs, run_otherwise
-    from ..runtime.training.half import HalfOptions
-    from ..runtime.training.update.optimizers import parse_choice
-
-    if schedule == BEST:
-        from ..planner.what_if.ordered import ordered_alike
-
-        loaded, schedule = ordered_alike(loaded), None
-    loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
-    loaded = clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
+    loaded = _run_otherwise(plan, given)
     spec = trained_model(model, data, plan, loaded.chain.name)
-    options = RunOptions(
-        steps=steps or STEPS,
-        timeout_s=None if timeout is None else timeout / 1e9,
-        link_delay_s=(link_delay or 0) / 1e9,
-        link_rate=None if link_rate is None else parse_bandwidth(link_rate, "--link-rate"),
-        optimizer=None if optimizer is None else parse_choice(optimizer, "--optimizer"),
-        scheduler=None if scheduler is None else parse_choice(scheduler, "--scheduler"),
-        half=HalfOptions(half, loss_scale, loss_scale_window),
-        **given,
-    )
-    if epochs is not None:
-        options = in_epochs(options, loaded, spec, epochs, epoch_length)
-    if eval_data is not None:
-        usual = None if options.epoch is None else options.epoch // loaded.interval
-        about = HeldOutOptions(eval_data, 1, 1, metrics, patience=patience, averaged=options.averaged)
-        options = replace(options, held_out=held_out_of(loaded, about, eval_every or usual, eval_batches, monitor))
+    options = replace(_options(loaded, spec, given), traced=trace is not None)
     if dry_run:
-        from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
-        from ..runtime.lowering.lowered_run import lower_run
-
-        lowered = lower_run(loaded, options.steps, every=options.every, evaluates=options.evaluates)
-        arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
-        on_gpus = options.device == "cuda" or (options.device == "auto" and not loaded.chain.of_cpu)
-        lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments, on_gpus)
-        print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)
+        _print_dry_run(loaded, options, as_json)
         return
-    from ..runtime.device import kind_of, sharing
+    away = _announce(loaded, spec, options, as_json)
+    from ..files.text import write_text
+    from ..report.run import print_report, progress_printer
+    from ..report.traces import measured_trace
+    from ..runtime.measure.progress import StepProgress, metrics_of
+    from ..runtime.model.build.spec import find
+    from ..runtime.model.user_code import user_code
     from ..runtime.processes.launch import run_plan
-    from ..runtime.processes.starting import number_in_environment
 
-    ranks = len({device for stage in loaded.allocation.stages for device in stage.devices})
-    by_threads = KINDS[loaded.schedule.kind].by_arrival or options.slows_links
-    here = number_in_environment("LOCAL_WORLD_SIZE", ranks)
-    kind = kind_of(options.device, loaded.chain)
-    note = sharing(kind, here, by_threads)
-    if note is not None and not as_json and not number_in_environment("LOCAL_RANK"):
-        click.echo(f"note: {note}", err=True)
-    away = elsewhere(loaded.chain, kind)
-    spec.check()  # what is wrong with its names is said alone
-    if as_json:
-        status().say("")
-    elif not options.evaluates and not number_in_environment("RANK"):
-        click.echo(announced(loaded, options.steps, away), err=True)
     listeners = [progress_printer(loaded, as_json, away)]
     if callback is not None:
-        from ..runtime.engine.callback import calling
+        function = find(callback)
 
-        listeners.append(calling(callback))
+        def call(step: StepProgress) -> None:
+            with user_code(f"--callback {callback}"):
+                function(step.step, metrics_of(step))
+
+        listeners.append(call)
+
+    def write_trace(report: RunReport) -> None:
+        if trace is not None:
+            write_text(trace, measured_trace(loaded, report))
+
     with _scalars(log_dir) as scalars:
         if scalars is not None:
             listeners.append(scalars.hear)
@@ -401,19 +335,121 @@ def command(
             for listener in listeners:
                 listener(step)
 
-        def note_of(words: str) -> None:
-            click.echo(f"note: {shown(words, SENTENCE)}", err=True)
-
-        report = run_plan(loaded, spec, options, hear, note_of, None if as_json else status())
+        try:
+            report = run_plan(loaded, spec, options, hear, _note, None if as_json else status())
+        except RunStopped as stopped:
+            if stopped.report is not None:
+                write_trace(cast("RunReport", stopped.report))
+            raise
         if report is not None and scalars is not None:
             scalars.finish(report, options.steps)
     if report is None:  # another rank under torchrun reports
         return
     for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
-        click.echo(f"note: {shown(words, SENTENCE)}", err=True)
-    if trace is not None:
-        from ..report.traces import measured_trace
-
-        write_text(trace, measured_trace(loaded, report))
+        _note(words)
+    write_trace(report)
     if trace != "-":
         print_report(loaded, report, options.evaluates, as_json)
+
+
+def _note(words: str) -> None:
+    click.echo(f"note: {shown(words, SENTENCE)}", err=True)
+
+
+def _refuse(trace: str | None, log_dir: Path | None, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that don't go together, whatever the plan."""
+    if given["steps"] is not None and given["epochs"] is not None:
+        raise click.UsageError("say either --steps or --epochs")
+    if given["epoch_length"] is not None and given["epochs"] is None:
+        raise click.UsageError("--epoch-length goes with --epochs")
+    if trace is not None and given["engine"] == "torch":
+        raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
+    if log_dir is not None and given["evaluates"]:
+        raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
+    for name in ("eval_every", "eval_batches", "metrics", "patience"):
+        if given["eval_data"] is None and given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} goes with --eval-data")
+
+
+def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
+    """Return the plan that is named, as the options that are ``given``, which are taken out, let its devices run it."""
+    vertical_sync, schedule, limit = (given.pop(x) for x in ("vertical_sync", "schedule", "limit"))
+    from ..files.plans import load_plan
+    from ..schedule.kinds import KINDS
+
+    loaded = load_plan(name)
+    if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
+        raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
+    from ..runtime.engine.options import clipping, run_otherwise
+
+    if schedule == BEST:
+        from ..planner.what_if.ordered import ordered_alike
+
+        loaded, schedule = ordered_alike(loaded), None
+    loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
+    return clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
+
+
+def _options(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
+    """Return what is asked of a run; ``given`` are its options as typed."""
+    from ..runtime.engine.options import HeldOutOptions, RunOptions, held_out_of, in_epochs
+    from ..runtime.training.half import HalfOptions
+    from ..runtime.training.update.optimizers import parse_choice
+
+    steps, epochs, length, timeout, delay, rate = (
+        given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay", "link_rate")
+    )
+    data, every, batches, metrics, monitor, patience = (
+        given.pop(x) for x in ("eval_data", "eval_every", "eval_batches", "metrics", "monitor", "patience")
+    )
+    for name in ("optimizer", "scheduler"):
+        given[name] = None if given[name] is None else parse_choice(given[name], f"--{name}")
+    options = RunOptions(
+        steps=steps or STEPS,
+        timeout_s=None if timeout is None else timeout / 1e9,
+        link_delay_s=(delay or 0) / 1e9,
+        link_rate=None if rate is None else parse_bandwidth(rate, "--link-rate"),
+        half=HalfOptions(*(given.pop(x) for x in ("half", "loss_scale", "loss_scale_window"))),
+        **given,
+    )
+    if epochs is not None:
+        options = in_epochs(options, plan, spec, epochs, length)
+    if data is None:
+        return options
+    usual = None if options.epoch is None else options.epoch // plan.interval
+    about = HeldOutOptions(data, 1, 1, metrics, patience=patience, averaged=options.averaged)
+    return replace(options, held_out=held_out_of(plan, about, every or usual, batches, monitor))
+
+
+def _print_dry_run(plan: Plan, options: RunOptions, as_json: bool) -> None:
+    from ..report.run import print_dry_run
+    from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
+    from ..runtime.lowering.lowered_run import lower_run
+
+    lowered = lower_run(plan, options.steps, every=options.every, evaluates=options.evaluates)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
+    on_gpus = options.device == "cuda" or (options.device == "auto" and not plan.chain.of_cpu)
+    lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments, on_gpus)
+    print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)
+
+
+def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -> bool:
+    """Say what begins, and what is unusual about it; return whether it is away from the device of the profile."""
+    from ..report.run import announced, elsewhere
+    from ..runtime.device import kind_of, sharing
+    from ..runtime.processes.rendezvous import number_in_environment
+    from ..schedule.kinds import KINDS
+
+    ranks = len({device for stage in plan.allocation.stages for device in stage.devices})
+    by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links
+    kind = kind_of(options.device, plan.chain)
+    note = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads)
+    if note is not None and not as_json and not number_in_environment("LOCAL_RANK"):
+        _note(note)
+    away = elsewhere(plan.chain, kind)
+    spec.check()  # what is wrong with its names is said alone
+    if as_json:
+        status().say("")
+    elif not options.evaluates and not number_in_environment("RANK"):
+        click.echo(announced(plan, options.steps, away), err=True)
+    return away

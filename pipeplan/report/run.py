@@ -122,109 +122,108 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
     losses = report.step_losses
     out.print(
         f"{report.steps} updates of {report.microbatches // report.steps} microbatches in {report.seconds:.1f} s, "
-        f"{report.samples_per_s:.1f} samples/s; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        f"{report.samples_per_s:.1f} samples/s; loss {losses[0]:.4f} -> {losses[-1]:.4f}\n"
     )
-    out.print()
-    measured, calibrated = report.measured_period_ns, report.calibrated_period_ns
-    if measured is None:
-        out.print("period      too few microbatches for a steady state; more --steps show one")
-    else:
-        out.print(
-            Text.assemble(
-                "period      ", (format_ns(measured), "bold"), " measured, median over the updates of the middle"
-            )
-        )
-        if calibrated is not None:
-            out.print(
-                f"            {format_ns(calibrated)} predicted with this run's own operation times: "
-                f"measured is {measured / calibrated - 1:+.1%}"
-            )
-        if elsewhere(plan.chain, "cpu" if report.exchange == "gloo" else "cuda"):
-            name, here = shown(plan.chain.device), ", ".join(map(shown, sorted(set(report.hardware))))
-            said = f"for {name}; this run was on {here}, so planned times aren't its own"
-        else:
-            said = f"from the profile: measured is {measured / report.planned_period_ns - 1:+.1%}"
-        out.print(f"            {format_ns(report.planned_period_ns)} planned {said}")
-    if kind_of(plan).by_arrival and measured is not None and calibrated is not None:
-        count = report.microbatches // report.steps
-        out.print(
-            f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
-        )
-        out.print(f"            {format_ns(calibrated * count)} simulated with this run's own operation times")
+    for text in _periods(plan, report):
+        out.print(text)
     out.print()
     table = make_table("stage", "forward", "planned", "backward", "planned")
     for stage in report.stages:
-        table.add_row(
-            str(stage.stage),
-            format_ns(stage.forward_ns),
-            format_ns(stage.planned_forward_ns),
-            format_ns(stage.backward_ns),
-            format_ns(stage.planned_backward_ns),
-        )
+        times = stage.forward_ns, stage.planned_forward_ns, stage.backward_ns, stage.planned_backward_ns
+        table.add_row(str(stage.stage), *map(format_ns, times))
     print_fitted(out, table)
+    for line in (*_stages(report), *_reading(report), *_devices(report), *_training(report)):
+        out.print(line)
+
+
+def _periods(plan: Plan, report: RunReport) -> Iterator[str | Text]:
+    measured, calibrated, count = (
+        report.measured_period_ns,
+        report.calibrated_period_ns,
+        report.microbatches // report.steps,
+    )
+    if measured is None:
+        yield "period      too few microbatches for a steady state; more --steps show one"
+        return
+    yield Text.assemble(
+        "period      ", (format_ns(measured), "bold"), " measured, median over the updates of the middle"
+    )
+    if calibrated is not None:
+        yield (
+            f"            {format_ns(calibrated)} predicted with this run's own operation times: "
+            f"measured is {measured / calibrated - 1:+.1%}"
+        )
+    if elsewhere(plan.chain, "cpu" if report.exchange == "gloo" else "cuda"):
+        name, here = shown(plan.chain.device), ", ".join(map(shown, sorted(set(report.hardware))))
+        said = f"for {name}; this run was on {here}, so planned times aren't its own"
+    else:
+        said = f"from the profile: measured is {measured / report.planned_period_ns - 1:+.1%}"
+    yield f"            {format_ns(report.planned_period_ns)} planned {said}"
+    if kind_of(plan).by_arrival and calibrated is not None:
+        yield f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
+        yield f"            {format_ns(calibrated * count)} simulated with this run's own operation times"
+
+
+def _stages(report: RunReport) -> Iterator[str]:
+    """Yield what else is known of stages, and of messages between them."""
     if report.forgotten:
-        out.print(f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept")
+        yield f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept"
     kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))
-    out.print(f"weight versions kept, by stage: {kept} measured, {planned} predicted")
+    yield f"weight versions kept, by stage: {kept} measured, {planned} predicted"
     for stage in report.stages:
         if stage.sum_ns:
             hidden = 1 - stage.sum_wait_ns / stage.sum_ns
-            out.print(
-                f"sums of stage {stage.stage} take {format_ns(stage.sum_ns)} an update, {hidden:.0%} of it hidden"
-            )
+            yield f"sums of stage {stage.stage} take {format_ns(stage.sum_ns)} an update, {hidden:.0%} of it hidden"
     if report.transfers:
         measured_ns, planned_ns = (
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
         )
-        out.print(f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned")
+        yield f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned"
         if report.exchange == "gloo":  # on GPUs the hosts do it, beside the passes
             worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
-            out.print(f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned")
-    for line in _reading(report):
-        out.print(line)
+            yield f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned"
+
+
+def _devices(report: RunReport) -> Iterator[str]:
+    """Yield what the run was on, and what memory it took there."""
     if report.exchange != "gloo":
-        out.print(
-            f"ran on {', '.join(map(shown, sorted(set(report.hardware))))}; {_EXCHANGES[report.exchange, report.sums]}"
-        )
+        hardware = ", ".join(map(shown, sorted(set(report.hardware))))
+        yield f"ran on {hardware}; {_EXCHANGES[report.exchange, report.sums]}"
     for memory in report.memory:
-        out.print(
+        short = f"; memory was short {memory.retries} times" if memory.retries else ""
+        yield (
             f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "
             f"{format_bytes(memory.planned_bytes)} predicted; torch held {format_bytes(memory.reserved_bytes)}, in use "
-            f"with CUDA's context and exchanges were {format_bytes(memory.used_bytes)}"
-            + (f"; memory was short {memory.retries} times" if memory.retries else "")
+            f"with CUDA's context and exchanges were {format_bytes(memory.used_bytes)}{short}"
         )
-    for device in report.activations:
-        out.print(
-            f"GPU {device.device}: activations at most {format_bytes(device.measured_bytes)} measured, "
-            f"{format_bytes(device.planned_bytes)} predicted"
-            + (
-                f", {format_bytes(device.allowed_bytes)} if messages came otherwise"
-                if device.allowed_bytes > device.planned_bytes
-                else ""
-            )
+    for held in report.activations:
+        more = held.allowed_bytes > held.planned_bytes
+        otherwise = f", {format_bytes(held.allowed_bytes)} if messages came otherwise" if more else ""
+        yield (
+            f"GPU {held.device}: activations at most {format_bytes(held.measured_bytes)} measured, "
+            f"{format_bytes(held.planned_bytes)} predicted{otherwise}"
         )
     for state in report.states:
-        line = (
+        figures = state.measured_host_bytes, state.planned_host_bytes
+        host = "; in host memory {} measured, {} predicted".format(*map(format_bytes, figures)) if any(figures) else ""
+        yield (
             f"GPU {state.device}: weights, gradients and optimizer at most {format_bytes(state.measured_bytes)} "
-            f"measured, {format_bytes(state.planned_bytes)} predicted"
+            f"measured, {format_bytes(state.planned_bytes)} predicted{host}"
         )
-        if state.measured_host_bytes or state.planned_host_bytes:
-            line += (
-                f"; in host memory {format_bytes(state.measured_host_bytes)} measured, "
-                f"{format_bytes(state.planned_host_bytes)} predicted"
-            )
-        out.print(line)
+
+
+def _training(report: RunReport) -> Iterator[str]:
     if report.evaluations:
         early = "; it got no better, so the run ended" if report.ended_early else ""
-        out.print(f"evaluated {len(report.evaluations)} times, best after update {report.best_step}{early}")
+        yield f"evaluated {len(report.evaluations)} times, best after update {report.best_step}{early}"
     norms = [norm for norm in report.gradient_norms if norm is not None]
     if norms:
-        out.print(
+        yield (
             f"gradient norms {min(norms):.4g} to {max(norms):.4g}, {statistics.median(norms):.4g} in the median, "
             "before they were clipped"
         )
     if report.loss_scale is not None:
-        out.print(f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow")
+        yield f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow"
 
 
 def _reading(report: RunReport) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import BadInput, PipeplanError, RunFailed
 from ..problem import Chain
-from .processes.surroundings import unseen_gpus
+from .surroundings import unseen_gpus
 
 Kind = Literal["cpu", "cuda"]
 Choice = Literal["auto", "cpu", "cuda"]
@@ -93,20 +93,17 @@ def label(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def exchange_of(device: torch.device, machine: str) -> Exchange:
-    """Return how the ranks' tensors travel; all ranks ask together, over the default group. ``machine`` names this one.
+def gpu_of(device: torch.device, machine: str) -> str | None:
+    """Return what tells this ``machine``'s GPU from all others, None for a CPU."""
+    return None if device.type == "cpu" else f"{machine} {_properties(device).uuid}"
+
+
+def exchange_of(gpus: Sequence[str | None]) -> Exchange:
+    """Return how tensors of ranks on these :func:`gpu_of` travel.
 
     NCCL refuses two ranks on one GPU; where any two share, all exchange through the host. RunFailed when some ranks
     have GPUs and others don't.
     """
-    mine = None if device.type == "cpu" else (machine, str(_properties(device).uuid))
-    everybodys: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, mine)
-    return _exchange(everybodys)
-
-
-def _exchange(gpus: Sequence[tuple[str, str] | None]) -> Exchange:
-    """Return how ranks on these (machine, GPU), None for a CPU, exchange tensors."""
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if not without:
         return "nccl" if len(set(gpus)) == len(gpus) and dist.is_nccl_available() else "staged"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipeplan.runtime.exchange.gloo import LAZY
 from pipeplan.runtime.exchange.links import in_rounds
 from pipeplan.runtime.processes.agreement import compare
-from pipeplan.runtime.processes.peers import StorePeers
+from pipeplan.runtime.processes.store import StorePeers
 
 LAYERS = 100
 

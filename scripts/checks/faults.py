@@ -40,7 +40,7 @@ from pipeplan.files.plans import plan_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.runtime.engine.options import RunOptions
-from pipeplan.runtime.exchange.nearby import NearbyTransport
+from pipeplan.runtime.exchange.nearby.transport import NearbyTransport
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
@@ -155,7 +155,7 @@ CALLS = (
     (dist, "isend", "send"),  # where threads send
     (dist, "irecv", "receive"),
     (dist, "all_to_all_single", "reduce"),
-    (dist, "all_gather_object", "meeting"),
+    (dist, "all_gather", "meeting"),
     (dist, "gather_object", "report"),
     (torch.optim.SGD, "step", "update"),
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeplan.runtime.processes.own_processes import context_of
-from pipeplan.runtime.processes.watch import SIGNALS
+from pipeplan.runtime.processes.watchdog import SIGNALS
 
 from .patience import SECONDS
 

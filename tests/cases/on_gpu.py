@@ -15,8 +15,7 @@ from torch import nn
 
 from pipeplan.runtime.device import random_state
 from pipeplan.runtime.engine import phases, preparation, reading
-from pipeplan.runtime.engine.job import Job
-from pipeplan.runtime.engine.launcher import Launcher
+from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.measure.recorder import CudaRecorder
 from pipeplan.runtime.training import draws, stage
@@ -79,12 +78,17 @@ def played(job: Job) -> list[tuple[Gpu, Ranks]]:
     return [play(job, lowered, rank) for rank in range(len(lowered.devices))]
 
 
+class Begins(Launcher):
+    def __init__(self, at):
+        self.at = at
+
+
 def play(job: Job, lowered, number: int) -> tuple[Gpu, Ranks]:
     """One rank of ``job``."""
     lowered_once = mock.patch.object(Job, "lowered", return_value=lowered)
     with gpu_of(number, len(lowered.devices)) as (gpu, ranks), lowered_once:
         own = lowered.instructions[number]
-        launcher = Launcher(lambda: None, at=lambda index: gpu.begin(own[index]))
+        launcher = Begins(lambda index: gpu.begin(own[index]))
         rank, ties, masters = preparation.build_model(job, number, launcher)
         with Kernels(gpu):
             meeting = preparation.meet(job, rank, launcher, ties, masters)

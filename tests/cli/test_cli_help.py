@@ -162,7 +162,7 @@ def test_completion_is_installed_once_by_one_command(tmp_path, monkeypatch, pipe
 
 
 def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Command) -> None:
-    monkeypatch.setattr("pipeplan.runtime.processes.surroundings._driven", list)
+    monkeypatch.setattr("pipeplan.runtime.surroundings._driven", list)
     torch = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
@@ -184,10 +184,10 @@ def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Com
 
 
 def test_the_doctor_looks_at_gpus_nccl_and_links(monkeypatch) -> None:
-    from pipeplan.runtime.processes.surroundings import findings
+    from pipeplan.runtime.surroundings import findings
 
     def found(torch, driven=()):
-        monkeypatch.setattr("pipeplan.runtime.processes.surroundings._driven", lambda: list(driven))
+        monkeypatch.setattr("pipeplan.runtime.surroundings._driven", lambda: list(driven))
         monkeypatch.setitem(sys.modules, "torch", torch)
         monkeypatch.setitem(sys.modules, "torch.distributed", torch.distributed)
         return {x.name: (x.state, x.told) for x in findings()}

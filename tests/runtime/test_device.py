@@ -24,10 +24,12 @@ from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Schedule
 from pipeplan.problem import Chain, Policy
 from pipeplan.runtime import device as module
+from pipeplan.runtime import surroundings
 from pipeplan.runtime.device import (
     CPU,
     exchange_of,
     freed_kept,
+    gpu_of,
     group_timeout,
     kind_of,
     moved,
@@ -45,7 +47,6 @@ from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import GpuBytes
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import chain_network, final_outputs
-from pipeplan.runtime.processes import surroundings
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import device_name
 
@@ -124,25 +125,16 @@ def test_ranks_that_share_gpus_are_told_of(gpus):
     ],
 )
 def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch, everybodys, exchange):
-    own = everybodys[0]
-    monkeypatch.setattr(module.dist, "get_world_size", lambda: len(everybodys))
-    monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(uuid=own[1]))
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
-    told = []
-
-    def all_gather_object(found, mine):
-        told.append(mine)
-        found[:] = everybodys
-
-    monkeypatch.setattr(module.dist, "all_gather_object", all_gather_object)
-    device = CPU if own is None else torch.device("cuda", 0)
-    assert exchange_of(device, "a") == exchange
-    assert told == [own]
+    devices = [None if x is None else SimpleNamespace(type="cuda", machine=x[0], uuid=x[1]) for x in everybodys]
+    monkeypatch.setattr(module, "_properties", lambda device: device)
+    gpus = [gpu_of(CPU, "a") if x is None else gpu_of(x, x.machine) for x in devices]
+    assert exchange_of(gpus) == exchange
 
 
 def test_ranks_with_and_without_a_gpu_do_not_run_together():
     with pytest.raises(RunFailed, match="rank 1 sees no GPU, others do"):
-        module._exchange([("a", "1"), None, ("a", "2")])
+        exchange_of(["a 1", None, "a 2"])
 
 
 def test_random_state_holds_the_gpus_too(monkeypatch):

@@ -24,20 +24,19 @@ from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.engine.executor import OperationFailed
-from pipeplan.runtime.engine.failure import Failure, failure_of, told
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.lowering.instructions import Send, sentence
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.processes import launch
-from pipeplan.runtime.processes.inbox import Gone, Inbox
+from pipeplan.runtime.processes import own
+from pipeplan.runtime.processes.failure import Failure, failure_of, told
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.own import Gone, Inbox, Ranks
 from pipeplan.runtime.processes.own_processes import (
     INTERFACES,
     LOOK_S,
-    QuietWatch,
-    StopWatch,
+    Lasting,
     is_here,
     is_stopped,
     listen_here,
@@ -238,12 +237,12 @@ def test_a_rank_that_torchs_watchdog_ends_has_waited_for_another_if_nobody_has_g
     on_gpus, timeout_s, named, monkeypatch
 ):
     """On GPUs it aborts the process that waits, not the one that hangs; but also one whose own GPU has failed."""
-    monkeypatch.setattr(launch, "GRACE_S", 0.05)
+    monkeypatch.setattr(own, "GRACE_S", 0.05)
     pipes, ends = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
     ends[1].close()
     hangs, aborted = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=0, exitcode=-6, join=lambda: None)
     with pytest.raises(RunFailed, match=named):
-        launch._outcome(None, [hangs, aborted], pipes, [-1, -1], timeout_s, on_gpus, lambda _: None)
+        Ranks(None, [hangs, aborted], pipes, [-1, -1], timeout_s, on_gpus, lambda _: None).outcome()
 
 
 def test_addresses_of_this_machine(monkeypatch):
@@ -273,37 +272,30 @@ def test_half_a_message_keeps_nobody_waiting():
     writers[1].close()
 
 
-def test_what_is_quiet_is_so_for_as_long_as_it_was_seen_to_be(monkeypatch):
+def test_what_lasts_does_so_for_as_long_as_it_was_seen_to(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    watch = QuietWatch()
-    assert watch.look("at work") == 0.0
+    watch = Lasting()
+    assert watch.look(lambda: ["at work"]) == {}
     now[0] = LOOK_S
-    assert watch.look("at work") == LOOK_S
+    assert watch.look(lambda: ["at work"]) == {"at work": LOOK_S}
     now[0] = 100 * LOOK_S  # for most of which nobody looked
-    assert watch.look("at work") == watch.look("at work") == 2 * LOOK_S
-    assert watch.look("further on") == 0.0
+    assert watch.look(lambda: ["at work", 3]) == watch.look(list) == {"at work": 2 * LOOK_S, 3: LOOK_S}
+    now[0] += LOOK_S
+    assert watch.look(lambda: [3]) == {3: 2 * LOOK_S}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for states in /proc")
-def test_processes_are_stopped_for_as_long_as_they_were_seen_so(monkeypatch):
+def test_a_stopped_process_is_told_from_others():
     assert not is_stopped(os.getpid())
     assert not is_stopped(None)
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
     with subprocess.Popen(["sleep", "1000"]) as process:
         try:
-            watch, pids = StopWatch(), {0: os.getpid(), 3: process.pid}
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-            assert watch.look(pids) == {}
-            now[0] = LOOK_S
-            assert watch.look(pids) == {3: LOOK_S}
-            now[0] = 100 * LOOK_S  # for most of which nobody looked
-            assert watch.look(pids) == watch.look(pids) == {3: 2 * LOOK_S}
+            assert is_stopped(process.pid)
             process.send_signal(signal.SIGCONT)
             os.waitid(os.P_PID, process.pid, os.WCONTINUED)
-            now[0] += LOOK_S
-            assert watch.look(pids) == {}
+            assert not is_stopped(process.pid)
         finally:
             process.kill()

@@ -25,12 +25,18 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.model.build.loading import chain_model, load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.processes import agreement, reachable
-from pipeplan.runtime.processes import peers as peers_room
-from pipeplan.runtime.processes.agreement import Statement, difference, model_items, run_items, unreachable
+from pipeplan.runtime.processes import agreement, rendezvous
+from pipeplan.runtime.processes.agreement import (
+    Statement,
+    difference,
+    model_items,
+    run_items,
+    unreachable,
+    writing_to,
+)
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.processes.peers import StorePeers, writing_to
-from pipeplan.runtime.processes.reachable import check_reachable
+from pipeplan.runtime.processes.rendezvous import check_reachable
+from pipeplan.runtime.processes.store import StorePeers
 from pipeplan.runtime.processes.torchrun import is_under_torchrun
 from pipeplan.runtime.training.state.checkpoint import FileSum, begin, file_of, finish, newest
 
@@ -102,7 +108,7 @@ def test_a_model_that_one_node_lacks_ends_the_others_at_once(plan, tmp_path):
 
 
 def test_two_nodes_with_a_folder_each_are_refused_and_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers_room, "SHARED_S", 0.05)
+    monkeypatch.setattr(agreement, "SHARED_S", 0.05)
     store, found = dist.HashStore(), {}
 
     def begin(rank, folder):
@@ -249,11 +255,11 @@ def test_a_firewall_between_nodes_is_told_of_before_anybody_waits(answers, monke
 
 def test_nodes_are_tried_at_the_interface_that_the_user_names(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert reachable._address(said({}, address="")) == "127.0.0.1"
+    assert rendezvous._address(said({}, address="")) == "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as there:
-        assert reachable._unreached("127.0.0.1", there.getsockname()[1]) is None
+        assert rendezvous._unreached("127.0.0.1", there.getsockname()[1]) is None
         port = there.getsockname()[1]
-    assert "refused" in reachable._unreached("127.0.0.1", port)
+    assert "refused" in rendezvous._unreached("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from pipeplan.files.plans import plan_text
 from pipeplan.problem import Problem
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.processes import starting
+from pipeplan.runtime.processes import rendezvous
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import newest
 
@@ -35,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, os.environ["CASES"])
 from pipeplan.errors import PipeplanError
 from pipeplan.files.plans import load_plan
-from pipeplan.runtime.processes import starting
+from pipeplan.runtime.processes import rendezvous
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.engine.options import RunOptions
@@ -216,7 +216,7 @@ def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
 def test_torchrun_must_start_as_many_processes_as_the_plan_has_devices(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(starting, "TELL_S", 0.1)  # nobody else is there
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.1)  # nobody else is there
     plan = two_stages("cases.runtime:healthy")
     with pytest.raises(BadInput, match="the plan uses 2 devices; torchrun started 3 processes"):
         run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(steps=1, lr=0.01))

@@ -1,7 +1,10 @@
 """``pipeplan run`` and ``pipeplan diff`` of a plan and its run, as typed."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -15,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.half import exploding
+from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 from oracles.chrome_trace import shown
 
@@ -240,3 +244,26 @@ def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):
     assert "threads received, so messages travelled through host memory, and sums over NCCL" in capsys.readouterr().out
     print_run(loaded, report, width=120)
     assert "ran on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_terminals_end_stops_leaves_its_trace_and_no_traceback(plan, keeps, tmp_path):
+    """It reaches all of its processes, multiprocessing's own among them."""
+    trace = tmp_path / "trace.json"
+    words = [*MODEL, "--steps", "1000000", "--trace", str(trace)]
+    words += ["--checkpoint", str(tmp_path / "c")] if keeps else []
+    roots = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipeplan", "run", plan, *words], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)}, start_new_session=True,
+    ) as command:  # fmt: skip
+        said = ""
+        while not re.search(r"^update \d+ of", said, re.MULTILINE) and (line := command.stderr.readline()):
+            said += line
+        os.killpg(command.pid, signal.SIGHUP)
+        rest = command.communicate(timeout=SECONDS)[1]
+    assert command.returncode == 130, said + rest
+    ended = rf"error: stopped after update \d+{f'; its checkpoint is in {tmp_path}/c' if keeps else ''}\n"
+    assert re.search(ended + r"\Z", rest), rest
+    assert not re.search(r"Traceback|Warning|resource_tracker", said + rest)
+    assert shown(trace.read_text()).slices["GPU 1 (rank 1)"]

@@ -16,16 +16,15 @@ import torch.distributed as dist
 from cases.patience import SECONDS
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.engine.failure import FAILURE, Failure, failure_told, told
 from pipeplan.runtime.exchange.transport import PeerLost
-from pipeplan.runtime.processes import presence as presence_room
-from pipeplan.runtime.processes import starting as starting_room
-from pipeplan.runtime.processes import watch as watch_room
+from pipeplan.runtime.processes import rendezvous as starting_room
+from pipeplan.runtime.processes import store as store_room
+from pipeplan.runtime.processes import watchdog as watch_room
+from pipeplan.runtime.processes.failure import FAILURE, Failure, failure_told, told
 from pipeplan.runtime.processes.own_processes import context_of, has_gone
-from pipeplan.runtime.processes.peers import StorePeers
-from pipeplan.runtime.processes.presence import GONE_S, Presences, present
-from pipeplan.runtime.processes.starting import Start
-from pipeplan.runtime.processes.watch import Watch, watching
+from pipeplan.runtime.processes.rendezvous import Start
+from pipeplan.runtime.processes.store import GONE_S, Presences, StorePeers, present
+from pipeplan.runtime.processes.watchdog import Watch, watching
 
 
 @pytest.fixture
@@ -204,8 +203,8 @@ def _until(true):
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_ranks_wait_no_longer_for_one_that_was_there_and_has_gone(store, monkeypatch, gone):
-    monkeypatch.setattr(presence_room, "SHOWN_S", 0.01)
-    monkeypatch.setattr(presence_room, "GONE_S", 0.05)
+    monkeypatch.setattr(store_room, "SHOWN_S", 0.01)
+    monkeypatch.setattr(store_room, "GONE_S", 0.05)
     store.set(f"present/{gone}", "1 2 3")
     start, thread = starting(store, 0 if gone else 1)
     thread.join(SECONDS)

@@ -30,6 +30,7 @@ from ...errors import BadInput, CodeFailed
 from ..model.network import kind_of
 from ..model.randomness import BUILD, DATA, ORDER, OwnRandomness, key_of
 from ..model.user_code import RAISED, code_failed, defined_at, user_code
+from ..processes.own_processes import semaphores
 from .loader_workers import Entry, Indexed, Read, Streamed, WorkerStart, as_is, tell_epoch
 
 SAMPLES: Final = (Tensor, tuple, list, Mapping, str, bytes, Iterator)  # no data, but one of them, or read once
@@ -222,8 +223,13 @@ class Loader:
             generator=torch.Generator().manual_seed(key),
             **settings,
         )
+        before = semaphores()
         try:
-            yield from loader
+            for number, read in enumerate(loader, 1):
+                if number == self.workers:  # each has opened them, so nothing is left should this process be killed
+                    for give_back in set(semaphores()).difference(before):
+                        give_back()
+                yield read
         except (ConnectionError, EOFError) as error:
             raise CodeFailed(f"{self.name}: a worker of its DataLoader died, perhaps for want of memory") from error
         except RAISED as error:  # a worker that has died; what the user's code raises comes as words

@@ -7,27 +7,19 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
 
 from ...schedule.program import Arrival, Decide, Step, StepKind
-from ..exchange.threaded import Message
+from ..exchange.threaded import ThreadedTransport
 from ..lowering.instructions import Backward, Forward, Instruction, Pass, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from .executor import RankWork
-
-
-class Inbox(Protocol):
-    """What tells of messages as they come."""
-
-    def news(self, until_ns: int | None) -> list[Message]:
-        """Return what has come since the last call, waiting for something until then."""
 
 
 def arrival_order(
     lowered: LoweredRun,
     rank: int,
     work: RankWork,
-    inbox: Inbox,
+    inbox: ThreadedTransport,
     limit: int,
     most_held: Mapping[int, int],
     clock: Callable[[], int] = time.monotonic_ns,
@@ -74,7 +66,7 @@ class _MiniBatch:
         instructions: Sequence[Instruction],
         indices: Sequence[int],
         work: RankWork,
-        inbox: Inbox,
+        inbox: ThreadedTransport,
         decide: Decide,
         most_held: Mapping[int, int],
         position: Mapping[tuple[StepKind, int], int],

@@ -101,78 +101,59 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
     posted at its place at the latest, and waited for where it is used. Between stages of one rank tensors are handed
     over as they are.
     """
-    made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
-    recorder, transport = work.recorder, work.transport
+    work.transport.start()
+    walk = _Walk(work, waits=order is not None)
+    for index in Repeated.of(instructions).places(work.over) if order is None else order:
+        instruction = instructions[index]
+        if not work.allows(instruction):
+            continue
+        work.progress(index)
+        try:
+            walk.carry_out(instruction)
+        except RAISED as error:
+            raise OperationFailed(instruction) from error
+        if order is not None:
+            walk.idle_since = work.recorder.mark()
+    work.transport.finish()
+    return work.recorder.settle()
 
-    def arrived(kind: Pass, stage: int, microbatch: int) -> Tensor:
-        edge = edge_into(kind, stage)
-        if edge[1] in work.stages:
-            return made.pop((edge, microbatch))
-        start = recorder.mark() if order is None else idle_since  # an order that waits does so for this message
-        tensor = transport.take(edge, microbatch)
-        recorder.note("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start)
-        transport.look_ahead(edge)
-        return tensor
 
-    def sample(stage: int, microbatch: int) -> tuple[Any, Any]:
-        start = recorder.mark()
-        pair = work.data(microbatch)
-        recorder.note(work.reading, stage, microbatch, start)
-        return pair
+class _Walk:
+    """One walk through the instructions of a rank: what its stages have made for each other, or for a send.
 
-    def carry_out(instruction: Instruction) -> None:
+    An order that ``waits`` does so for the message that comes next, since ``idle_since``.
+    """
+
+    def __init__(self, work: RankWork, waits: bool) -> None:
+        self._work, self._waits = work, waits
+        self._made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
+        self._mark, self._note = work.recorder.mark, work.recorder.note
+        self.idle_since = self._mark()
+
+    def carry_out(self, instruction: Instruction) -> None:
+        """Do it, and note when."""
+        work, start = self._work, self._mark
         match instruction:
-            case Forward(s, m, version, lent):
-                stage = work.stages[s]
-                given = sample(s, m) if stage.reads and order is None else None  # what comes may still be on its way
-                x = arrived("F", s, m) if s > 0 else None
-                inputs, target = given or (sample(s, m) if stage.reads else ((), None))
-                start = recorder.mark()
-                target = target if stage.takes_targets else None
-                if work.evaluates:
-                    out = stage.evaluate(m, version, x, target, lent, inputs)
-                else:
-                    out = stage.forward(m, version, x, target, m < work.counted, lent, inputs)
-                recorder.note("F", s, m, start)
-                if s < work.last:
-                    made[("F", s), m] = out
-            case Backward(s, m, version, covers, lent):
-                gradient = arrived("B", s, m) if s < work.last else None
-                start = recorder.mark()
-                stage = work.stages[s]
-                if instruction.inputs_only:
-                    back = split(stage).backward_inputs(m, version, gradient, lent)
-                else:
-                    back = stage.backward(m, version, gradient, covers, lent)
-                recorder.note("B", s, m, start)
-                if isinstance(stage, SplitStage) and not instruction.inputs_only:
-                    recorder.note("W", s, m, recorder.mark())  # was part of it
-                if s > 0:
-                    assert back is not None, "later stages return the gradient of their input"
-                    made[("B", s), m] = back
+            case Forward():
+                self._forward(instruction)
+            case Backward():
+                self._backward(instruction)
             case Recompute(s, m, version, lent):
-                start = recorder.mark()
+                begun = start()
                 work.stages[s].recompute(m, version, lent)
-                recorder.note("R", s, m, start)
+                self._note("R", s, m, begun)
             case BackwardWeights(s, m, version, lent):
-                start = recorder.mark()
+                begun = start()
                 split(work.stages[s]).backward_weights(m, version, lent)
-                recorder.note("W", s, m, start)
+                self._note("W", s, m, begun)
             case Send():
-                kind, s, m = instruction.kind, instruction.stage, instruction.microbatch
-                tensor = made.pop((instruction.edge, m))
-                start = recorder.mark()
-                if transport.await_room(instruction):
-                    recorder.note("ROOM_F" if kind == "F" else "ROOM_B", s, m, start)
-                    start = recorder.mark()
-                transport.send(instruction, tensor)
-                recorder.note("SEND_F" if kind == "F" else "SEND_B", s, m, start)
+                self._send(instruction)
             case Receive():
-                transport.post(instruction)
+                work.transport.post(instruction)
             case Agree(version):
-                start = recorder.mark()
+                begun = start()
                 work.agree(version)
-                recorder.note("AGREE", -1, version, start)
+                self._note("AGREE", -1, version, begun)
             case Reduce(s, version):
                 work.updates[s].reduce(version)
             case ReduceTied(stages, version):
@@ -180,29 +161,71 @@ def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable
             case PutAside(s, _):
                 work.updates[s].put_aside()
             case Norm(version):
-                start = recorder.mark()
+                begun = start()
                 work.norm(version)
-                recorder.note("NORM", -1, version, start)
+                self._note("NORM", -1, version, begun)
             case Update(s, version):
                 work.updates[s].update(version)
                 work.updated(s, version)
             case Save(step):
-                start = recorder.mark()
+                begun = start()
                 work.save(step)
-                recorder.note("SAVE", -1, step, start)
+                self._note("SAVE", -1, step, begun)
 
-    transport.start()
-    idle_since = recorder.mark()
-    for index in Repeated.of(instructions).places(work.over) if order is None else order:
-        instruction = instructions[index]
-        if not work.allows(instruction):
-            continue
-        work.progress(index)
-        try:
-            carry_out(instruction)
-        except RAISED as error:
-            raise OperationFailed(instruction) from error
-        if order is not None:
-            idle_since = recorder.mark()
-    transport.finish()
-    return recorder.settle()
+    def _forward(self, instruction: Forward) -> None:
+        s, m, version, lent = instruction.stage, instruction.microbatch, instruction.version, instruction.lent
+        stage, work = self._work.stages[s], self._work
+        given = self._sample(s, m) if stage.reads and not self._waits else None  # what comes may still be on its way
+        x = self._arrived("F", s, m) if s > 0 else None
+        inputs, target = given or (self._sample(s, m) if stage.reads else ((), None))
+        start = self._mark()
+        target = target if stage.takes_targets else None
+        if work.evaluates:
+            out = stage.evaluate(m, version, x, target, lent, inputs)
+        else:
+            out = stage.forward(m, version, x, target, m < work.counted, lent, inputs)
+        self._note("F", s, m, start)
+        if s < work.last:
+            self._made[("F", s), m] = out
+
+    def _backward(self, instruction: Backward) -> None:
+        s, m, version, lent = instruction.stage, instruction.microbatch, instruction.version, instruction.lent
+        stage = self._work.stages[s]
+        gradient = self._arrived("B", s, m) if s < self._work.last else None
+        start = self._mark()
+        if instruction.inputs_only:
+            back = split(stage).backward_inputs(m, version, gradient, lent)
+        else:
+            back = stage.backward(m, version, gradient, instruction.covers, lent)
+        self._note("B", s, m, start)
+        if isinstance(stage, SplitStage) and not instruction.inputs_only:
+            self._note("W", s, m, self._mark())  # was part of it
+        if s > 0:
+            assert back is not None, "later stages return the gradient of their input"
+            self._made[("B", s), m] = back
+
+    def _send(self, send: Send) -> None:
+        transport = self._work.transport
+        tensor = self._made.pop((send.edge, send.microbatch))
+        start = self._mark()
+        if transport.await_room(send):
+            self._note("ROOM_F" if send.kind == "F" else "ROOM_B", send.stage, send.microbatch, start)
+            start = self._mark()
+        transport.send(send, tensor)
+        self._note("SEND_F" if send.kind == "F" else "SEND_B", send.stage, send.microbatch, start)
+
+    def _arrived(self, kind: Pass, stage: int, microbatch: int) -> Tensor:
+        edge = edge_into(kind, stage)
+        if edge[1] in self._work.stages:
+            return self._made.pop((edge, microbatch))
+        start = self.idle_since if self._waits else self._mark()
+        tensor = self._work.transport.take(edge, microbatch)
+        self._note("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start)
+        self._work.transport.look_ahead(edge)
+        return tensor
+
+    def _sample(self, stage: int, microbatch: int) -> tuple[Any, Any]:
+        start = self._mark()
+        pair = self._work.data(microbatch)
+        self._note(self._work.reading, stage, microbatch, start)
+        return pair

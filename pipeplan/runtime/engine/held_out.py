@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import BadInput
 from ..data.loader import Loader, Span
 from ..device import random_state, set_random_state
-from ..exchange.transport import exchanging
+from ..exchange.transport import everybodys, exchanging
 from ..measure.held_bytes import HeldBytes
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel
@@ -34,8 +34,7 @@ from ..training.state.saved_state import Trial
 from ..training.state.state import assembled, averaged
 from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
-from .job import Job
-from .launcher import Launcher
+from .job import Job, Launcher
 from .preparation import Meeting, OwnStages, build_model
 
 
@@ -50,7 +49,7 @@ class HeldOut:
         assert asked is not None, "only then is anything evaluated"
         spec = replace(job.model, data=asked.data)
         forward = replace(job.options, evaluates=True, held_out=None, checkpoint=None, every=None, keep=None)
-        self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, Launcher(launcher.open_store))
+        self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, launcher)
         self._asked, self._seed = asked, job.options.seed
         self._metrics: list[dict[str, float]] = []
         model = self._rank.model
@@ -128,16 +127,15 @@ class HeldOut:
                 if s < last and homes[s + 1] != self._rank.number:
                     with exchanging("an evaluation"):
                         dist.send(_bytes(out), homes[s + 1], meeting.patient, tag=s)
-        means: list[Any] = [None]
+        means: dict[str, float] = {}
         if last in mine:
             losses = self._runners[last].losses
             totals = {"loss": fmean(losses[m] for m in range(self._asked.count))}
             for name in dict.fromkeys(name for one in self._metrics for name in one):
                 totals[name] = fmean(one[name] for one in self._metrics if name in one)
-            means = [totals]
+            means = totals
         with exchanging("an evaluation"):
-            dist.broadcast_object_list(means, homes[last], meeting.patient)
-        return cast("Mapping[str, float]", means[0])
+            return everybodys(means, meeting.patient)[homes[last]]
 
     def _received(self, stage: int, source: int, meeting: Meeting) -> Tensor:
         spec = self._rank.model.cut(self._rank.stage(stage).start).forward

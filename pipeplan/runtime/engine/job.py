@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...check.replica_sums import COARSENING
 from ...check.validate import check
@@ -12,7 +12,9 @@ from ...errors import BadInput
 from ...plan import Plan
 from ..device import kind_of
 from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
+from ..measure.progress import StepDone
 from ..model.build.spec import ModelSpec
+from ..model.loaded import LoadedModel
 from ..training.groups import check_decay
 from ..training.half import half_type
 from ..training.state.checkpoint import Checkpoint
@@ -74,6 +76,11 @@ class Job:
         """Where checkpoints are written; an evaluation writes none."""
         return None if self.options.evaluates else self.options.checkpoint
 
+    @property
+    def stops(self) -> bool:
+        """Whether a signal lets the run end after the mini-batches that have begun, for what it leaves then."""
+        return self.folder is not None or self.options.traced
+
     def lowered(self) -> LoweredRun:
         """Return what the ranks will do; BadInput for what cannot be run."""
         options = self.options
@@ -117,6 +124,33 @@ class Job:
         if options.engine == "torch" and options.slows_links:
             what = "link delay" if options.link_delay_ns else "link rate"
             raise BadInput(f"{what}: torch's engine exchanges its messages itself, so they cannot be delayed")
+
+
+class Launcher:
+    """What a rank has of what has started it, and of the others; this one starts nobody else, and heeds nobody.
+
+    ``local_rank`` counts the processes of this machine. Who starts several gives what they :meth:`meet` at, lets all
+    stop before the same mini-batch, and may listen.
+    """
+
+    local_rank = 0
+
+    def meet(self) -> Any:
+        """Return the store at which the ranks meet; called when the model is built, so what is wrong with that shows
+        before anybody waits."""
+
+    def compare(self, spec: ModelSpec, model: LoadedModel) -> None:
+        """Raise BadInput on all ranks if the model isn't the same on them."""
+
+    def at(self, index: int) -> None:
+        """Hear the index of each instruction."""
+
+    def done(self, step: StepDone) -> None:
+        """Hear of each update of the last stage."""
+
+    def may_begin(self, minibatch: int) -> bool:
+        """Whether a mini-batch is to be begun, the same to all ranks."""
+        return True
 
 
 def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:

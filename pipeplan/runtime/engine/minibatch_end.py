@@ -16,8 +16,7 @@ from ..training.rank import Rank
 from ..training.state.saved_state import write
 from ..training.state.state import check_savable, training_state
 from .held_out import HeldOut
-from .job import Job
-from .launcher import Launcher
+from .job import Job, Launcher
 from .preparation import Meeting, OwnStages
 
 BEST: Final = "best"  # the folder, among the checkpoints, with that of the best evaluation

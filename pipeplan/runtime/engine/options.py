@@ -106,6 +106,8 @@ class RunOptions:
     """How many of the newest checkpoints stay; None: all."""
     resume: bool = False
     """Whether to go on from the folder's newest good checkpoint, if there is one."""
+    traced: bool = False
+    """Whether a report is wanted of a run that a signal ends, too: it then ends as one with checkpoints does."""
     max_restarts: int = 0
     """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
     engine: Engine = "own"

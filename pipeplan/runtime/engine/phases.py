@@ -31,8 +31,7 @@ from ..training.state.state import assembled, averaged, trained_state
 from .arrival_order import arrival_order
 from .executor import RankWork, execute
 from .held_out import HeldOut
-from .job import Job
-from .launcher import Launcher
+from .job import Job, Launcher
 from .minibatch_end import MiniBatchEnd
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
 from .reading import Reader, differing, reader_of

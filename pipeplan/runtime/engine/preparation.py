@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..device import CPU, Exchange, exchange_of, kind_of, own_device, place, watch_last
+from ..device import CPU, Exchange, exchange_of, gpu_of, kind_of, own_device, place, watch_last
 from ..exchange.collective import (
     agree,
     any_rank,
@@ -34,7 +34,7 @@ from ..exchange.emulated_link import EmulatedLink
 from ..exchange.gloo import spare_sockets
 from ..exchange.links import Links, open_links
 from ..exchange.replica_sum import SumGroup
-from ..exchange.transport import Group, exchanging
+from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..measure.drift import Compared
@@ -69,8 +69,7 @@ from ..training.weights.gradients import Gradients
 from ..training.weights.newest_weights import read_weights_themselves
 from ..training.weights.versions import Versions, borrowers
 from .comparison import compared
-from .job import Job
-from .launcher import Launcher
+from .job import Job, Launcher
 
 COMPARED: Final = "compared"  # what rank 0 puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
@@ -196,7 +195,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     watch_last(device)
     spare_sockets()
     with exchanging("the meeting of the ranks"):
-        store = launcher.open_store()
+        store = launcher.meet()
         if job.compares and not rank.model.chain:
             if number == 0:
                 store.set(COMPARED, "")
@@ -205,7 +204,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
     agree(number, rank.model.boundaries)
     with exchanging("the comparison of devices at the start"):
-        sums = exchange_of(device, this_machine())
+        sums = exchange_of(everybodys(gpu_of(device, this_machine())))
     # threads exchange between hosts alone; sums come when all messages are through, so they need not
     threads = by_threads(job, lowered)
     messages: Exchange = "staged" if threads and sums == "nccl" else sums

@@ -27,13 +27,11 @@ from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
-from .nearby import NearbyTransport
+from .nearby.transport import Nearby, open_nearby
 from .transport import Group, Receiving, Sends, Transport, exchanging
-from .wires import Message, Wire, open_wires
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins
-PING: Final[Message] = (-1, 0)
 
 Pair = tuple[int, int]  # sender, receiver
 
@@ -42,14 +40,14 @@ Pair = tuple[int, int]  # sender, receiver
 class Links:
     """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL.
 
-    ``wires`` lead to those on CPUs if all are on one machine. ``timeout`` is for groups that are made later.
+    ``nearby`` leads to those on CPUs if all are on one machine. ``timeout`` is for groups that are made later.
     """
 
     exchange: Exchange
     device: torch.device
     timeout: timedelta
     pairs: Mapping[Pair, Group] = field(default_factory=dict)
-    wires: Mapping[int, Wire] | None = None
+    nearby: Nearby | None = None
 
     def transport(
         self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int
@@ -57,9 +55,8 @@ class Links:
         """Return what moves the messages of ``instructions``."""
         if self.exchange == "nccl":
             return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
-        if self.wires is not None:
-            return self.through_host(NearbyTransport(instructions, specs, self.wires))
-        return self.through_host(GlooTransport(instructions, specs, stages))
+        way = None if self.nearby is None else self.nearby.transport(instructions, specs)
+        return self.through_host(way or GlooTransport(instructions, specs, stages))
 
     def through_host(self, between_hosts: Transport) -> Transport:
         """Return what moves this device's messages over a transport between hosts."""
@@ -85,12 +82,9 @@ class Links:
         if self.exchange == "staged":
             travels = on_host(tensor)
             settle(self.device, self.timeout)
-        spec, wire = TensorSpec.of(travels), None if self.wires is None else self.wires[peer]
         for sender in (here, there):
-            if wire is not None and rank == sender:
-                wire.give(PING, travels, spec)
-            elif wire is not None:
-                travels = wire.take(PING, spec)
+            if self.nearby is not None:
+                travels = self.nearby.pass_on(travels, peer, rank == sender)
             elif rank == sender:
                 dist.send(travels, peer, group=group)
             else:
@@ -100,9 +94,9 @@ class Links:
             settle(self.device, self.timeout)
 
     def close(self) -> None:
-        """End the wires."""
-        for wire in (self.wires or {}).values():
-            wire.close()
+        """End what leads to processes nearby."""
+        if self.nearby is not None:
+            self.nearby.close()
 
 
 def open_links(
@@ -117,15 +111,15 @@ def open_links(
     """Make what ``exchange`` needs; all ranks together, for all make all groups in one order, as torch wants it.
 
     NCCL connects a pair at its first message, at which both ends wait for each other: so that is done here, in order.
-    Between hosts messages go by wires where all ranks name one machine, ``nearby``.
+    Between hosts messages go by :mod:`.nearby` where all ranks name one machine, ``nearby``.
     """
     found = {
         (r, x.peer) for r, orders in enumerate(lowered.instructions) for x in orders.kinds() if isinstance(x, Send)
     }
     if exchange != "nccl":
         peers = sorted({r for pair in found if rank in pair for r in pair if r != rank})
-        wires = None if nearby is None else open_wires(rank, peers, nearby, timeout)
-        return Links(exchange, device, timeout, wires=wires)
+        way = None if nearby is None else open_nearby(rank, peers, nearby, timeout)
+        return Links(exchange, device, timeout, nearby=way)
     pairs: dict[Pair, Group] = {}
     in_hosts_order()
     with exchanging("the connecting of GPUs"):

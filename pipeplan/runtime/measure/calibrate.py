@@ -66,23 +66,20 @@ def calibrated(
         graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=(), norm_ns=0
     )
     lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
-    orders, rules = {}, {}
-    for index, resource in enumerate(resources):
-        for replica, device in enumerate(resource.devices if not resource.is_link else ()):
-            lane = lanes[device]
-            if decides and lane.rule is not None:
-                rules[index, replica] = lane.rule
-            else:
-                orders[index, replica] = lane.steps
-    limit = program.limit if decides else None
+    own = {
+        (index, replica): lanes[device]
+        for index, resource in enumerate(resources)
+        for replica, device in enumerate(() if resource.is_link else resource.devices)
+    }
+    rules = {place: lane.rule for place, lane in own.items() if decides and lane.rule is not None}
     return make_program(
         measured,
         program.microbatches,
-        orders,
+        {place: lane.steps for place, lane in own.items() if place not in rules},
         rules=rules,
         batch=program.batch,
         split=program.split,
-        limit=limit,
+        limit=program.limit if decides else None,
         apart=program.apart,
     )
 

@@ -30,6 +30,14 @@ class StepProgress:
     best: bool = False
 
 
+def metrics_of(progress: StepProgress) -> dict[str, float]:
+    """Return the loss of an update and what else is known of it; of an evaluation its means: ``evaluation/loss``."""
+    if progress.evaluation is not None:
+        return {f"evaluation/{key}": value for key, value in progress.evaluation.items()}
+    names = ("loss", "learning_rate", "gradient_norm", "period_ns", "samples_per_s")
+    return {name: value for name in names if (value := getattr(progress, name)) is not None}
+
+
 def place(lowered: LoweredRun, index: int) -> str:
     """Return in words at which update and microbatch the last stage's first replica is at its instruction ``index``."""
     instruction = lowered.instructions[teller(lowered)][max(0, index)]

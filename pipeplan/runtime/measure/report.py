@@ -198,16 +198,60 @@ class RunReport:
 
 def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) -> RunReport:
     """Return the report of a run of ``lowered`` from what its ranks measured, in rank order."""
-    plan, graph = lowered.plan, lowered.graph
+    plan, first = lowered.plan, measurements[0]
     losses = {m: loss for x in measurements for m, loss in sorted(x.losses.items())}
     steps = len(losses) // lowered.interval
-    durations = _durations(lowered, measurements)
-    busy = occupied(lowered, measurements)
+    measured, mean = _periods(lowered, measurements)
+    assert all(x.times for x in measurements), "a run has operations"
+    passes = any(t.activity == "F" for x in measurements for t in x.times)  # torch's engine doesn't tell of them
+    spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
+    stages, transfers, again = _by_stage(lowered, measurements, passes)
+    activations, memory, states = _by_device(lowered, measurements)
+    return RunReport(
+        steps=steps,
+        microbatches=len(losses),
+        batch=plan.chain.microbatch,
+        seconds=max(spans) / 1e9,
+        planned_period_ns=lowered.planned_period_ns,
+        calibrated_period_ns=again,
+        measured_period_ns=measured,
+        mean_period_ns=mean,
+        losses=tuple(losses[m] for m in sorted(losses)),
+        stages=stages,
+        activations=activations if passes else (),
+        transfers=transfers,
+        times=tuple(x.times for x in measurements),
+        memory=memory,
+        hardware=tuple(x.device for x in measurements),
+        exchange=first.exchange,
+        sums=first.sums,
+        states=states,
+        skipped=first.skipped,
+        loss_scale=first.loss_scale,
+        forgotten=sum(x.forgotten for x in measurements),
+        reading=tuple(
+            ReadingTime(device, rank, read.workers, read.read_ns)
+            for rank, device in enumerate(lowered.devices)
+            if (read := measurements[rank].reading) is not None
+        ),
+        gradient_norms=tuple(
+            first.norms.get(lowered.first.step + 1 + step) for step in range(steps if first.norms else 0)
+        ),
+    )
+
+
+def _by_stage(
+    lowered: LoweredRun, measurements: Sequence[RankMeasurement], passes: bool
+) -> tuple[tuple[StageTimes, ...], tuple[TransferTime, ...], float | None]:
+    """Return the times of stages and messages, and the period by these where all ``passes`` were told of."""
+    graph, stages = lowered.graph, range(len(lowered.graph.stages))
+    durations, busy = _durations(lowered, measurements), occupied(lowered, measurements)
     handed = handed_over(lowered, measurements)
-    waits = [mean_wait_for_data(lowered, measurements, s) for s in range(len(graph.stages))]
+    waits = [mean_wait_for_data(lowered, measurements, s) for s in stages]
     kept_waiting, summing = waits_at_updates(lowered, measurements), sums_ns(lowered, measurements)
     idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
-    stages = tuple(
+    latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
+    found = tuple(
         StageTimes(
             stage=s,
             planned_forward_ns=planned.forward_ns,
@@ -225,89 +269,42 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
             sum_ns=summing[s],
             sum_wait_ns=min(summing[s], kept_waiting[s]),
         )
-        for s, planned in enumerate(planned_times(plan, graph))
+        for s, planned in enumerate(planned_times(lowered.plan, graph))
     )
-    uses = run_uses(lowered.timeline, plan.platform)
-    measured, mean = _periods(lowered, measurements)
-    everything = [time for x in measurements for time in x.times]
-    spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
-    assert everything, "a run has operations"
-    passes = any(time.activity == "F" for time in everything)  # torch's engine doesn't tell of them
-    latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
-    busy |= {("F", s): busy["F", s] + wait for s, wait in enumerate(waits)}
-    norms = measurements[0].norms
-    again = calibrated(lowered, busy, latency_ns, kept_waiting) if passes else None
-    return RunReport(
-        steps=steps,
-        microbatches=len(losses),
-        batch=plan.chain.microbatch,
-        seconds=max(spans) / 1e9,
-        planned_period_ns=lowered.planned_period_ns,
-        calibrated_period_ns=None if again is None else lowered.period_of(simulate(again)),
-        measured_period_ns=measured,
-        mean_period_ns=mean,
-        losses=tuple(losses[m] for m in sorted(losses)),
-        stages=stages,
-        activations=tuple(
-            DeviceActivations(
-                device=device,
-                rank=rank,
-                planned_bytes=uses[device].activation_bytes,
-                measured_bytes=measurements[rank].peak_activation_bytes,
-                allowed_bytes=max(uses[device].activation_bytes, lowered.most_activation_bytes(rank)),
-            )
-            for rank, device in enumerate(lowered.devices)
-            if passes
-        ),
-        transfers=tuple(
-            TransferTime(
-                *edge,
-                planned_ns=planned_transfer_ns(graph, *edge),
-                measured_ns=handed[edge].whole_ns if edge in handed else ns,
-                count=handed[edge].count if edge in handed else 0,
-            )
-            for edge, ns in sorted(idle.items())
-        ),
-        times=tuple(x.times for x in measurements),
-        memory=tuple(
-            DeviceMemory(
-                device,
-                rank,
-                planned_bytes=_planned_bytes(lowered, rank, uses[device]),
-                measured_bytes=gpu.allocated,
-                reserved_bytes=gpu.reserved,
-                used_bytes=gpu.reserved + gpu.others,
-                retries=gpu.retries,
-            )
-            for rank, device in enumerate(lowered.devices)
-            if (gpu := measurements[rank].gpu) is not None
-        ),
-        hardware=tuple(x.device for x in measurements),
-        exchange=measurements[0].exchange,
-        sums=measurements[0].sums,
-        states=tuple(
-            DeviceState(
-                device,
-                rank,
-                planned_bytes=uses[device].weights_bytes
-                + sum(_more_beside(lowered, rank, s) for s in lowered.stages_of(rank)),
-                measured_bytes=measurements[rank].state_bytes,
-                planned_host_bytes=sum(map(graph.host_bytes, lowered.stages_of(rank))),
-                measured_host_bytes=measurements[rank].host_bytes,
-            )
-            for rank, device in enumerate(lowered.devices)
-            if measurements[rank].state_bytes
-        ),
-        skipped=measurements[0].skipped,
-        loss_scale=measurements[0].loss_scale,
-        forgotten=sum(x.forgotten for x in measurements),
-        reading=tuple(
-            ReadingTime(device, rank, read.workers, read.read_ns)
-            for rank, device in enumerate(lowered.devices)
-            if (read := measurements[rank].reading) is not None
-        ),
-        gradient_norms=tuple(norms.get(lowered.first.step + 1 + step) for step in range(steps if norms else 0)),
+    transfers = tuple(
+        TransferTime(
+            *edge,
+            planned_ns=planned_transfer_ns(graph, *edge),
+            measured_ns=handed[edge].whole_ns if edge in handed else ns,
+            count=handed[edge].count if edge in handed else 0,
+        )
+        for edge, ns in sorted(idle.items())
     )
+    if not passes:
+        return found, transfers, None
+    again = calibrated(lowered, busy | {("F", s): busy["F", s] + waits[s] for s in stages}, latency_ns, kept_waiting)
+    return found, transfers, None if again is None else lowered.period_of(simulate(again))
+
+
+def _by_device(
+    lowered: LoweredRun, measurements: Sequence[RankMeasurement]
+) -> tuple[tuple[DeviceActivations, ...], tuple[DeviceMemory, ...], tuple[DeviceState, ...]]:
+    """Return what devices held: of activations, in all, and of weights, gradients and optimizer."""
+    uses = run_uses(lowered.timeline, lowered.plan.platform)
+    activations, memory, states = list[DeviceActivations](), list[DeviceMemory](), list[DeviceState]()
+    for rank, device in enumerate(lowered.devices):
+        use, x, own = uses[device], measurements[rank], lowered.stages_of(rank)
+        allowed = max(use.activation_bytes, lowered.most_activation_bytes(rank))
+        activations.append(DeviceActivations(device, rank, use.activation_bytes, x.peak_activation_bytes, allowed))
+        if x.gpu is not None:
+            used = x.gpu.reserved + x.gpu.others
+            gpu = x.gpu.allocated, x.gpu.reserved, used, x.gpu.retries
+            memory.append(DeviceMemory(device, rank, _planned_bytes(lowered, rank, use), *gpu))
+        if x.state_bytes:
+            planned = use.weights_bytes + sum(_more_beside(lowered, rank, s) for s in own)
+            host = sum(map(lowered.graph.host_bytes, own))
+            states.append(DeviceState(device, rank, planned, x.state_bytes, host, x.host_bytes))
+    return tuple(activations), tuple(memory), tuple(states)
 
 
 def _more_beside(lowered: LoweredRun, rank: int, stage: int) -> int:

@@ -10,11 +10,13 @@ import json
 import os
 import platform
 import re
+import secrets
 import socket
 import sys
 import sysconfig
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -26,11 +28,14 @@ from torch import fx, nn
 from ...errors import BadInput
 from ...plan import Plan
 from ...version import __version__
+from ..engine.job import Job
 from ..engine.options import RunOptions
 from ..exchange.collective import this_machine
 from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
-from ..training.state.checkpoint import Checkpoint, Peers
+from ..training.state.checkpoint import Checkpoint, Peers, newest, tidy, usable_folder
+from ..training.state.folder_lock import one_run
+from .store import looks
 
 OWN: Final = {
     "save",
@@ -49,6 +54,7 @@ INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of libraries, w
 STANDARD: Final = Path(sysconfig.get_path("stdlib"))
 CHUNK: Final = 2**20  # bytes that are read at once
 SAMPLES: Final = 256  # pieces of a state that are compared, so much apart
+SHARED_S: Final = 5.0  # in which a folder that is shared shows on every node what one of them has written
 STATES: Final = (".safetensors", ".json", ".bin", ".pt")
 _VARYING = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+")  # in the words for equal objects of different processes
 
@@ -127,7 +133,89 @@ def _own_address() -> str:
         return UNKNOWN
 
 
-# --- the items ------------------------------------------------------------------------------------------------------
+# --- the checkpoints --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing_to(folder: Path | None, peers: Peers) -> Iterator[None]:
+    """Let no other run write checkpoints to ``folder`` meanwhile, and leave nothing half written there.
+
+    The first of ``peers`` sees to it, and all hear when it cannot, or when theirs is another folder: BadInput. None is
+    no folder.
+    """
+    if folder is None:
+        yield
+        return
+    with ExitStack() as held:
+        wrong = None
+        if peers.rank == 0:
+            try:
+                usable_folder(folder)
+                held.enter_context(one_run(folder))
+                tidy(folder)
+                held.callback(tidy, folder)
+            except BadInput as error:
+                wrong = str(error)
+        wrong = peers.gathered(wrong)[0]
+        if wrong is not None:
+            raise BadInput(wrong)
+        if peers.world > 1:
+            _refuse_unshared(folder, peers)
+        yield
+
+
+def _refuse_unshared(folder: Path, peers: Peers) -> None:
+    """Raise BadInput on all ranks unless each of ``peers`` sees in ``folder`` what the first one writes there.
+
+    What is written begins as half a checkpoint does, so it is removed with those should nobody come to it.
+    """
+    token = f".step-{secrets.token_hex(8)}.token" if peers.rank == 0 else None
+    with ExitStack() as held:
+        if token is not None:
+            held.callback(_remove, folder / token)
+            (folder / token).touch()
+        host = socket.gethostname()
+        first, *_ = (json.loads(said or "") for said in peers.gathered(json.dumps([token, host, str(folder)])))
+        path = folder / first[0]
+        seen = any(os.path.exists(path) for _ in looks(SHARED_S))
+        answers = peers.gathered(None if seen else host)
+    for rank, other in enumerate(answers):
+        if other is not None:
+            raise BadInput(
+                f"checkpoint: {first[2]} isn't one folder for all: what rank 0 on {first[1]} writes there, "
+                f"rank {rank} on {other} doesn't see; name one that all nodes share"
+            )
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def resume_point(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkpoint | None:
+    """Return the checkpoint to go on from, if there is one; ``note`` hears of every damaged one, passed over,
+    and of another number of microbatches for an update.
+
+    All ``peers`` look together. BadInput when it is of another model or seed.
+    """
+    folder, seed = job.options.checkpoint, job.options.seed
+    hear = None if note is None else lambda words: note(f"damaged, and passed over: {words}")
+    found = None if folder is None else newest(folder, hear, peers)
+    if found is not None and found.model != job.plan.chain.name:
+        raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
+    if found is not None and found.seed != seed:
+        raise BadInput(f"{found.path}: was made with seed {found.seed}, which gave its data; this run has {seed}")
+    if found is not None and note is not None and not peers.rank and not job.options.evaluates:
+        before, now = found.position.microbatch / found.position.step, job.plan.interval
+        if before != now:
+            note(
+                f"the first {found.position.step} updates of this training had {before:g} microbatches each, those of "
+                f"this plan have {now}: the rate may want to change with that; --accumulate plans for another number"
+            )
+    return found
+
+
+# --- the items -----------------------------------------------------------------------------------------------------
 
 
 def run_items(plan: Plan, model: ModelSpec, options: RunOptions) -> dict[str, str]:

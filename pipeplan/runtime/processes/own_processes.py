@@ -12,14 +12,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import resource_tracker, util
+from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import SemLock
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from ...scratch import PREFIX, scratch_folder
 
@@ -37,7 +38,7 @@ def context_of() -> Any:
     The server makes no CUDA context, which wouldn't survive a fork: each rank makes its own.
     """
     _swept_if_killed()
-    _tracked_quietly()
+    _tracked()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.preloaded"])
     return context
@@ -63,16 +64,13 @@ def _swept_if_killed() -> None:
 
 
 @cache
-def _tracked_quietly() -> None:
-    """Start multiprocessing's tracker so that it says nothing when it removes the semaphores of killed ranks.
-
-    Workers of a DataLoader that are spawned have some; why ranks were killed is said by the run.
-    """
-    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+def _tracked() -> None:
+    """Start multiprocessing's tracker of semaphores so that a terminal's end, which reaches it too, doesn't end it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     try:
         resource_tracker.ensure_running()
     finally:
-        sys.warnoptions.pop()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -117,12 +115,20 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(held)
 
 
-def give_back_semaphores() -> None:
-    """Give back what libraries have made for processes of theirs (tqdm does): an exit at once would leave it, and be
-    told of it."""
-    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]  # no public way to these alone
-        if getattr(finalizer, "_callback", None) is SemLock._cleanup:  # type: ignore[attr-defined]  # as above
-            finalizer()
+def semaphores() -> list[Any]:
+    """Return what gives back each of the semaphores that this process has made."""
+    found = list(util._finalizer_registry.values())  # type: ignore[attr-defined]  # no public way to these alone
+    return [x for x in found if getattr(x, "_callback", None) is SemLock._cleanup]  # type: ignore[attr-defined]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: exchanges that never end would hold up an orderly exit for ever.
+
+    Python would tell of semaphores that libraries have made for processes of theirs (tqdm does), so they go first.
+    """
+    for give_back in semaphores():
+        give_back()
+    os._exit(code)
 
 
 def settle_in() -> None:
@@ -132,12 +138,12 @@ def settle_in() -> None:
     listen_here()
 
 
-def follow_parent() -> None:
-    """End this process when the one that started it has gone."""
+def follow_parent(ends: Connection | None = None) -> None:
+    """End this process when the one that started it has gone, or closes the other end of ``ends``."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "it has been started by one"
-    parent.join()
-    os._exit(1)
+    wait([parent.sentinel, *([] if ends is None else [ends])])
+    leave(1)
 
 
 def listen_here() -> None:
@@ -158,37 +164,19 @@ def is_here(address: str) -> bool:
     return bool(found) and all(x == "::1" or x.startswith(("127.", "::ffff:127.")) for x in found)
 
 
-class StopWatch:
-    """For how long have processes been stopped, as far as we were not stopped ourselves?"""
+class Lasting:
+    """For how long has something been seen, as far as we were not stopped ourselves?"""
 
     def __init__(self) -> None:
-        self._found: Counter[int] = Counter()  # how often in a row
+        self._found: Counter[Hashable] = Counter()  # how often in a row
         self._looked = time.monotonic()
 
-    def look(self, processes: Mapping[int, int | None]) -> dict[int, float]:
-        """Return the seconds by rank of those that are, given process ids by rank; looks every :data:`LOOK_S`."""
+    def look(self, seen: Callable[[], Iterable[Hashable]]) -> dict[Hashable, float]:
+        """Return the seconds of what was seen the last time; looks every :data:`LOOK_S` what is ``seen()`` now."""
         if time.monotonic() >= self._looked + LOOK_S:
             self._looked = time.monotonic()
-            still = [rank for rank, pid in processes.items() if is_stopped(pid)]
-            self._found = Counter({rank: self._found[rank] + 1 for rank in still})
-        return {rank: count * LOOK_S for rank, count in self._found.items()}
-
-
-class QuietWatch:
-    """For how long has nothing changed, as far as we were not stopped ourselves?"""
-
-    def __init__(self) -> None:
-        self._state: Hashable = None
-        self._found = 0  # how often in a row
-        self._looked = time.monotonic()
-
-    def look(self, state: Hashable) -> float:
-        """Return the seconds for which ``state`` has been the same; looks every :data:`LOOK_S`."""
-        if state != self._state:
-            self._state, self._found, self._looked = state, 0, time.monotonic()
-        elif time.monotonic() >= self._looked + LOOK_S:
-            self._found, self._looked = self._found + 1, time.monotonic()
-        return self._found * LOOK_S
+            self._found = Counter({x: self._found[x] + 1 for x in seen()})
+        return {x: count * LOOK_S for x, count in self._found.items()}
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ...errors import RunStopped
 from ..exchange.transport import PeerLost
+from ..measure.report import RunReport
 from .own_processes import ENDING
 
 NEVER: Final = 2**62
@@ -23,18 +24,22 @@ POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked
 GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
 
 
-def stopped_after(step: int, folder: Path | None) -> RunStopped:
-    """Return what to raise when a run was asked to stop and has left a checkpoint in ``folder``."""
-    return RunStopped(f"stopped after update {step}; its checkpoint is in {folder}")
+def stopped_after(step: int, folder: Path | None, report: RunReport | None) -> RunStopped:
+    """Return what to raise when a run was asked to stop, which has a ``report`` on rank 0.
+
+    It has left a checkpoint in ``folder``, if there is one.
+    """
+    left = "" if folder is None else f"; its checkpoint is in {folder}"
+    return RunStopped(f"stopped after update {step}{left}", report=report)
 
 
 @contextmanager
-def asked(stop: Callable[..., None], folder: Path | None) -> Iterator[None]:
-    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if there is a ``folder`` for a checkpoint.
+def asked(stop: Callable[..., None], stops: bool) -> Iterator[None]:
+    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if it ``stops`` in order.
 
     The first one alone; the second acts as it would have.
     """
-    if folder is None or threading.current_thread() is not threading.main_thread():
+    if not stops or threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Any] = {}
@@ -52,30 +57,6 @@ def asked(stop: Callable[..., None], folder: Path | None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class SharedStop:
-    """The agreement between ranks and the process that started them; one lock guards both numbers.
-
-    ``limit`` is the first mini-batch that may not be begun, ``begun`` the last that any rank has.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._lock = context.Lock()
-        self._limit, self._begun = context.RawValue("q", NEVER), context.RawValue("q", -1)
-
-    def may_begin(self, minibatch: int) -> bool:
-        """Whether ``minibatch`` may be begun; if so, it counts as begun."""
-        with self._lock:
-            if minibatch >= self._limit.value:
-                return False
-            self._begun.value = max(self._begun.value, minibatch)
-            return True
-
-    def stop(self, first: int) -> None:
-        """Let no mini-batch begin after those that have, or after the run's ``first``, which is before a checkpoint."""
-        with self._lock:
-            self._limit.value = min(self._limit.value, max(self._begun.value, first) + 1)
 
 
 class StoreStop:

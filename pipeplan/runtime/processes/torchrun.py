@@ -9,35 +9,40 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from ...errors import BadInput, PipeplanError, RunFailed, RunStopped
 from ...plan import Plan
 from ...status import Status
 from ..device import kind_of
-from ..engine.failure import GRACE_S, Failure, failure_of, failure_told, told
-from ..engine.job import LEAST_TIMEOUT_S, Job, job_of
-from ..engine.launcher import Launcher
+from ..engine.job import LEAST_TIMEOUT_S, Job, Launcher, job_of
 from ..engine.options import RunOptions
 from ..engine.phases import run_rank
-from ..measure.progress import Progress, StepProgress, place, teller
+from ..measure.progress import Progress, StepDone, StepProgress, place, teller
 from ..measure.report import RunReport
 from ..model.build.spec import ModelSpec
+from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
 from ..training.state.checkpoint import Alone, Peers
-from .agreement import UNKNOWN, Statement, checkpoint_items, compare, model_items, run_items
+from .agreement import (
+    UNKNOWN,
+    Statement,
+    checkpoint_items,
+    compare,
+    model_items,
+    resume_point,
+    run_items,
+    writing_to,
+)
+from .failure import GRACE_S, Failure, failure_of, failure_told, told
 from .own_processes import is_here, listen_here
-from .peers import StorePeers, writing_to
-from .presence import present
-from .reachable import check_reachable
-from .resuming import resume_point
-from .starting import START_S, Start, number_in_environment
-from .stopping import StoreStop, stopped_after
-from .watch import TORCHRUN, Watch, watching
+from .rendezvous import START_S, Start, check_reachable, number_in_environment
+from .stopping import NEVER, StoreStop, stopped_after
+from .store import StorePeers, present
+from .watchdog import TORCHRUN, Watch, watching
 
 SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store
 COUNTS: Final = {  # where others that start processes say how many
@@ -212,49 +217,70 @@ def _run_job(
     listener: Callable[[StepProgress], None] | None,
     status: Status,
 ) -> RunReport | None:
-    lowered = job.lowered()
-    rank = start.rank
-    stops: list[StoreStop] = []
-
-    def open_store() -> Any:
-        store = start.met or start.open(START_S)
-        if job.folder is not None:
-            own = start.connected(LEAST_TIMEOUT_S)
-            own = own if start.met is None else start.of_met(own)
-            stops.append(StoreStop(own, rank, start.world, lowered.first.step, job.timeout_s(lowered)))
-        return store
-
-    def may_begin(minibatch: int) -> bool:
-        for stop in stops:
-            watch.ask = stop.ask  # all train, so all can agree on where to stop
-            if not stop.may_begin(minibatch):
-                return False
-        return True
-
-    launcher = Launcher(
-        open_store,
-        may_begin=may_begin,
-        local_rank=number_in_environment("LOCAL_RANK", rank),
-        compare=lambda spec, model: compare(model_items(spec, model), peers, START_S),
-    )
-    at = [-1]
-    status.say(lambda: place(lowered, at[0]) if rank == teller(lowered) and at[0] >= 0 else "")
-    launcher = replace(launcher, at=partial(at.__setitem__, 0))
-    if listener is not None and rank == teller(lowered):
-        progress = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch)
-        launcher = replace(launcher, done=progress.hear)
-    with _closing(stops):
-        report = run_rank(job, rank, launcher)
-    for stop in stops:
-        if stop.limit < lowered.last.step:
-            raise stopped_after(stop.limit, job.folder)
+    lowered, launcher = job.lowered(), TorchrunRank(start, watch, job, peers)
+    if start.rank == teller(lowered):
+        status.say(lambda: place(lowered, launcher.index) if launcher.index >= 0 else "")
+        if listener is not None:
+            progress = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch)
+            launcher.hear = progress.hear
+    try:
+        report = run_rank(job, start.rank, launcher)
+    finally:
+        launcher.over()
+    if launcher.limit < lowered.last.step:
+        raise stopped_after(launcher.limit, job.folder, report)
     return report
 
 
-@contextmanager
-def _closing(stops: Sequence[StoreStop]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for stop in stops:
-            stop.close()
+class TorchrunRank(Launcher):
+    """What a rank has of torchrun, which knows nothing of it, and of its ``peers``: the store.
+
+    ``hear`` hears of updates, ``index`` is that of the instruction that is carried out.
+    """
+
+    def __init__(self, start: Start, watch: Watch, job: Job, peers: Peers) -> None:
+        self.local_rank = number_in_environment("LOCAL_RANK", start.rank)
+        self.hear: Callable[[StepDone], None] | None = None
+        self.index = -1
+        self._start, self._watch, self._job, self._peers = start, watch, job, peers
+        self._stop: StoreStop | None = None
+
+    @property
+    def limit(self) -> int:
+        """The first mini-batch that may not be begun."""
+        return NEVER if self._stop is None else self._stop.limit
+
+    def meet(self) -> Any:
+        """Return the store at which all have met."""
+        start, job = self._start, self._job
+        store = start.met or start.open(START_S)
+        if job.stops:
+            own, lowered = start.connected(LEAST_TIMEOUT_S), job.lowered()
+            own = own if start.met is None else start.of_met(own)
+            self._stop = StoreStop(own, start.rank, start.world, lowered.first.step, job.timeout_s(lowered))
+        return store
+
+    def compare(self, spec: ModelSpec, model: LoadedModel) -> None:
+        """Compare it with all others'."""
+        compare(model_items(spec, model), self._peers, START_S)
+
+    def at(self, index: int) -> None:
+        """Note it for who asks how far the run is."""
+        self.index = index
+
+    def done(self, step: StepDone) -> None:
+        """Tell who listens here."""
+        if self.hear is not None:
+            self.hear(step)
+
+    def may_begin(self, minibatch: int) -> bool:
+        """Whether all have agreed that it may."""
+        if self._stop is None:
+            return True
+        self._watch.ask = self._stop.ask  # all train, so all can agree on where to stop
+        return self._stop.may_begin(minibatch)
+
+    def over(self) -> None:
+        """Keep nobody waiting who asks where to stop."""
+        if self._stop is not None:
+            self._stop.close()

@@ -17,8 +17,7 @@ from cases.patience import SECONDS
 from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
 
 from pipeplan.runtime.engine import preparation
-from pipeplan.runtime.engine.job import Job
-from pipeplan.runtime.engine.launcher import Launcher
+from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.engine.phases import run_rank
 from pipeplan.runtime.exchange import links
@@ -71,15 +70,23 @@ def test_both_ends_of_a_pair_issue_in_the_same_order(name):
             queues[rank].pop(0)
 
 
+class AtFile(Launcher):
+    def __init__(self, *place):
+        self.place = place
+
+    def meet(self):
+        return dist.FileStore(*self.place)
+
+
 def be_rank(job, rank, world, store, exchange, pipe):
     """Be a rank for which gloo plays NCCL, the CPU the GPU that several share, or each process a machine."""
     try:
-        preparation.exchange_of = lambda device, machine: exchange
+        preparation.exchange_of = lambda gpus: exchange
         if exchange == "gloo":
             preparation.this_machine = lambda: f"machine {rank}"
         preparation.open_links = partial(open_links, backend="gloo")
         preparation.replica_groups = lambda script, _, timeout: replica_groups(script, "gloo", timeout)
-        pipe.send(run_rank(job, rank, Launcher(lambda: dist.FileStore(store, world))))
+        pipe.send(run_rank(job, rank, AtFile(store, world)))
     except BaseException:
         pipe.send(traceback.format_exc())
 

@@ -22,8 +22,7 @@ from pipeplan.errors import InvalidPlan
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.runtime.engine import preparation
-from pipeplan.runtime.engine.job import job_of
-from pipeplan.runtime.engine.launcher import Launcher
+from pipeplan.runtime.engine.job import Launcher, job_of
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.links import in_rounds, pair_options
 from pipeplan.runtime.exchange.replica_sum import ChunkSum
@@ -351,7 +350,7 @@ def test_sums_of_message_driven_pipelines_travel_over_nccl():
     plan = under(plan_of(profile("linears"), [(0, 4, (0, 1)), (4, 9, (2, 3))], accumulate=4), "message-driven")
     own = job_for(plan, "linears")
     with on_gpu.gpu_of(0, 4) as (_, ranks), mock.patch.object(preparation, "transfer_times", return_value={}):
-        launcher = Launcher(lambda: None)
+        launcher = Launcher()
         rank, ties, masters = preparation.build_model(own, 0, launcher)
         meeting = preparation.meet(own, rank, launcher, ties, masters)
     assert (meeting.links.exchange, meeting.sums) == ("staged", "nccl")
@@ -362,7 +361,7 @@ def test_sums_of_message_driven_pipelines_travel_over_nccl():
 def test_a_rank_keeps_no_layers_but_its_own(name):
     own = job(name, [(0, 3, (0,)), (3, 9, (1,))], accumulate=2)
     for number, layers in ((0, range(3)), (1, range(3, 8))):
-        rank, _, _ = preparation.build_model(own, number, Launcher(lambda: None))
+        rank, _, _ = preparation.build_model(own, number, Launcher())
         found = [layer.module for layer in rank.model.layers if any(not x.is_meta for x in layer.module.parameters())]
         shared = [7, 4] if (name, number) == ("tied", 0) else [0, 1] if name == "tied" else []
         assert {id(x) for x in found} == {id(rank.model.layers[i].module) for i in [*layers, *shared]}

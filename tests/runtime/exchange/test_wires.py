@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from cases.patience import SECONDS
 
-from pipeplan.runtime.exchange import wires
+from pipeplan.runtime.exchange.nearby import wires
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.model.network import TensorSpec
 
@@ -160,8 +160,52 @@ def test_who_never_hears_is_told_of_after_the_timeout():
 @pytest.mark.parametrize("others", [None, ("another", "net"), ("this", "other")])
 def test_ranks_that_cannot_all_have_wires_have_none(others, monkeypatch):
     def gathered(here):
-        return [here, None if others is None else (*others, b"", b"")]
+        return [here, None if others is None else [*others, "", ""]]
 
     monkeypatch.setattr(wires, "_network", lambda: "net")
     monkeypatch.setattr(wires, "everybodys", gathered)
     assert wires.open_wires(0, [1], "this", PATIENT) is None
+
+
+def shown_out(name, user):
+    """Whether a process of ``user`` that connects and waits is shown out."""
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(user)
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.connect(name)
+            os._exit(link.recv(1) != b"")
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_who_is_silent_or_says_something_else_or_is_another_user_keeps_nobody_waiting():
+    listener, secret = wires._listener(), os.urandom(wires._SECRET)
+    name = listener.getsockname()
+    others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
+    _silent, wrong, short, right = others
+    for link in others:
+        link.connect(name)
+    wrong.send(os.urandom(wires._SECRET) + wires._RANK.pack(1))
+    short.send(secret[:8])
+    found = []
+    accepting = threading.Thread(
+        target=lambda: found.append(wires._accepted(listener, secret, 1, PATIENT)), daemon=True
+    )
+    accepting.start()
+    assert wrong.recv(1) == short.recv(1) == b"", "shown out"
+    if os.geteuid() == 0:
+        assert shown_out(name, 65534)
+    assert not found
+    right.send(secret + wires._RANK.pack(3))
+    accepting.join(SECONDS)
+    assert [*found[0]] == [3]
+    found[0][3].send(b"hello")
+    assert right.recv(5) == b"hello"
+
+
+def test_peers_that_never_connect_are_told_of_after_the_timeout():
+    with pytest.raises(TimeoutError, match=r"^nothing for 0.01 s$"):
+        wires._accepted(wires._listener(), b"", 1, timedelta(seconds=0.01))

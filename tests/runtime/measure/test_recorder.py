@@ -6,12 +6,12 @@ torch = pytest.importorskip("torch")
 
 from pipeplan.runtime.device import DeviceWaits
 from pipeplan.runtime.engine.executor import OperationFailed
-from pipeplan.runtime.engine.failure import failure_of
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.measure import recorder as module
 from pipeplan.runtime.measure.drift import Compared, straightened
 from pipeplan.runtime.measure.recorder import CudaRecorder, HostRecorder, Times
 from pipeplan.runtime.measure.times import OpTime
+from pipeplan.runtime.processes.failure import failure_of
 
 MS = 10**6
 PATIENCE = timedelta(seconds=0.01)

@@ -16,8 +16,8 @@ from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.engine.job import job_of
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.agreement import resume_point
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.processes.resuming import resume_point
 from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, remove_older
 from pipeplan.runtime.training.update.optimizers import parse_choice
 

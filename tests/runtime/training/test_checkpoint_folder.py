@@ -19,8 +19,9 @@ from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, plan
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
+from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.processes.peers import StorePeers, writing_to
+from pipeplan.runtime.processes.store import StorePeers
 from pipeplan.runtime.training.state import folder_lock
 from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, tidy
 from pipeplan.runtime.training.state.saved_state import write

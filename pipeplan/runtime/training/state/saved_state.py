@@ -84,7 +84,7 @@ def write(
             remove_older(folder, position.step, keep, good)
 
     partial = Path(_on_all(final, lambda: str(begin(folder, position.step)) if rank == 0 else "")[0])
-    files = _on_all(final, lambda: _write_file(partial / file_of(rank), state))
+    files = [FileSum(*file) for file in _on_all(final, lambda: _write_file(partial / file_of(rank), state))]
     _on_all(final, lambda: end() if rank == 0 else None)
 
 
@@ -125,8 +125,8 @@ class _Summed:
         self._file.flush()
 
 
-def _write_file(path: Path, state: TrainingState) -> FileSum:
-    """Write ``state`` to ``path`` and return what is there, once it is sure to survive a power cut."""
+def _write_file(path: Path, state: TrainingState) -> tuple[int, int]:
+    """Write ``state`` to ``path`` and return its size and CRC-32, once it is sure to survive a power cut."""
     fields = {name: getattr(state, name) for name in TrainingState.__slots__}
     with path.open("wb") as file:
         summed = _Summed(file)
@@ -142,7 +142,7 @@ def _write_file(path: Path, state: TrainingState) -> FileSum:
         _load(path)
     except Exception as error:
         raise RunFailed(_unloadable(error)) from error
-    return FileSum(summed.size, summed.crc)
+    return summed.size, summed.crc
 
 
 def _save(value: Any, file: Any) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from ...errors import BY_SIGNAL, BadInput, InvalidPlan, PipeplanError, RunFailed, RunStopped
 from ..device import DeviceWaits
+from ..engine.executor import OperationFailed
 from ..exchange.transport import PeerLost
 from ..lowering.instructions import sentence
 from ..model.user_code import said
-from .executor import OperationFailed
 
 Kind = Literal["input", "failed", "ended", "died", "lost"]
 LOOK_S: Final = 0.05

@@ -11,21 +11,24 @@ import mmap
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import sys
+import time
 from collections.abc import Collection, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from hmac import compare_digest
 from math import ceil
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..model.network import TensorSpec
-from .transport import everybodys, exchanging
+from ...model.network import TensorSpec
+from ..transport import everybodys, exchanging
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
@@ -34,6 +37,8 @@ _GIVEN, _WANTED, _TAKEN = range(3)
 _HEARD: Final = 128 * _NOTE.size  # bytes at once, and the most that is said at once
 _TIME: Final = struct.Struct("@ll")  # seconds and microseconds, as sockets want them
 _LONGEST_MS: Final = 2**31 - 1  # that can be waited at once
+_WHO: Final = struct.Struct("=3i")  # process, user and group of who connects
+_RANK: Final = struct.Struct("=q")
 _SECRET: Final = 16  # bytes by which a process that connects is known to be one of the run's
 
 
@@ -192,13 +197,13 @@ def open_wires(rank: int, peers: Collection[int], machine: str, timeout: timedel
     """
     with exchanging("the connecting of processes", *peers):
         listener, secret = _listener(), secrets.token_bytes(_SECRET)
-        here = None if listener is None else (machine, _network(), listener.getsockname(), secret)
+        here = None if listener is None else (machine, _network(), listener.getsockname()[1:].decode(), secret.hex())
         all_here = everybodys(here)
         if listener is None:
             return None
         with closing(listener):
             there = [x for x in all_here if x is not None]
-            if len(there) < len(all_here) or len({x[:2] for x in there}) > 1:
+            if len(there) < len(all_here) or len({tuple(x[:2]) for x in there}) > 1:
                 return None
             listener.settimeout(timeout.total_seconds())
             links: dict[int, socket.socket] = {}
@@ -206,15 +211,44 @@ def open_wires(rank: int, peers: Collection[int], machine: str, timeout: timedel
                 if peer > rank:
                     links[peer] = link = _socket()
                     link.settimeout(timeout.total_seconds())
-                    link.connect(there[peer][2])
-                    link.send(there[peer][3] + struct.pack("=q", rank))
-            while len(links) < len(peers):
-                link, _ = listener.accept()
-                link.settimeout(timeout.total_seconds())
-                said = link.recv(_HEARD)
-                if said[:_SECRET] == secret:
-                    links[struct.unpack("=q", said[_SECRET:])[0]] = link
+                    _, _, name, its_secret = there[peer]
+                    link.connect(b"\0" + name.encode())
+                    link.send(bytes.fromhex(its_secret) + _RANK.pack(rank))
+            links |= _accepted(listener, secret, len(peers) - len(links), timeout)
             return _wires(links, timeout)
+
+
+def _accepted(listener: socket.socket, secret: bytes, count: int, timeout: timedelta) -> dict[int, socket.socket]:
+    """Return the links of ``count`` peers that connect to ``listener`` and know its ``secret``, by rank.
+
+    Its name stands in /proc, so that anybody on the machine may connect. Those of other users are shown out at once,
+    those that say something else when they do; those that say nothing keep nobody waiting.
+    """
+    until, links = time.monotonic() + timeout.total_seconds(), dict[int, socket.socket]()
+    with ExitStack() as silent, selectors.DefaultSelector() as heard:
+        heard.register(listener, selectors.EVENT_READ)
+        while len(links) < count:
+            ready = heard.select(max(0.0, until - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"nothing for {timeout.total_seconds():g} s")
+            for link in (key.fileobj for key, _ in ready):
+                assert isinstance(link, socket.socket), "nothing else is registered"
+                if link is listener:
+                    new = silent.enter_context(listener.accept()[0])
+                    _, user, _ = _WHO.unpack(new.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _WHO.size))
+                    if user == os.geteuid():
+                        heard.register(new, selectors.EVENT_READ)
+                    else:
+                        new.close()
+                    continue
+                heard.unregister(link)
+                said = link.recv(_HEARD, socket.MSG_DONTWAIT)
+                if len(said) == _SECRET + _RANK.size and compare_digest(said[:_SECRET], secret):
+                    (rank,) = _RANK.unpack(said[_SECRET:])
+                    links[rank] = socket.socket(fileno=link.detach())
+                else:
+                    link.close()
+    return links
 
 
 def _wires(links: Mapping[int, socket.socket], timeout: timedelta) -> dict[int, Wire]:

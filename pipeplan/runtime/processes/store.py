@@ -1,4 +1,4 @@
-"""Which ranks that torchrun started were there, and have gone without a word, while others wait to meet them?
+"""What do the processes of a run tell each other before they meet? Through the store that torchrun gives them.
 
 A process that is stopped, or killed with its node, tells nobody, and others would wait for it as long as nodes may
 start apart. So each shows from its first moment on that it is there, and who waits looks whether others still do.
@@ -6,6 +6,7 @@ start apart. So each shows from its first moment on that it is there, and who wa
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import threading
@@ -14,11 +15,67 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ..exchange.transport import PeerLost
+from ..exchange.transport import PeerLost, exchanging
+from .failure import FAILURE
 
+WHERE: Final = "the agreement of the ranks before they meet"
+LOOKS_S: Final = (0.001, 0.1)  # pauses between two looks, growing from the first to the second
 SHOWN_S: Final = 5.0  # how often a process shows itself
 GONE_S: Final = 60.0  # without being shown after which one that was there has gone: longer than a machine stalls
 MOST_SHOWN: Final = 8  # ranks in a sentence
+
+
+class StorePeers:
+    """The ``world`` processes that share ``store``; each waits ``timeout_s`` for the others' answers, if none has gone
+    by what ``presences`` sees."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout_s: float, presences: Presences | None = None) -> None:
+        self.rank, self.world, self._presences = rank, world, presences
+        self._store, self._timeout_s, self._rounds = store, timeout_s, 0
+
+    def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
+        """Return what each gave; wait ``timeout_s`` longer for them than for an answer.
+
+        Rank 0 reads what all gave and writes it in one piece, equal words once, so that what goes through the store
+        grows with the ranks and not with their square. PeerLost when some don't come, or when any rank has failed.
+        """
+        keys, every = [f"told/{self._rounds}/{rank}" for rank in range(self.world)], f"told/{self._rounds}"
+        self._rounds += 1
+        with exchanging(WHERE):
+            self._store.set(keys[self.rank], json.dumps(mine))
+            self._await(keys, [every] if self.rank else keys, self._timeout_s + timeout_s)
+            if not self.rank:
+                given = [words.decode() for words in self._store.multi_get(keys)]
+                places = {words: place for place, words in enumerate(dict.fromkeys(given))}
+                self._store.set(every, json.dumps([list(places), [places[words] for words in given]]))
+            told, whose = json.loads(self._store.get(every))
+            return [json.loads(told[place]) for place in whose]
+
+    def _await(self, keys: Sequence[str], awaited: list[str], timeout_s: float) -> None:
+        for _ in looks(timeout_s):
+            if self._store.check(awaited):
+                return
+            if self._store.check([FAILURE]) and not self._store.check(awaited):  # it may have failed by these
+                raise PeerLost(f"{WHERE}: another rank has failed")
+            if self._presences is not None:
+                self._presences.check(WHERE, lambda: [0] if self.rank else self._missing(keys))  # which looks for all
+        raise PeerLost(f"{WHERE}: timed out after {timeout_s:g} s", *self._missing(keys))
+
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+def looks(seconds: float) -> Iterator[None]:
+    """Yield now, and with growing pauses until ``seconds`` have passed, and once more then."""
+    until, pause = time.monotonic() + seconds, LOOKS_S[0]
+    while (left := until - time.monotonic()) > 0:
+        yield
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LOOKS_S[1])
+    yield
+
+
+# --- liveness ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

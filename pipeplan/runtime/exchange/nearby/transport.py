@@ -1,21 +1,58 @@
 """How do activations and gradients travel within one machine? Along edges, by wires, when their receives are posted.
 
-The rules are those of :mod:`.gloo`, so the same order of instructions comes through: the next message of an edge waits
+The rules are those of :mod:`..gloo`, so the same order of instructions comes through: the next message of an edge waits
 at its sender until the receive of the one before it has been posted. So memory has room for those that are posted, and
 one more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Final
 
 from torch import Tensor
 
-from ..lowering.instructions import Edge, Instruction, Receive, Send
-from ..model.network import TensorSpec
-from .posting import PostingTransport
-from .transport import exchanging, lane
-from .wires import Message, Wire
+from ...lowering.instructions import Edge, Instruction, Receive, Send
+from ...model.network import TensorSpec
+from ..posting import PostingTransport
+from ..transport import exchanging, lane
+from .wires import Message, Wire, open_wires
+
+PING: Final[Message] = (-1, 0)
+
+
+class Nearby:
+    """The wires of a rank to its peers."""
+
+    def __init__(self, wires: Mapping[int, Wire]) -> None:
+        self._wires = wires
+
+    def transport(self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec]) -> NearbyTransport:
+        """Return what moves the messages of ``instructions``."""
+        return NearbyTransport(instructions, specs, self._wires)
+
+    def pass_on(self, tensor: Tensor, peer: int, sends: bool) -> Tensor:
+        """Give ``peer`` a tensor, or take one like it from there, beside all messages; return it."""
+        spec, wire = TensorSpec.of(tensor), self._wires[peer]
+        if not sends:
+            return wire.take(PING, spec)
+        wire.give(PING, tensor, spec)
+        return tensor
+
+    def close(self) -> None:
+        """End the wires."""
+        for wire in self._wires.values():
+            wire.close()
+
+
+def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timedelta) -> Nearby | None:
+    """Return the wires from ``rank`` to its ``peers``, None unless all are on one ``machine`` that has such.
+
+    All ranks call this together.
+    """
+    wires = open_wires(rank, peers, machine, timeout)
+    return None if wires is None else Nearby(wires)
 
 
 class NearbyTransport(PostingTransport[None]):

@@ -1,0 +1,328 @@
+"""How is a plan run by processes of our own, one for each device of this machine?
+
+Whatever goes wrong on any rank ends the run on all of them, with one sentence about the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from ...scratch import scratch_folder
+from ...status import Status
+from ..device import kind_of
+from ..engine.job import Job, Launcher
+from ..engine.phases import run_rank
+from ..lowering.instructions import sentence
+from ..lowering.lowered_run import LoweredRun
+from ..measure.progress import Progress, StepDone, StepProgress, place, teller
+from ..measure.report import RunReport
+from .failure import GRACE_S, Failure, failure_of, root_cause
+from .own_processes import (
+    ENDING,
+    LOOK_S,
+    Lasting,
+    context_of,
+    follow_parent,
+    is_stopped,
+    leave,
+    our_imports_alone,
+    settle_in,
+    uninterrupted,
+)
+from .stopping import NEVER, asked, stopped_after
+
+END_S: Final = 2.0  # for which a rank that is told to end may take
+TELL_NS: Final = 10**8  # updates that follow each other faster are told together
+
+
+def run_here(
+    job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None, status: Status
+) -> RunReport:
+    """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
+    kind = kind_of(job.options.device, job.plan.chain)
+    context = context_of()
+    progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
+    begun, last = SharedStop(context), teller(lowered)
+    status.say(lambda: place(lowered, progress[last]) if progress[last] >= 0 else f"starting {len(progress)} processes")
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    signals = asked(lambda: begun.stop(lowered.first.step), job.stops)
+    ends, end = context.Pipe(duplex=False)
+    with scratch_folder() as folder, signals:
+        try:
+            with uninterrupted(), our_imports_alone():
+                for rank in range(len(lowered.devices)):
+                    ours, theirs = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=_rank_main,
+                        args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs, ends),
+                        name=f"pipeplan rank {rank}",
+                    )
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes.append(ours)
+            timeout_s = job.timeout_s(lowered)
+            hear = _hearing(lowered, listener)
+            report = Ranks(lowered, processes, pipes, progress, timeout_s, kind == "cuda", hear).outcome()
+        finally:
+            _stop(processes, end)
+            status.say("report")
+    if report.steps < lowered.steps and not report.ended_early:
+        raise stopped_after(lowered.first.step + report.steps, job.folder, report)
+    return report
+
+
+def _hearing(lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:
+    if listener is None:
+        return lambda _: None
+    replicas = lowered.plan.allocation.stages[-1].replicas
+    return Progress(listener, replicas, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch).hear
+
+
+def _how(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
+        return f"killed by {name}{hint}"
+    return f"exit code {exitcode}"
+
+
+def _stop(processes: Sequence[BaseProcess], end: Connection) -> None:
+    """Let what still runs give back what it has, and end; kill what doesn't."""
+    end.close()
+    until = time.monotonic() + END_S
+    for process in processes:
+        process.join(0.0 if is_stopped(process.pid) else max(0.0, until - time.monotonic()))
+        process.kill()
+    for process in processes:
+        process.join()
+        process.close()
+
+
+# --- a rank -----------------------------------------------------------------------------------------------------------
+
+
+class SharedStop:
+    """The agreement between ranks and the process that started them; one lock guards both numbers.
+
+    ``limit`` is the first mini-batch that may not be begun, ``begun`` the last that any rank has.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._lock = context.Lock()
+        self._limit, self._begun = context.RawValue("q", NEVER), context.RawValue("q", -1)
+
+    def may_begin(self, minibatch: int) -> bool:
+        """Whether ``minibatch`` may be begun; if so, it counts as begun."""
+        with self._lock:
+            if minibatch >= self._limit.value:
+                return False
+            self._begun.value = max(self._begun.value, minibatch)
+            return True
+
+    def stop(self, first: int) -> None:
+        """Let no mini-batch begin after those that have, or after the run's ``first``, which is before a checkpoint."""
+        with self._lock:
+            self._limit.value = min(self._limit.value, max(self._begun.value, first) + 1)
+
+
+class OwnRank(Launcher):
+    """What ``rank`` of ``world`` has of the process that started it: a file to meet at, shared memory, and a pipe."""
+
+    def __init__(
+        self, rank: int, world: int, store_path: str, progress: Any, begun: SharedStop, pipe: Connection
+    ) -> None:
+        self.local_rank = rank
+        self._world, self._path, self._progress, self._begun, self._pipe = world, store_path, progress, begun, pipe
+        self._untold: list[StepDone] = []
+        self._told_ns = 0
+
+    def meet(self) -> Any:
+        """Open a store of a file."""
+        return dist.FileStore(self._path, self._world)  # type: ignore[attr-defined]  # not exported for type checkers
+
+    def at(self, index: int) -> None:
+        """Note it where the parent looks."""
+        self._progress[self.local_rank] = index
+
+    def may_begin(self, minibatch: int) -> bool:
+        """Whether the parent has let it."""
+        return self._begun.may_begin(minibatch)
+
+    def done(self, step: StepDone) -> None:
+        """Tell the parent, of several that follow each other fast together."""
+        self._untold.append(step)
+        if step.at_ns - self._told_ns >= TELL_NS:
+            self._pipe.send(self._untold)
+            self._untold.clear()
+            self._told_ns = step.at_ns
+
+    def over(self, message: RunReport | Failure | None) -> None:
+        """Tell the parent what it is waiting for."""
+        self._pipe.send(self._untold)
+        self._pipe.send(message)
+        self._pipe.close()
+
+
+def _rank_main(
+    job: Job,
+    rank: int,
+    world: int,
+    store_path: str,
+    progress: Any,
+    begun: SharedStop,
+    pipe: Connection,
+    ends: Connection,
+) -> None:
+    """Be one rank: send the report or the failure, and go."""
+    for signum in ENDING:  # they may reach all of our processes; the parent ends us
+        signal.signal(signum, signal.SIG_IGN)
+    settle_in()
+    threading.Thread(target=follow_parent, args=(ends,), daemon=True).start()
+    launcher = OwnRank(rank, world, store_path, progress, begun, pipe)
+    found: RunReport | Failure | None
+    try:
+        found = run_rank(job, rank, launcher)
+    except BaseException as error:
+        found = failure_of(rank, error)
+    launcher.over(found)
+    leave(int(isinstance(found, Failure)))
+
+
+# --- who started them -------------------------------------------------------------------------------------------------
+
+
+class Gone:
+    """In place of a message: the process has closed its pipe, as it does when it ends."""
+
+
+class Inbox:
+    """Messages from ``pipes`` in the order in which they are complete; a process may be stopped while it writes one."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for number, pipe in enumerate(pipes):
+            threading.Thread(target=self._hear, args=(number, pipe), daemon=True).start()
+
+    def _hear(self, number: int, pipe: Connection) -> None:
+        message: Any = None
+        while not isinstance(message, Gone):
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):
+                message = Gone()
+            self._messages.put((number, message))
+
+    def next(self, seconds: float) -> tuple[int, Any] | None:
+        """Return the number of a pipe and a message from it, or None if there is none within ``seconds``."""
+        with suppress(queue.Empty):
+            return self._messages.get(timeout=seconds)
+        return None
+
+
+class Ranks:
+    """The ``processes`` of a run as who started them sees them: by their ``pipes`` and the instructions they are at.
+
+    A rank that is stopped for ``timeout_s`` has failed, whether others wait for it or not. So have all when, once they
+    are at work, none has gone on for somewhat longer than that.
+    """
+
+    def __init__(
+        self,
+        lowered: LoweredRun,
+        processes: Sequence[BaseProcess],
+        pipes: Sequence[Connection],
+        progress: Sequence[int],
+        timeout_s: float,
+        on_gpus: bool,
+        hear: Callable[[StepDone], None],
+    ) -> None:
+        self._lowered, self._processes, self._progress = lowered, processes, progress
+        self._timeout_s, self._on_gpus, self._hear = timeout_s, on_gpus, hear
+        self._inbox, self._silent, self._heard = Inbox(pipes), set(range(len(pipes))), 0
+        self._failures: list[Failure] = []
+        self._by_itself: list[Failure] = []  # unless another one turns out to have failed
+        self._stopped, self._quiet, self._quiet_s = Lasting(), Lasting(), 0.0
+        self._report: RunReport | None = None
+
+    def outcome(self) -> RunReport:
+        """Wait for all: return rank 0's report, or raise the root cause soon after the first failure."""
+        deadline: float | None = None
+        while self._silent and (deadline is None or time.monotonic() < deadline):
+            news = self._inbox.next(LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._heard += news is not None
+            self._look()
+            if news is not None and news[0] in self._silent:
+                self._take(*news)
+            if self._failures and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+            if any(failure.kind != "lost" for failure in self._failures):
+                break
+        if self._failures:
+            raise self._root().error()
+        assert self._report is not None, "rank 0 reports when no rank has failed"
+        return self._report
+
+    def _place(self, rank: int) -> str:
+        index = self._progress[rank]
+        if index < 0:
+            return " before its first operation"
+        return f" in {sentence(self._lowered.instructions[rank][index])}"
+
+    def _look(self) -> None:
+        """Find those that are stopped, and whether nobody goes on."""
+        stopped = self._stopped.look(lambda: [x for x in self._silent if is_stopped(self._processes[x].pid)])
+        for rank in sorted(self._silent):
+            seconds = stopped.get(rank, 0.0)
+            if seconds and seconds >= self._timeout_s:
+                words = f"rank {rank} has been stopped for {seconds:g} s{self._place(rank)}"
+                self._failures.append(Failure(rank, "died", words))
+        state = (self._heard, *self._progress)
+        self._quiet_s = self._quiet.look(lambda: [state]).get(state, 0.0)
+        limit_s = self._timeout_s + GRACE_S
+        if self._quiet_s >= limit_s and max(self._progress) >= 0:
+            self._failures.append(Failure(min(self._silent), "lost", f"nothing has happened for {limit_s:g} s"))
+
+    def _take(self, rank: int, message: Any) -> None:
+        """Take in what ``rank`` has said, or that it has gone."""
+        if isinstance(message, list):
+            for step in message:
+                self._hear(step)
+            return
+        self._silent.discard(rank)
+        if isinstance(message, Gone):
+            process = self._processes[rank]
+            process.join()
+            # torch's watchdog aborts a process that waits for another one, and one whose GPU has failed
+            lost = self._on_gpus and process.exitcode == -signal.SIGABRT
+            words = f"rank {rank} died{self._place(rank)}: {_how(process.exitcode)}"
+            message = Failure(rank, "lost" if lost else "died", words)
+            if lost and self._quiet_s < self._timeout_s:
+                self._by_itself.append(message)
+        if isinstance(message, Failure):
+            self._failures.append(message)
+        elif message is not None:
+            self._report = message
+
+    def _root(self) -> Failure:
+        root = root_cause(self._failures)
+        if root.kind != "lost" or not self._silent:
+            return root
+        still = [rank for rank in sorted(self._silent) if is_stopped(self._processes[rank].pid)]
+        what = "is stopped" if still else "doesn't answer"
+        hung = "; ".join(f"rank {rank} {what}{self._place(rank)}" for rank in still or sorted(self._silent))
+        words = f"{hung}: {root.message}"
+        if root in self._by_itself and not still:
+            words = f"{root.message}; torch ends a process so whose GPU has failed, and says above how"
+        return Failure(root.rank, "lost", words, root.trace)
