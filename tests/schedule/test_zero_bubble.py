@@ -8,9 +8,9 @@ import pytest
 from cases.schedules import balanced, held, picture, staircase, vee
 
 from pipeplan.errors import BadInput
-from pipeplan.schedule import zero_bubble
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps
+from pipeplan.schedule.programs import zero_bubble
 from pipeplan.schedule.programs.zbv import zbv
 from pipeplan.schedule.programs.zero_bubble import zb1p, zb2p
 from pipeplan.schedule.simulate import simulate
