@@ -11,7 +11,7 @@ from ..planner.simulated.other_schedules import default_microbatches, mini_batch
 from ..planner.simulated.simulation import compare_schedules, simulate_plan
 from ..report.html import Measured, microbatches_shown, report_html
 from ..runtime.measure.trace_file import read_operations, read_run_of
-from ..schedule.registry import schedules
+from ..schedule.kinds import schedules
 from ..status import Status
 from .simulating import ALL, refuse_unknown
 

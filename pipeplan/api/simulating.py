@@ -24,7 +24,7 @@ from ..planner.simulated.simulation import (
     simulate_written,
     under_jitter,
 )
-from ..schedule.registry import schedules
+from ..schedule.kinds import schedules
 from ..status import Status
 from .asked import whole_microbatches
 

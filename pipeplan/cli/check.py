@@ -14,7 +14,7 @@ from .options import GIVE_UP, JSON
 from .progress import status
 
 if TYPE_CHECKING:
-    from ..schedule.written import Semantics
+    from ..schedule.written.actions import Semantics
 
 
 @click.command(cls=GroupedCommand)
@@ -84,7 +84,7 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
     from ..files.plans import load_plan
     from ..files.schedule_csv import read_schedule
     from ..planner.simulated.simulation import simulate_written
-    from ..schedule.written import SEMANTICS, deadlock, incomplete
+    from ..schedule.written.actions import SEMANTICS, deadlock, incomplete
 
     written = read_schedule(path)
     found = incomplete(written)

@@ -47,7 +47,7 @@ def _profiles() -> Iterable[str]:
 
 
 def _schedules() -> Iterable[str]:
-    from ..schedule.registry import schedules
+    from ..schedule.kinds import schedules
 
     return schedules()
 

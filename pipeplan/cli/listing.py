@@ -86,7 +86,7 @@ def _profiles() -> list[dict[str, Any]]:
 
 def _schedules() -> list[dict[str, Any]]:
     from ..schedule.kinds import KINDS as OF_PLANS
-    from ..schedule.registry import schedules
+    from ..schedule.kinds import schedules
 
     return [
         {"name": name, "summary": x.summary, "source": x.source, "weights": x.weights, "plans": name in OF_PLANS}

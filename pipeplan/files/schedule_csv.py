@@ -12,8 +12,8 @@ import re
 from ..errors import BadInput
 from ..names import shown
 from ..schedule.program import Program
-from ..schedule.written import Action, Written
-from ..schedule.written_program import action_of, order_of_program
+from ..schedule.written.actions import Action, Written
+from ..schedule.written.program import action_of, order_of_program
 from .text import read_text
 
 OTHERS = re.compile(

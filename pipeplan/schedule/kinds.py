@@ -1,40 +1,41 @@
 """What kinds of schedules can a plan have, and what does each of them mean to planner, validator, reports and runtime?
 
 One table answers, and nothing else asks for a kind by name: a new kind is a row of :data:`KINDS`. Below it, a plan's
-program and simulated run whatever its kind.
+program and simulated run whatever its kind, and what it can be simulated under whether or not it was made for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
-from ..errors import BadInput
+from ..errors import BadInput, PipeplanError
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import WEIGHTS, Weights
-from .breadth_first import breadth_first
-from .controlled import v_half, v_min
-from .dualpipev import dualpipev
-from .gpipe import gpipe
-from .interleaved import interleaved, not_interleaved
-from .interleaved_zero_bubble import interleaved_zero_bubble
-from .message_driven import default_limit, message_driven
-from .nf1b import nf1b
-from .one_f_one_b import one_f_one_b, shared_replicas
 from .pattern import Group, groups, most_in_flight, starts_of
-from .program import Program, no_pipelines, not_one_each, unroll
+from .program import Program, no_pipelines, not_one_each, operations_of, unroll
+from .programs.breadth_first import breadth_first
+from .programs.controlled import v_half, v_min
+from .programs.dualpipev import dualpipev
+from .programs.gpipe import gpipe
+from .programs.interleaved import interleaved, not_interleaved
+from .programs.interleaved_zero_bubble import interleaved_zero_bubble
+from .programs.message_driven import default_limit, message_driven
+from .programs.nf1b import nf1b
+from .programs.one_f_one_b import one_f_one_b, shared_replicas
+from .programs.v_limit import LEAST as LEAST_OF_VEE
+from .programs.v_limit import most_of_vee, v_limit
+from .programs.zbv import no_vee, zbv
+from .programs.zero_bubble import zb1p, zb2p
 from .registered import Kind, Limit, ProgramSchedule
 from .simulate import simulate
 from .steady import steady_nf1b
 from .timeline import Timeline
-from .v_limit import LEAST as LEAST_OF_VEE
-from .v_limit import most_of_vee, v_limit
-from .written_program import unfit, written_program
-from .zbv import no_vee, zbv
-from .zero_bubble import zb1p, zb2p
+from .written.program import unfit, written_program
 
 MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a minute
 MOST_SHOWN = 2**20  # of a run of a pattern whose length nobody says
@@ -354,3 +355,44 @@ def simulated_run(
 def shown_microbatches(plan: Plan) -> int:
     """Return how many microbatches a run of ``plan`` needs to show all that matters: see :func:`plan_timeline`."""
     return kind_of(plan).shown(graph_of(plan), plan.schedule, plan.pattern)
+
+
+OTHERS: dict[str, ProgramSchedule] = {
+    "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
+    "pipedream": ProgramSchedule(
+        one_f_one_b,
+        "1F1B without flush, NOAM microbatches in flight, one weight version for each; 1F1B-RR with replicas",
+        "PipeDream section 3.2",
+        "stash",
+        options=("depth",),
+    ),
+}
+
+
+def schedules() -> dict[str, ProgramSchedule]:
+    """Return every schedule by name: those above, and the kinds of schedules that plans are made for."""
+    own: dict[str, ProgramSchedule] = {
+        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None and not kind.written
+    }
+    return {**OTHERS, **own}
+
+
+def named(name: str) -> ProgramSchedule:
+    """Return a schedule by its name, or what runs plans of the kind that has the name."""
+    found = schedules().get(name) or next(kind.simulated for own, kind in KINDS.items() if own == name)
+    assert found is not None, "a plan without a pattern is simulated"
+    return found
+
+
+def drained_programs(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Iterator[Program]:
+    """Yield a mini-batch under every schedule that drains and can run these stages, whose passes are the usual ones."""
+    for entry in schedules().values():
+        if entry.build is None or not entry.drains or entry.refuses(graph) is not None:
+            continue
+        options = {"weight_keeps": weight_keeps} if "weight_keeps" in entry.options else {}
+        try:
+            program = entry.build(graph, microbatches, **options)
+        except PipeplanError:  # which says more than ``refuses``
+            continue
+        if program.operations == operations_of(graph, 1, program.split):
+            yield program

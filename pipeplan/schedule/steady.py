@@ -12,7 +12,7 @@ from functools import lru_cache
 from ..cost.stage_graph import StageGraph
 from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
-from .nf1b import nf1b
+from .programs.nf1b import nf1b
 from .simulate import STEP_S, simulate
 from .timeline import Timeline
 

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.schedule.message_driven import message_driven
-from pipeplan.schedule.one_f_one_b import one_f_one_b
 from pipeplan.schedule.program import Program
+from pipeplan.schedule.programs.message_driven import message_driven
+from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
+from pipeplan.schedule.programs.zero_bubble import zb1p
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.zero_bubble import zb1p
 
 LIMIT_SECONDS = 5.0
 SIZES = [(8, 128), (16, 256), (32, 512), (64, 512), (64, 1024)]

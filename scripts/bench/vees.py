@@ -8,12 +8,12 @@ from __future__ import annotations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.schedule.controlled import v_half, v_half_holds, v_min, v_min_holds
 from pipeplan.schedule.program import Program
+from pipeplan.schedule.programs.controlled import v_half, v_half_holds, v_min, v_min_holds
+from pipeplan.schedule.programs.v_limit import v_limit
+from pipeplan.schedule.programs.zbv import zbv
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import longest_span_ns
-from pipeplan.schedule.v_limit import v_limit
-from pipeplan.schedule.zbv import zbv
 
 SIZES = [(4, 12, (1, 1, 1)), (4, 12, (20, 24, 16)), (6, 18, (1, 1, 1)), (6, 18, (20, 24, 16))]
 

@@ -13,7 +13,7 @@ import argparse
 import time
 
 from pipeplan.api.synthesizing import graph_of_times, synthesized
-from pipeplan.schedule.controlled import v_half, v_half_holds, v_min, v_min_holds
+from pipeplan.schedule.programs.controlled import v_half, v_half_holds, v_min, v_min_holds
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.search import EFFORT
 from pipeplan.schedule.synthesis.synthesize import Synthesis, proved

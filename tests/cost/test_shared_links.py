@@ -13,10 +13,10 @@ from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
-from pipeplan.schedule.gpipe import gpipe
 from pipeplan.schedule.pattern import starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.solvers import SolverLimits
+from pipeplan.schedule.programs.gpipe import gpipe
 from pipeplan.schedule.simulate import simulate
 
 CHAIN = Chain("c", tuple(Layer(f"{i}", 2, 2, 0, 5, 1) for i in range(4)), 0)

@@ -20,10 +20,10 @@ from pipeplan.planner.drained.timing import alternating, retimed
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import compare_schedules
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
-from pipeplan.schedule.interleaved import interleaved
 from pipeplan.schedule.kinds import kinds_for, plan_timeline
 from pipeplan.schedule.memory import most_held
-from pipeplan.schedule.one_f_one_b import forwards_ahead, one_f_one_b
+from pipeplan.schedule.programs.interleaved import interleaved
+from pipeplan.schedule.programs.one_f_one_b import forwards_ahead, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
 
@@ -111,7 +111,7 @@ def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under
 def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipeplan.schedule.v_limit.SEARCH_STEPS", 2000)
+    monkeypatch.setattr("pipeplan.schedule.programs.v_limit.SEARCH_STEPS", 2000)
     layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20) for i in range(8))
     policy = Policy(weights="flush", accumulate=6)
     problem = Problem(Chain("even", layers, 5), Platform.flat(2, 210, 10**9), policy, checkpointing="none")

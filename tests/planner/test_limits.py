@@ -24,7 +24,7 @@ from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight
-from pipeplan.schedule.message_driven import message_driven
+from pipeplan.schedule.programs.message_driven import message_driven
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.steady import steady_nf1b
 from pipeplan.schedule.timeline import flush_makespan_ns

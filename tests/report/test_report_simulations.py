@@ -15,11 +15,11 @@ from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import profile_text
 from pipeplan.planner.simulated.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
-from pipeplan.schedule.message_driven import message_driven
-from pipeplan.schedule.one_f_one_b import one_f_one_b
-from pipeplan.schedule.registry import schedules
+from pipeplan.schedule.kinds import schedules
+from pipeplan.schedule.programs.message_driven import message_driven
+from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
+from pipeplan.schedule.programs.zbv import zbv
 from pipeplan.schedule.simulate import jittered_ns, simulate
-from pipeplan.schedule.zbv import zbv
 from pipeplan.status import Status
 
 

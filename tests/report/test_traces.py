@@ -19,9 +19,9 @@ from pipeplan.report.chrome_trace import ChromeTrace, microseconds
 from pipeplan.report.traces import measured_trace, simulated_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
+from pipeplan.schedule.kinds import schedules
 from pipeplan.schedule.memory import lane_use
-from pipeplan.schedule.one_f_one_b import one_f_one_b
-from pipeplan.schedule.registry import schedules
+from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
 
 

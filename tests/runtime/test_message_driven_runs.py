@@ -38,8 +38,8 @@ from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.schedule.message_driven import next_message
 from pipeplan.schedule.program import Step
+from pipeplan.schedule.programs.message_driven import next_message
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
 GRID = [(0, 2, (0, 1)), (2, 6, (2, 3))]

@@ -6,8 +6,8 @@ import pytest
 from cases.schedules import balanced, held, looped, picture, staircase
 
 from pipeplan.errors import BadInput
-from pipeplan.schedule.breadth_first import breadth_first
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.programs.breadth_first import breadth_first
 from pipeplan.schedule.simulate import simulate
 
 

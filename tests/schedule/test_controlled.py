@@ -6,8 +6,8 @@ import pytest
 from cases.schedules import balanced, held, picture, staircase, vee
 
 from pipeplan.errors import BadInput
-from pipeplan.schedule.controlled import v_half, v_min
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.programs.controlled import v_half, v_min
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import longest_span_ns
 

@@ -10,11 +10,11 @@ from cases.schedules import balanced, looped
 
 from pipeplan.schedule import deadlock as proof
 from pipeplan.schedule.deadlock import deadlock, plan_deadlock, program_deadlock
-from pipeplan.schedule.gpipe import gpipe
 from pipeplan.schedule.kinds import graph_of
-from pipeplan.schedule.one_f_one_b import one_f_one_b
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.program import Program, RankOp, device_of, lower
+from pipeplan.schedule.programs.gpipe import gpipe
+from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
 
 

@@ -10,7 +10,7 @@ from cases.schedules import balanced, held, picture, staircase
 
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.gpipe import gpipe
+from pipeplan.schedule.programs.gpipe import gpipe
 from pipeplan.schedule.simulate import simulate
 
 

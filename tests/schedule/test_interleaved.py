@@ -9,16 +9,16 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.schedule.breadth_first import breadth_first
-from pipeplan.schedule.controlled import v_min
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.dualpipev import dualpipev
-from pipeplan.schedule.interleaved import interleaved, occupancy
-from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.memory import in_flight
+from pipeplan.schedule.programs.breadth_first import breadth_first
+from pipeplan.schedule.programs.controlled import v_min
+from pipeplan.schedule.programs.dualpipev import dualpipev
+from pipeplan.schedule.programs.interleaved import interleaved, occupancy
+from pipeplan.schedule.programs.interleaved_zero_bubble import interleaved_zero_bubble
+from pipeplan.schedule.programs.zbv import zbv
+from pipeplan.schedule.programs.zero_bubble import zb1p, zb2p
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.zbv import zbv
-from pipeplan.schedule.zero_bubble import zb1p, zb2p
 
 
 def test_staircase():

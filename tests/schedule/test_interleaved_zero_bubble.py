@@ -7,7 +7,7 @@ from cases.schedules import balanced, held, looped, picture, staircase
 
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
+from pipeplan.schedule.programs.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.simulate import simulate
 
 

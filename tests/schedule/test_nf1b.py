@@ -9,8 +9,8 @@ from cases.schedules import balanced, held, picture, staircase
 
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.nf1b import nf1b
 from pipeplan.schedule.program import Step
+from pipeplan.schedule.programs.nf1b import nf1b
 from pipeplan.schedule.simulate import simulate
 
 MINI_BATCHES = 20

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from cases.schedules import balanced, looped, vee
 
-from pipeplan.schedule.breadth_first import breadth_first
-from pipeplan.schedule.dualpipev import dualpipev
-from pipeplan.schedule.interleaved import interleaved
-from pipeplan.schedule.interleaved_zero_bubble import interleaved_zero_bubble
+from pipeplan.schedule.programs.breadth_first import breadth_first
+from pipeplan.schedule.programs.dualpipev import dualpipev
+from pipeplan.schedule.programs.interleaved import interleaved
+from pipeplan.schedule.programs.interleaved_zero_bubble import interleaved_zero_bubble
+from pipeplan.schedule.programs.zbv import zbv
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.zbv import zbv
 
 
 def torchs(name, devices, chunks, microbatches):

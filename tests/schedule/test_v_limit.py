@@ -14,9 +14,9 @@ from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import most_held
+from pipeplan.schedule.programs.v_limit import v_limit
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import longest_span_ns
-from pipeplan.schedule.v_limit import v_limit
 
 # 4 devices and 12 microbatches: (limit, longest span, that of the best public search)
 EQUAL = [(6, 77, 77)]
@@ -43,7 +43,7 @@ def test_staircase():
 
 @pytest.mark.parametrize("weight_keeps", [Fraction(1), Fraction(1, 3)])
 def test_any_durations_stay_within_any_limit_and_come_through(weight_keeps, monkeypatch):
-    monkeypatch.setattr("pipeplan.schedule.v_limit.SEARCH_STEPS", 1000)
+    monkeypatch.setattr("pipeplan.schedule.programs.v_limit.SEARCH_STEPS", 1000)
     rng = random.Random(7)
     for _ in range(12):
         devices, microbatches, limit = rng.randint(1, 4), rng.randint(1, 9), rng.randint(2, 9)

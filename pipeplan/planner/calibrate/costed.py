@@ -12,8 +12,8 @@ from ...cost.stage_graph import stage_graph
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import Chain, Platform, Policy, Problem
+from ...schedule.kinds import schedules
 from ...schedule.memory import run_uses
-from ...schedule.registry import schedules
 from ...schedule.simulate import simulate
 from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
 from ..periodic.stated import replicated, stated

@@ -26,9 +26,9 @@ from ...partition.blocks import Activations, Pipe, Rule, moved
 from ...partition.cuts import legal_cuts
 from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
-from ...schedule.interleaved import occupancy
 from ...schedule.kinds import KINDS, too_long
 from ...schedule.occupancy import homes_of, most_held
+from ...schedule.programs.interleaved import occupancy
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 

@@ -20,7 +20,7 @@ from ...integers import NEVER, Ints, ceil_div, smallest
 from ...partition.tables.split_paths import up_to
 from ...plan import ScheduleKind
 from ...problem import Problem
-from ...schedule.one_f_one_b import forwards_ahead
+from ...schedule.programs.one_f_one_b import forwards_ahead
 from ..periodic.incumbent import MARGIN
 from .run import Run, drained_run
 from .tables import SLACK, Shares, Split, Tables, near, tables_of

@@ -17,12 +17,11 @@ from ...errors import BadInput
 from ...partition.balance import balance
 from ...plan import Plan, Schedule, Stage
 from ...problem import WEIGHTS, Platform, Policy, Problem
-from ...schedule.kinds import endless, graph_of, kind_of, loop, shown_microbatches, too_long
-from ...schedule.nf1b import DEFAULT_BATCH
+from ...schedule.kinds import endless, graph_of, kind_of, loop, named, shown_microbatches, too_long
 from ...schedule.program import Program, pipelines, unroll
-from ...schedule.registry import named
-from ...schedule.written import Written, deadlock, incomplete
-from ...schedule.written_program import order_of, unfit, written_program
+from ...schedule.programs.nf1b import DEFAULT_BATCH
+from ...schedule.written.actions import Written, deadlock, incomplete
+from ...schedule.written.program import order_of, unfit, written_program
 
 
 def drains(plan: Plan, schedule: str) -> bool:

@@ -14,17 +14,16 @@ from ...choices import BEST
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...plan import Plan
-from ...schedule.kinds import kind_of, plan_timeline
+from ...schedule.kinds import kind_of, plan_timeline, schedules
 from ...schedule.memory import in_flight, most_held, run_uses
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import Program
-from ...schedule.registry import schedules
 from ...schedule.simulate import jittered_ns, simulate
 from ...schedule.steady import SteadyRun
 from ...schedule.synthesis.synthesize import Synthesis
 from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
 from ...schedule.weight_versions import kept_by_stages, weight_policy
-from ...schedule.written import Written
+from ...schedule.written.actions import Written
 from ...status import Status
 from ...units import format_ns
 from ..what_if.best_order import best_orders

@@ -12,8 +12,8 @@ from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput, PipeplanError
 from ...plan import Plan
+from ...schedule.kinds import drained_programs
 from ...schedule.program import Program
-from ...schedule.registry import drained_programs
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.search import INTERRUPTED
 from ...schedule.synthesis.synthesize import Synthesis, proved, synthesize

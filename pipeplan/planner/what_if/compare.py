@@ -14,9 +14,9 @@ from ...errors import Infeasible
 from ...integers import ceil_div
 from ...partition.balance import balance
 from ...problem import MICROBATCHES_PER_DEVICE, Device, Problem
-from ...schedule.gpipe import gpipe
 from ...schedule.kinds import endless
 from ...schedule.memory import run_uses
+from ...schedule.programs.gpipe import gpipe
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns
 from ..least_late import least_late

@@ -13,11 +13,10 @@ from ...files.schedule_csv import read_schedule
 from ...files.text import check_writable
 from ...plan import Plan, Schedule
 from ...problem import CLIPPED_TOGETHER
-from ...schedule.kinds import graph_of
+from ...schedule.kinds import OTHERS, graph_of
 from ...schedule.pattern import starts_of
 from ...schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ...schedule.periodic.retime import order_of, retime
-from ...schedule.registry import OTHERS
 from ..data.loader import Loader
 from ..device import Choice as DeviceChoice
 from ..lowering.lowered_run import lower_run

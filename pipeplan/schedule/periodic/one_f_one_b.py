@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...plan import Pattern
-from ..one_f_one_b import ahead_of
+from ..programs.one_f_one_b import ahead_of
 from .retime import retime
 
 SLOT = 10  # of time, of which a pass takes half

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...cost.stage_graph import StageGraph
-from ..controlled import PERIOD, block_passes
-from ..zbv import no_vee
+from ..programs.controlled import PERIOD, block_passes
+from ..programs.zbv import no_vee
 from .problem import OrderProblem, Word
 
 WAITS = (0, 1, 2, 3)  # slots where a way turns

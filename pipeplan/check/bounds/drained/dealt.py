@@ -17,8 +17,8 @@ from ....integers import Ints, ceil_div
 from ....partition.blocks import Pipe
 from ....plan import ScheduleKind
 from ....problem import Problem
-from ....schedule.interleaved import occupancy
 from ....schedule.occupancy import held_at_first
+from ....schedule.programs.interleaved import occupancy
 from ...targets import Shape
 
 IMPOSSIBLE_NS = 2**62

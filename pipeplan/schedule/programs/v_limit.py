@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import permutations
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Arrival, Decide, Program, make_program, pipelines
+from ..simulate import simulate
 from .controlled import v_half, v_half_holds, v_min, v_min_holds
-from .program import Arrival, Decide, Program, make_program, pipelines
-from .simulate import simulate
 from .zbv import no_vee, zbv
 
 LEAST = 2  # chunk activations: of a microbatch in both chunks of a device

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..cost.stage_graph import StageGraph
-from .program import Program
-from .slots import staircase
+from ...cost.stage_graph import StageGraph
+from ..program import Program
+from ..slots import staircase
 
 
 def gpipe(graph: StageGraph, microbatches: int) -> Program:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Program, pipelines
+from ..slots import Pass, explicit
 from .interleaved import in_groups, not_interleaved
-from .program import Program, pipelines
-from .slots import Pass, explicit
 
 
 def interleaved_zero_bubble(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Arrival, Decide, Program, make_program, not_one_each
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Arrival, Decide, Program, make_program, not_one_each
 
 DEFAULT_BATCH = 4  # microbatches of a mini-batch
 

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Program, pipelines, unequal
-from .slots import Pass, explicit
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Program, pipelines, unequal
+from ..slots import Pass, explicit
 
 
 def interleaved(graph: StageGraph, microbatches: int) -> Program:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Arrival, Decide, Program, make_program
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Arrival, Decide, Program, make_program
 
 
 def message_driven(graph: StageGraph, microbatches: int, limit: int | None = None) -> Program:

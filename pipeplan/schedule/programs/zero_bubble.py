@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ..cost.stage_cost import StageCost
-from ..cost.stage_graph import StageGraph
-from .program import Program
-from .simulate import simulate
-from .slots import Pass, explicit, one_stage_each, shares
+from ...cost.stage_cost import StageCost
+from ...cost.stage_graph import StageGraph
+from ..program import Program
+from ..simulate import simulate
+from ..slots import Pass, explicit, one_stage_each, shares
 
 SEARCH_STEPS = 10**6  # steps that the search for ZB2P's shape may simulate
 

@@ -6,10 +6,10 @@ from collections import Counter, deque
 from dataclasses import replace
 from fractions import Fraction
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Program, pipelines
-from .slots import Pass, explicit, shares, step_of
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Program, pipelines
+from ..slots import Pass, explicit, shares, step_of
 from .zbv import no_vee
 
 

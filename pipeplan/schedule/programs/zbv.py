@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Arrival, Decide, Program, Step, make_program, pipelines, unequal
-from .slots import Pass, shares
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Arrival, Decide, Program, Step, make_program, pipelines, unequal
+from ..slots import Pass, shares
 
 
 def zbv(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Program, pipelines
-from .slots import Pass, explicit
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Program, pipelines
+from ..slots import Pass, explicit
 from .zbv import no_vee
 
 PERIOD = 6  # slots: what a device runs of one microbatch

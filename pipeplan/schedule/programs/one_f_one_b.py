@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from ..integers import ceil_div
-from .program import Arrival, Decide, Program, make_program
-from .slots import staircase
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ...integers import ceil_div
+from ..program import Arrival, Decide, Program, make_program
+from ..slots import staircase
 
 
 def noam(graph: StageGraph) -> int:

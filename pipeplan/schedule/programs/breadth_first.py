@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ..program import Program, pipelines
+from ..slots import Pass, explicit
 from .interleaved import not_interleaved
-from .program import Program, pipelines
-from .slots import Pass, explicit
 
 
 def breadth_first(graph: StageGraph, microbatches: int) -> Program:

@@ -1,0 +1,1 @@
+"""In which order does each schedule run the passes of a mini-batch? A file a schedule."""
