@@ -102,7 +102,13 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     return closing(Scalars(folder))
 
 
-@click.command(cls=RankCommand)
+@click.command(
+    cls=RankCommand,
+    examples=(
+        "pipeplan run plan.json --model zoo:gpt-tiny --steps 50",
+        "pipeplan run plan.json --model mymodel:build --data mymodel:data --epochs 3 --checkpoint run --resume",
+    ),
+)
 @PLAN
 @click.option(
     "--model",
@@ -309,9 +315,6 @@ def command(
 
     Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
     update goes to standard error.
-
-    \b
-    Example: pipeplan run plan.json --model zoo:gpt-tiny --steps 50
     """
     if steps is not None and epochs is not None:
         raise click.UsageError("say either --steps or --epochs")

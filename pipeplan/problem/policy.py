@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..choices import OPTIMIZERS, Optimizer
+from ..choices import Precision as Precision
+from ..choices import Weights as Weights
+from ..choices import Zero as Zero
 
 MICROBATCHES_PER_DEVICE = 4  # of an update where nobody says, under every policy: GPipe's rule of thumb
 ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
@@ -13,10 +16,7 @@ CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than thos
     "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
     "soon as it has its own; weights flush and 2bw update from the same microbatches"
 )
-Weights = Literal["flush", "2bw", "stash", "latest"]
 TOGETHER: tuple[Weights, ...] = ("flush", "2bw")  # all stages make every update from the same microbatches
-Precision = Literal["fp32", "mixed", "autocast"]
-Zero = Literal[0, 1]
 Engine = Literal["torch"]
 
 

@@ -58,7 +58,8 @@ AMOUNTS = {
     "MODEL": ["zoo:gpt-tiny", "zoo:gpt-tiny,blocks=2", "zoo:gpt-tiny,blocks=-1", "zoo:gpt-tiny,nope=1",
               "zoo:nope", "gpt-tiny", "json:dumps", "missing_module:build", "json:nothing", ":", "a:b:c",
               "zoo:gpt-tiny,tied=true", "zoo:gpt-tiny,loss=fused", "zoo:gpt-tiny,loss=x"],
-    "KEY=VALUE": ["mode=released", "straight=true", "charge=tight", "split=true", "mode=x", "=", "straight", "a=b=c"],
+    "NAME=VALUE": ["gap=1%", "order=given", "jobs=2", "gap=x", "runs=-1",
+                   "mode=released", "straight=true", "charge=tight", "split=true", "mode=x", "=", "straight", "a=b=c"],
     "MODULE:FUNCTION": ["json:dumps", "missing_module:data", "::", "json:"],
     "NAME[,OPTION=VALUE...]": ["AdamW,weight_decay=0.01", "StepLR,step_size=10", "SGD,momentum=nan", "Nope",
                                "SGD,lr=", ","],
@@ -88,8 +89,6 @@ FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--
 
 
 FREE = {
-    ("plan", "--algorithm-mode"),
-    ("plan", "--charge"),
     ("profile", "--name"),
     ("run", "--monitor"),
 }  # any text may be meant
