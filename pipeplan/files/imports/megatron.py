@@ -65,7 +65,7 @@ def _microbatches(source: Source, shape: Shape) -> int:
     micro = options.count("micro-batch-size", each)
     if micro != each:
         raise BadInput(
-            f"{source.path}: --micro-batch-size is {micro}, the profile is of {each} samples; profile with --batch "
+            f"{source.path}: --micro-batch-size is {micro}, the profile is of {each} samples; profile with --microbatch "
             f"{micro}"
         )
     whole = options.count("global-batch-size", micro * shape.pipelines)
