@@ -84,7 +84,8 @@ def _allowed(function: Callable[..., Any]) -> dict[str | None, Any]:
     for name, kind in get_type_hints(function, localns=NAMES, include_extras=True).items():
         if get_origin(kind) is Unpack:
             (noun,) = get_args(kind)
-            found.update(get_type_hints(noun, localns=NAMES, include_extras=True).items())
+            words: dict[str | None, Any] = dict(get_type_hints(noun, localns=NAMES, include_extras=True).items())
+            found = words | found
         elif name != "return":
             found[None if kinds[name] is inspect.Parameter.VAR_KEYWORD else name] = kind
     return found

@@ -51,7 +51,7 @@ def test_help_shows_every_keyword_the_machine_first(path):
     assert keywords[:4] == ["profile", "gpus", "gpu", "mem"]
     assert set(keywords) == {"profile", "progress", "status", "on_plan", *words(Planning)}
     assert {"pipelines", "batch"} <= set(inspect.signature(pp.grid).parameters)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu_count'; there are gpus, gpu,"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu_count'; there are gpus, gpu, mem"):
         pp.plan(path, gpu_count=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
         pp.grid(path, gpus=2, mem="1GB", batch=16, weights="2bw")
