@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..check.targets import TARGETS
-from ..choices import BEST, Effort
+from ..choices import BEST, DRAINED, Effort
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.plans import load_plan
@@ -146,9 +146,9 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
         )
     if target is not None:
         _refuse_with_target(target, said, stated is not None)
-        said["weights"] = "flush"
+        said["weights"] = DRAINED
     elif schedule is not None and said["weights"] is None and _drains(schedule):
-        said["weights"] = "flush"
+        said["weights"] = DRAINED
     settings = Settings(
         said["solver"], gap=GAP if gap is None else gap, jobs=said["jobs"], progress=progress, status=status
     )
@@ -203,7 +203,7 @@ def grid(
     if not isinstance(batch, int):
         raise BadInput("a grid is planned for a batch; say its samples with --batch")
     words: Asked = part_of(Common, said)
-    words["batch"], words["weights"] = ANY, "flush"
+    words["batch"], words["weights"] = ANY, DRAINED
     merged = merging(said["granularity"], said["blocks"])
     status = status or Status()
     sizes = sorted(set(microbatches)) if microbatches and is_name(profile) else [None]
@@ -294,10 +294,10 @@ def _refuse_with_target(target: str, said: Planning, stated: bool) -> None:
         raise BadInput(f"--for {target} drains; leave out {'--vertical-sync' if said['vertical_sync'] else '--limit'}")
     if said["checkpointing"] not in (None, "none"):
         raise BadInput(f"--for {target} recomputes as that can; leave out --checkpointing, or say none")
-    if weights not in (None, "flush"):
+    if weights not in (None, DRAINED):
         raise BadInput(f"--for drains the pipelines after every mini-batch, which is --weights flush, not {weights}")
 
 
 def _drains(schedule: str) -> bool:
     """Whether a schedule goes with weights that are flushed and with no others."""
-    return schedule == BEST or KINDS[schedule].weights == ("flush",)  # type: ignore[index]  # one of them, as checked
+    return schedule == BEST or KINDS[schedule].drains  # type: ignore[index]  # one of them, as checked

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ..api.asked import Common, Planning, words
+from ..choices import DRAINED
 from ..errors import InvalidPlan
 from .grouped import GroupedCommand
 from .options import FILE, JSON, PROFILE, Output, asking, option_of, refuse_two_documents, time_limit
@@ -73,7 +74,7 @@ def command(
 
     options = read_options(arguments)
     profile, deadline = read_profile(shared.pop("profile")), shared.pop("deadline")
-    problem, assumed = problem_of(profile, **shared, weights="flush", batch="any", deadline=deadline)
+    problem, assumed = problem_of(profile, **shared, weights=DRAINED, batch="any", deadline=deadline)
     found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy, about = replace(problem.policy, accumulate=found.microbatches), status()
     context = click.get_current_context()

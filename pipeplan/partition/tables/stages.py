@@ -13,7 +13,7 @@ from math import isqrt
 import numpy as np
 
 from ...cost import memory_model, time_model
-from ...integers import Ints, most_in_common
+from ...integers import NEVER, Ints, most_in_common
 from ...problem import Device, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..devices.counted_states import counted
@@ -21,7 +21,7 @@ from ..devices.device_classes import DeviceKinds
 from ..devices.device_states import DeviceStates, Line
 from ..devices.orders import Order, Orders
 from ..in_flight import memory_counts
-from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
+from .options import FewOptions, StageOptions, replica_counts, stage_limits, stage_times
 
 _MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
 SPREAD = 1000  # cuts that are looked at where all are too many
@@ -151,11 +151,8 @@ def carried(problem: Problem, round_trips: Ints, level: int, period: int) -> Int
 
 
 def longest_delay(problem: Problem, period: int) -> int:
-    """Return the longest life of an activation that the policy's accumulation allows (2bw: section 3)."""
-    accumulate = problem.policy.accumulate
-    if problem.policy.weights != "2bw" or accumulate is None:
-        return NEVER - 1
-    return min(period * accumulate, NEVER - 1)
+    """Return the longest life of an activation that the policy allows (2bw: section 3)."""
+    return min(period * (problem.policy.most_lifetime or NEVER), NEVER - 1)
 
 
 def largest_synced_gradients(problem: Problem, period: int) -> Ints:
