@@ -18,13 +18,13 @@ from .version import __version__ as __version__
 TYPE_CHECKING = False  # as typing says it, which takes longer to load than all of this
 if TYPE_CHECKING:
     from .api.comparing import Comparison as Comparison
-    from .api.comparing import compare as compare
-    from .api.planning import grid as grid
-    from .api.planning import plan as plan
-    from .api.planning import read_plan as read_plan
     from .api.profiles import Profile as Profile
-    from .api.profiles import profile as profile
-    from .api.profiles import read_profile as read_profile
+    from .api.public import compare as compare
+    from .api.public import grid as grid
+    from .api.public import plan as plan
+    from .api.public import profile as profile
+    from .api.public import read_plan as read_plan
+    from .api.public import read_profile as read_profile
     from .api.result import PlanResult as PlanResult
     from .errors import BadInput as BadInput
     from .errors import Infeasible as Infeasible
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from .runtime.processes.launch import run_plan as run_plan
 else:
     _HOMES = {
-        **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
-        **dict.fromkeys(("plan", "grid", "read_plan"), "api.planning"),
-        **dict.fromkeys(("compare", "Comparison"), "api.comparing"),
+        **dict.fromkeys(("plan", "grid", "compare", "profile", "read_plan", "read_profile"), "api.public"),
+        "Profile": "api.profiles",
+        "Comparison": "api.comparing",
         "PlanResult": "api.result",
         **dict.fromkeys(("PipeplanError", "BadInput", "Infeasible"), "errors"),
         "Platform": "problem",

@@ -35,6 +35,12 @@ PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what
 BEST: Final = "best"  # of all orders that are found, instead of a schedule's
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
+Precision = Literal["fp32", "mixed", "autocast"]
+Zero = Literal[0, 1]
+Checkpointing = Literal["none", "stages", "segments"]
+Effort = Literal["quick", "normal", "high"]
+Order = Literal["best", "given"]
+Solver = Literal["cbc", "highs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,10 @@ OPTIMIZERS: Final = MappingProxyType(
 )
 if TYPE_CHECKING:
     Optimizer = str
+    PlannedSchedule = ScheduleKind | Literal["best"]
 else:
     Optimizer = Literal[tuple(OPTIMIZERS)]
+    PlannedSchedule = Literal[(*PLANNED, BEST)]
 
 ENGINES = {  # host time of an operation, forward and backward
     "eager": "20us,10us",  # Python and the dispatcher; the autograd engine alone

@@ -1,266 +1,392 @@
-"""Which problem do the words of a question describe: which machine, which weights, what may be recomputed?
+"""What can be asked? Each question's words, once: type, help, unit, default.
 
-The names are those of the command line's options, and so are the sentences that refuse.
+The command line makes its options of them (``cli.options``), and Python's keywords are checked by them (:mod:`.door`).
+Types stand in the annotations, so none of them is left as text; nothing here costs an import, so ``--help`` is instant.
 """
 
-from __future__ import annotations
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
 
-from dataclasses import replace
-from typing import Literal, TypedDict, Unpack, get_args
-
-from ..choices import OPTIMIZERS, Optimizer
-from ..deadline import NEVER, Deadline
-from ..errors import BadInput
-from ..files.machines import platform_of_gpus
-from ..files.platforms import read_platform, reserving
-from ..names import shown
-from ..partition.merging import AUTO, merging
-from ..problem import (
-    CLIPPED_TOGETHER,
-    MICROBATCHES_PER_DEVICE,
-    WEIGHTS,
-    Chain,
+from ..choices import (
+    BEST,
+    DEFAULT_BANDWIDTH,
+    DEFAULT_NETWORK,
+    OPTIMIZERS,
+    AlgorithmName,
     Checkpointing,
-    Platform,
-    Policy,
+    Effort,
+    Optimizer,
+    Order,
+    PlannedSchedule,
     Precision,
-    Problem,
+    Solver,
+    TargetName,
     Weights,
     Zero,
 )
-from ..schedule.periodic.solvers import Solver
-from ..units import gpu_counts, parse_time, parse_wait
-from .profiles import Profile
 
-RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
-USUAL_WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains; plan and compare take what is less late
-ANY = "any"  # batch
-Effort = Literal["quick", "normal", "high"]
-Order = Literal["best", "given"]
-CHOICES = {
-    "weights": get_args(Weights),
-    "optimizer": tuple(OPTIMIZERS),
-    "precision": get_args(Precision),
-    "checkpointing": get_args(Checkpointing),
-    "zero": get_args(Zero),
-    "effort": get_args(Effort),
-    "order": get_args(Order),
-    "solver": get_args(Solver),
-}
+if TYPE_CHECKING:
+    from ..deadline import Deadline
+    from ..problem import Platform
+
+LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
+MOST_RUNS = 10**4  # with drawn durations
+LEAST_SIZE = 10**6  # of a number that says bytes, or bytes per second: a smaller one lacks its unit
+COMPARED = "data-parallel,gpipe,pipedream,contiguous,auto"
+AUTO = "auto"
 
 
-class Asked(TypedDict, total=False):
-    """What can be said of a problem, all of it optional: see :func:`problem_of`."""
+@dataclass(frozen=True, slots=True)
+class Word:
+    """How a word is said and shown: ``help``, the ``unit`` of its value, and the numbers that it may be.
 
-    gpus: int | str | tuple[int, ...] | None
-    gpu: str | None
-    mem: int | str | None
-    reserve: int | str | None
-    bandwidth: int | str | None
-    network: int | str | None
-    latency: str | None
-    overhead: str | None
-    platform: str | Platform | None
-    blocking_transfers: bool
-    granularity: str
-    blocks: str | None
-    weights: Weights | None
-    accumulate: int | None
-    batch: int | str | None
-    optimizer: Optimizer
-    precision: Precision | None
-    offload: bool | None
-    bytes_per_parameter: int | str | None
-    zero: Zero
-    clipped: bool
-    no_replicas: bool
-    checkpointing: Checkpointing | None
-    vertical_sync: bool
-
-
-MOST_BYTES = 1000  # per parameter
-DEFAULTS: Asked = {"granularity": AUTO, "optimizer": "sgd", "zero": 0}  # of the rest None, False
-
-
-def problem_of(
-    profile: Profile, *, segments: bool = True, deadline: Deadline = NEVER, **asked: Unpack[Asked]
-) -> tuple[Problem, list[str]]:
-    """Return the problem of a profile and what is said of it, and the assumptions made where nothing is said.
-
-    Sizes are texts such as ``"16GB"`` or bytes, rates ``"12GB/s"`` or bytes per second, times texts such as ``"5us"``.
-    ``gpus`` are a number or ``"2x8"``, ``platform`` a file or a Platform instead. ``segments`` says whether segments of
-    layers may be recomputed where ``checkpointing`` doesn't say what may. Without ``batch`` and ``accumulate`` an
-    update is made of four microbatches a GPU; ``batch`` ``"any"`` leaves that to the planner. BadInput for what
-    contradicts.
+    ``option`` is the command line's name where that isn't Python's. A ``knob`` is said as ``-O name=value`` there.
     """
-    unknown = asked.keys() - Asked.__annotations__
-    if unknown:
-        raise TypeError(
-            f"got an unexpected keyword argument '{min(unknown)}'; there are {', '.join(Asked.__annotations__)}"
-        )
-    asked = {**DEFAULTS, **asked}
-    refuse_others(**{name: asked.get(name) for name in CHOICES if name in Asked.__annotations__})
-    accumulate, batch = asked.get("accumulate"), asked.get("batch")
-    if batch == ANY and accumulate is not None:
-        raise BadInput(f"--batch any leaves the batch open, --accumulate {accumulate} says it; leave out one of them")
-    said = accumulate is not None or batch is not None
-    batch = None if batch == ANY else batch
-    if isinstance(batch, str):
-        raise BadInput(f"--batch: '{shown(batch)}' is neither a number of samples nor any")
-    for name, count in {"accumulate": accumulate, "batch": batch}.items():
-        if count is not None and count < 1:
-            raise BadInput(f"--{name}: {count} is not positive")
-    whole = profile.chain
-    where, assumptions = _machine(asked, whole)
-    every = _microbatches(accumulate, batch, whole.microbatch)
-    if not said:
-        every = MICROBATCHES_PER_DEVICE * len(where)
-        assumptions = [assumed_batch(f"{every * whole.microbatch} samples"), *assumptions]
-    policy = _policy(asked, whole, every)
-    own_times = where.devices[0].times is not None
-    granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
-    chain = merging(granularity, asked.get("blocks"))(whole)
-    if chain is not whole and own_times:
-        raise BadInput("--granularity merges layers of one profile; devices with their own need node")
-    allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
-    problem = Problem(chain, where, policy, not asked.get("no_replicas"), allowed, deadline=deadline)
-    more = [chain.worth]
-    if granularity == AUTO and chain is not whole:
-        more.append(f"whole blocks, {len(chain)} layers for {len(whole)}; --granularity node cuts inside blocks, too")
-    return problem, [*assumptions, *profile.assumptions, *filter(None, more)]
+
+    help: str
+    unit: str = ""
+    default: Any = None
+    least: float = 1
+    most: float = 10**9
+    option: str = ""
+    knob: bool = False
+
+    def named(self, keyword: str) -> str:
+        """Return the command line's name for a keyword of Python."""
+        return self.option or keyword.rstrip("_").replace("_", "-")
 
 
-def assumed_batch(what: str) -> str:
-    """Return in words that this is the batch where nobody said one."""
-    return f"batch {what} (assumed; --batch says another, --batch any the best of any)"
+class Common(TypedDict, total=False):
+    """Which machine, what may be cut, and how much memory training takes: words of every question."""
+
+    gpus: Annotated[
+        int | str | tuple[int, ...] | None, Word("Number of equal GPUs, or 2x8: two servers of eight.", "N|NxN")
+    ]
+    gpu: Annotated[
+        str | None,
+        Word(
+            "What they are, such as h100: memory and links where --mem and --bandwidth don't say them. pipeplan list "
+            "gpus has the names.  [default: without --mem the GPU of the profile]",
+            "NAME",
+        ),
+    ]
+    mem: Annotated[int | str | None, Word("Usable memory of each GPU, such as 16GB, 16G or 16GiB.", "SIZE")]
+    batch: Annotated[
+        int | str | None,
+        Word(
+            "Samples per update: a multiple of the profile's microbatch. any: 2bw takes the fewest microbatches within "
+            "0.1% of the best period; flush 4 per GPU; latest the best up to GPUs - 1; stash 1.  [default: 4 "
+            "microbatches per GPU]",
+            "N|any",
+        ),
+    ]
+    reserve: Annotated[
+        int | str | None,
+        Word(
+            "Memory of each GPU that plans leave to CUDA, NCCL and fragments. auto: 2GB, or nothing for a profile of a "
+            "CPU.  [default: nothing]",
+            "SIZE|auto",
+        ),
+    ]
+    bandwidth: Annotated[
+        int | str | None,
+        Word(
+            "Between any two GPUs of a server, per direction, such as 12GB/s or 10Gbps.  [default: that of --gpu; "
+            f"{DEFAULT_BANDWIDTH}]",
+            "RATE",
+        ),
+    ]
+    network: Annotated[
+        int | str | None,
+        Word(f"With --gpus 2x8: between two GPUs of two servers, per direction.  [default: {DEFAULT_NETWORK}]", "RATE"),
+    ]
+    latency: Annotated[str | None, Word("Of each transfer, such as 5us.  [default: 0]", "TIME")]
+    overhead: Annotated[
+        str | None,
+        Word("Time that each message takes the GPUs at both its ends, beside that.  [default: 0]", "TIME"),
+    ]
+    platform: Annotated["str | Platform | None", Word("Platform JSON instead of the options above.", "FILE")]
+    blocking_transfers: Annotated[bool, Word("Transfers keep the GPUs at both their ends from computing.")]
+    granularity: Annotated[
+        str,
+        Word(
+            "auto: block where most layers belong to blocks that are alike, else node. The others: cut after any "
+            "layer, between items of lists of modules, where one tensor is live, or between neighbours merged up to "
+            "that share.",
+            "auto|node|block|articulation|N%",
+            AUTO,
+        ),
+    ]
+    blocks: Annotated[
+        str | None,
+        Word(
+            "The lists whose items are blocks, such as model.layers or stages.*.blocks; means --granularity block.  "
+            "[default: the outermost ones]",
+            "NAMES",
+        ),
+    ]
+    optimizer: Annotated[
+        Optimizer,
+        Word(
+            f"Its state takes {', '.join(row.share for row in OPTIMIZERS.values())} times the fp32 weights.",
+            default="sgd",
+        ),
+    ]
+    precision: Annotated[Precision | None, Word("[default: fp32, or autocast as profiled]")]
+    offload: Annotated[
+        bool | None,
+        Word("Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]"),
+    ]
+    bytes_per_parameter: Annotated[
+        int | str | None,
+        Word(
+            "Weights, gradient and optimizer state as another engine holds them, such as 18, or 6+12 to share the 12 "
+            "with --zero 1.  [default: by --optimizer and --precision]",
+            "N|N+SHARED",
+        ),
+    ]
+    zero: Annotated[
+        Zero,
+        Word("1: the replicas of a stage share its optimizer state and steps (ZeRO-1).", default=0, least=0, most=1),
+    ]
+    clipped: Annotated[
+        bool, Word("For run --clip-norm: updates wait for the norm of all gradients, with weights flush and 2bw.")
+    ]
+    checkpointing: Annotated[
+        Checkpointing | None,
+        Word(
+            "What may be recomputed: nothing, whole stages, or any segments of layers.  [default: segments for auto, "
+            "else stages]"
+        ),
+    ]
 
 
-def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
-    """Return how weights are kept, with an update every so many microbatches; BadInput for what contradicts."""
-    size, zero = bytes_per_parameter(asked.get("bytes_per_parameter")), asked["zero"]
-    offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
-    if offload and size is not None:
-        raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
-    weights = asked.get("weights") or USUAL_WEIGHTS
-    if (zero or offload) and not OPTIMIZERS[asked["optimizer"]].elementwise:
-        raise BadInput(
-            f"--optimizer {asked['optimizer']}: steps whole matrices, and {'--zero 1' if zero else '--offload'} parts"
-        )
-    if sync and WEIGHTS[weights].synced is None:
-        raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
-    if zero and asked.get("no_replicas"):
-        raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
-    if zero and size is not None and size[1] is None:
-        raise BadInput(
-            f"--zero 1: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "
-            "Megatron-LM's 18"
-        )
-    if clip and not WEIGHTS[weights].together:
-        raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
-    precision = asked.get("precision") or chain.precision
-    misfit = chain.misfit(precision)
-    if misfit is not None:
-        raise BadInput(misfit)
-    policy = Policy(weights, every, asked["optimizer"], precision, offload, sync, zero=zero, clip=clip)
-    if size is None:
-        return policy
-    return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)
+class Asked(Common, total=False):
+    """A problem: see :func:`.problems.problem_of`. All words are optional."""
+
+    weights: Annotated[
+        Weights | None,
+        Word(
+            "How weight versions are kept.  [default: stash or 2bw, the one whose gradients are less late if it takes "
+            "at most 2% longer; flush in grids, with --for and with a --schedule that drains]"
+        ),
+    ]
+    accumulate: Annotated[int | None, Word("Microbatches per update.  [default: 4 per GPU]")]
+    no_replicas: Annotated[bool, Word("One GPU per stage.")]
+    vertical_sync: Annotated[
+        bool,
+        Word("stash, latest: one version of the weights for a microbatch in all stages, which costs versions."),
+    ]
 
 
-def bytes_per_parameter(said: int | str | None) -> tuple[int, int | None] | None:
-    """Return the bytes in all that ``18`` or ``6+12`` says, and those after the ``+``, which replicas may share."""
-    if said is None:
-        return None
-    parts = str(said).split("+")
-    if len(parts) > 2 or not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_BYTES for x in parts):
-        raise BadInput(
-            f"--bytes-per-parameter: '{shown(str(said), 40)}' is no number from 1 to {MOST_BYTES} such as 18, nor two, "
-            "of which replicas may share the second, such as 6+12"
-        )
-    return sum(map(int, parts)), int(parts[1]) if len(parts) == 2 else None
+class Searched(TypedDict, total=False):
+    """How hard is searched, and what for: words that several questions have."""
+
+    limit: Annotated[
+        int | None,
+        Word(
+            "Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches; v-limit: "
+            "activations of chunks on a GPU.  [default: whatever is fastest]",
+            most=10**6,
+        ),
+    ]
+    effort: Annotated[
+        Effort | None,
+        Word(
+            "auto: how many candidates to try beyond the exact contiguous plan, high after all of normal; grids: how "
+            "many local moves.  [default: normal]"
+        ),
+    ]
+    time_limit: Annotated["str | Deadline | None", Word("Stop searching after this long, such as 30s.", "TIME")]
 
 
-def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
-    """Return the platform that is asked for, less what is reserved, and what was assumed."""
-    where, assumptions = _platform(
-        asked.get("platform"),
-        chain,
-        {
-            "gpus": asked.get("gpus"),
-            "mem": _size(asked.get("mem")),
-            "gpu": asked.get("gpu"),
-            "bandwidth": _rate(asked.get("bandwidth")),
-            "network": _rate(asked.get("network")),
-            "latency": asked.get("latency"),
-        },
-    )
-    where = replace(where, blocking=where.blocking or asked.get("blocking_transfers", False))
-    overhead = asked.get("overhead")
-    if overhead is not None:
-        where = replace(where, overhead_ns=parse_wait(overhead, "--overhead"))
-    reserve = asked.get("reserve")
-    if reserve == "auto":
-        reserve = None if chain.of_cpu else RESERVE
-    return where if reserve is None else reserving(where, str(_size(reserve)), "--reserve"), assumptions
+class Knobs(TypedDict, total=False):
+    """What tunes a search."""
+
+    gap: Annotated[
+        float | None,
+        Word(
+            "auto: stop at a plan this near to what no plan can beat, such as 1%; 0% tries all.  [default: 0.1%]",
+            "PERCENT",
+            least=0,
+            most=1,
+            knob=True,
+        ),
+    ]
+    solver: Annotated[
+        Solver,
+        Word(
+            "Of the integer program that orders non-contiguous stages; highs needs highspy.", default="cbc", knob=True
+        ),
+    ]
+    jobs: Annotated[
+        int,
+        Word(
+            "Processes that search where one search needn't wait for another; results are the same.",
+            "N",
+            1,
+            most=256,
+            knob=True,
+        ),
+    ]
 
 
-def refuse_others(**said: object) -> None:
-    """Raise BadInput for what is none of the values that an option of that name has, or None."""
-    for name, value in said.items():
-        if value is not None and value not in CHOICES[name]:
-            among = ", ".join(map(str, CHOICES[name]))
-            raise BadInput(f"--{name}: '{shown(str(value), 40)}' is not one of {among}")
+class Planning(Asked, Searched, Knobs, total=False):
+    """Which plan is best: see :func:`.planning.plan`."""
+
+    microbatch: Annotated[
+        int | None,
+        Word("Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]", "N"),
+    ]
+    for_: Annotated[
+        TargetName | None,
+        Word(
+            "The best plan that this framework can express and run, and what the restriction costs; weights are flush."
+        ),
+    ]
+    schedule: Annotated[
+        PlannedSchedule | None,
+        Word(
+            "One schedule: of those that drain with flush, nf1b or pattern with latest, else pattern. best: with "
+            "flush, the best order of passes that is found on the stages of the plan, or on others on its GPUs.  "
+            "[default: best of all with flush, else the first]"
+        ),
+    ]
+    algorithm: Annotated[
+        Literal["auto"] | AlgorithmName,
+        Word("auto is the portfolio: exact contiguous first, then what might beat it.", default=AUTO),
+    ]
+    options: Annotated[Any, Word("Of the algorithm, by name.", "KEY=VALUE", option="option")]
+    robust: Annotated[
+        float | None,
+        Word(
+            "The plan of the least 95th percentile where durations are drawn around the planned ones, by so much as "
+            "5%; and what the plan of least period loses then.",
+            "PERCENT",
+            least=0,
+            most=1,
+        ),
+    ]
+    split: Annotated[
+        str | None,
+        Word(
+            "Search nothing: evaluate stages of 4,4,4,5 layers, or those that later begin with the layers, or modules, "
+            "named.",
+            "COUNTS|NAMES",
+        ),
+    ]
+    replicas: Annotated[
+        str | None, Word("With --split: GPUs of each stage, such as 2,1,1.  [default: 1 each]", "COUNTS")
+    ]
+    on: Annotated[str | None, Word("With --split: the GPUs of each stage, such as 0,1/2/3/2.", "GPUS")]
+    recompute: Annotated[
+        str | None,
+        Word(
+            "With --split: layers to recompute: whole stages, each layer by itself, or ranges such as 0-3,8, a segment "
+            "each.  [default: none]",
+            "all|none|each|LAYERS",
+        ),
+    ]
+    order: Annotated[
+        Order,
+        Word("Of the layers of a graph: the best for stages that is found, or the profile's.", default=BEST, knob=True),
+    ]
+    seed: Annotated[int, Word("Of --robust.", "N", 0, 0, LARGEST_SEED, knob=True)]
+    runs: Annotated[int, Word("Of --robust.", "N", 20, most=MOST_RUNS, knob=True)]
 
 
-def deadline_of(time_limit: str | Deadline | None) -> Deadline:
-    """Return the deadline that a time such as ``"30s"`` sets from now on; one that is given already as it is."""
-    if time_limit is None or isinstance(time_limit, Deadline):
-        return time_limit or NEVER
-    return Deadline.within(parse_time(time_limit, "--time-limit") / 1e9)
+class Grids(Common, Searched, total=False):
+    """Which grid of stages x pipelines is best: see :func:`.planning.grid`."""
+
+    pipelines: Annotated[
+        int | None,
+        Word(
+            "Equal pipelines that share every batch; auto: whatever is fastest.", "auto|N", most=10**6,
+            option="data-parallel",
+        ),
+    ]  # fmt: skip
+    microbatches: Annotated[
+        Sequence[int] | None,
+        Word(
+            "Samples of a microbatch: several to choose from, such as 1,2,4.  [default: those profiled; of a model 8]",
+            "N,..",
+            option="microbatch",
+        ),
+    ]
+    profiles: Annotated[
+        Any,
+        Word(
+            "A profile of the same network at another microbatch size; repeatable.",
+            "FILE",
+            (),
+            option="microbatch-profile",
+        ),
+    ]
+    layer_overhead: Annotated[
+        str,
+        Word(
+            "Part of each pass of a layer that doesn't shrink with the microbatch, where sizes are scaled from one "
+            "profile.",
+            "TIME",
+            "0",
+        ),
+    ]
+    overlap: Annotated[
+        bool,
+        Word(
+            "Sum gradients in chunks of 4 buckets of 16 million parameters, and step the optimizer on one while the "
+            "next is summed.",
+            default=False,
+        ),
+    ]
 
 
-def whole_microbatches(batch: int, each: int) -> int:
-    """Return how many microbatches of ``each`` samples a batch has; BadInput names the nearest that have whole ones."""
-    if batch % each == 0:
-        return batch // each
-    nearest = [str(x) for x in (batch - batch % each, batch - batch % each + each) if x]
-    raise BadInput(
-        f"--batch: {batch} samples are no multiple of the profile's microbatches of {each}; "
-        f"the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"
-    )
+class Comparing(Asked, Knobs, total=False):
+    """Which algorithm is best: see :func:`.comparing.compare`."""
+
+    algorithms: Annotated[str | Sequence[str], Word("auto, gpipe, or of plan --algorithm.", "NAMES", COMPARED)]
+    effort: Annotated[Effort | None, Word("How many candidates auto tries.  [default: normal]")]
+    time_limit: Annotated["str | Deadline | None", Word("Stop after this long, such as 600s.", "TIME")]
 
 
-def _microbatches(accumulate: int | None, batch: int | None, each: int) -> int | None:
-    """Return the microbatches per update that --accumulate or --batch says, with ``each`` so many samples."""
-    if batch is None:
-        return accumulate
-    count = whole_microbatches(batch, each)
-    if accumulate not in (None, count):
-        raise BadInput(
-            f"--batch {batch} is {count} microbatches of {each} samples an update, --accumulate says {accumulate}"
-        )
-    return count
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A word of a question: its keyword in Python, what it is, and the types that it may have."""
+
+    keyword: str
+    word: Word
+    types: tuple[Any, ...]
+
+    @property
+    def default(self) -> Any:
+        """What it means where it isn't said."""
+        flag = bool in self.types and type(None) not in self.types and self.word.default is None
+        return False if flag else self.word.default
+
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """The values that it has, where they can be listed."""
+        found = tuple(value for each in self.types if get_origin(each) is Literal for value in get_args(each))
+        return found or None
 
 
-def _platform(
-    given: str | Platform | None, chain: Chain, said: dict[str, int | str | tuple[int, ...] | None]
-) -> tuple[Platform, list[str]]:
-    """Return the platform that is given, or in a file, or that of GPUs by name and number, and what was assumed."""
-    if given is not None:
-        more = [f"--{name}" for name, value in said.items() if value is not None]
-        if more:
-            raise BadInput(f"--platform already says what {', '.join(more)} would")
-        return given if isinstance(given, Platform) else read_platform(given, chain), []
-    counts = said.pop("gpus")
-    if counts is None:
-        raise BadInput("say the platform: --gpus, and --mem or --gpu, or --platform FILE")
-    counts = counts if isinstance(counts, tuple) else gpu_counts(str(counts))
-    return platform_of_gpus(counts, **said, chain=chain)  # type: ignore[arg-type]  # texts but for the counts
+def words(question: type) -> dict[str, Said]:
+    """Return the words of a question by their keywords, in its order: those of several questions first."""
+    found: dict[str, Said] = {}
+    for keyword, annotation in question.__annotations__.items():
+        kind, (word,) = annotation.__origin__, annotation.__metadata__
+        parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+        found[keyword] = Said(keyword, word, parts)
+    return found
 
 
-def _size(value: int | str | None) -> str | None:
-    return f"{value}B" if isinstance(value, int) else value
+def defaults(question: type) -> Any:
+    """Return a question with what its words mean where they aren't said."""
+    return {keyword: said.default for keyword, said in words(question).items()}
 
 
-def _rate(value: int | str | None) -> str | None:
-    return f"{value}B/s" if isinstance(value, int) else value
+def part_of(question: type, said: Any) -> Any:
+    """Return the words of ``question`` among all that are said."""
+    return {keyword: said[keyword] for keyword in question.__annotations__ if keyword in said}

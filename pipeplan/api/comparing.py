@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
-from ..deadline import NEVER, Deadline
+from ..deadline import NEVER
 from ..errors import BadInput, PipeplanError
 from ..names import shown
 from ..partition import ALGORITHMS
@@ -16,13 +15,13 @@ from ..planner.plan import AUTO
 from ..planner.what_if.compare import GPIPE, OnePlatform
 from ..planner.what_if.compare import compare as compared
 from ..problem import MICROBATCHES_PER_DEVICE, Problem
-from ..schedule.periodic.solvers import Solver
 from ..status import Status
 from ..units import parse_bytes, parse_counts
-from .asked import Asked, Effort, assumed_batch, deadline_of, problem_of, refuse_others
+from .asked import Asked, Comparing, defaults, part_of
 from .planning import Given, given_profiles
+from .problems import assumed_batch, deadline_of, problem_of
 
-DEFAULT = ("data-parallel", GPIPE, "pipedream", "contiguous", AUTO)
+DEFAULTS: Comparing = defaults(Comparing)
 NAMES = (AUTO, GPIPE, *ALGORITHMS)
 MOST_CASES = 1000  # without a time limit
 
@@ -47,31 +46,22 @@ class Comparison:
         print_rows(self.problem, self.rows, self.assumptions, width)
 
 
-def compare(
-    profile: Given,
-    *,
-    algorithms: Sequence[str] = DEFAULT,
-    effort: Effort | None = None,
-    gap: float | None = None,
-    solver: Solver = "cbc",
-    jobs: int = 1,
-    time_limit: str | Deadline | None = None,
-    status: Status | None = None,
-    **asked: Unpack[Asked],
-) -> Comparison:
+def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Comparing]) -> Comparison:
     """Return what each of ``algorithms`` reaches for ``gpus`` such as ``"2-8"`` and ``mem`` such as ``"3GB,4GB"``.
 
     All update weights equally often: see :func:`..planner.compare.compare`. ``status`` says how far it is. ``jobs``
     platforms are searched at a time. PipeplanError where ``time_limit`` leaves none.
     """
-    refuse_others(effort=effort, solver=solver)
+    said: Comparing = {**DEFAULTS, **asked}
+    algorithms = said["algorithms"].split(",") if isinstance(said["algorithms"], str) else said["algorithms"]
     for name in algorithms:
         if name not in NAMES:
             raise BadInput(f"--algorithms: '{shown(name)}' is not one of {', '.join(NAMES)}")
-    if asked.get("platform") is not None:
+    if said["platform"] is not None:
         raise BadInput("compare builds its platforms from --gpus and --mem; --platform says one")
-    deadline = deadline_of(time_limit)
-    gpus, mem = asked.get("gpus") or "", asked.get("mem") or ""
+    deadline = deadline_of(said["time_limit"])
+    words: Asked = part_of(Asked, said)
+    gpus, mem = words["gpus"] or "", words["mem"] or ""
     counts = list(gpus) if isinstance(gpus, tuple) else parse_counts(str(gpus), "--gpus")
     memories = [mem] if isinstance(mem, int) else [parse_bytes(size, "--mem") for size in mem.split(",")]
     total = len(counts) * len(memories)
@@ -79,13 +69,13 @@ def compare(
         searches = f"{len(counts)} x {len(memories)} cases, {total * len(algorithms)} searches"
         raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
     status, began = status or Status(), time.monotonic()
-    asked["gpus"], asked["mem"] = (counts[0],), min(memories)
-    (given,), deadline = given_profiles(profile, asked, [None], status, deadline)
-    problem, assumptions = problem_of(given, **asked, deadline=deadline)
-    batch = asked.get("accumulate") is not None or asked.get("batch") is not None
+    words["gpus"], words["mem"] = (counts[0],), min(memories)
+    (given,), deadline = given_profiles(profile, words, [None], status, deadline)
+    problem, assumptions = problem_of(given, **words, deadline=deadline)
+    batch = words["accumulate"] is not None or words["batch"] is not None
     if not batch and len(counts) > 1:
         assumptions[0] = assumed_batch(f"of {MICROBATCHES_PER_DEVICE} microbatches a GPU")
-    settings = Settings(solver, gap=GAP if gap is None else gap)
+    settings = Settings(said["solver"], gap=GAP if said["gap"] is None else said["gap"])
     status.say(f"0 of {total} cases done")
     rows: list[OnePlatform] = []
     for row in compared(
@@ -95,9 +85,9 @@ def compare(
         algorithms,
         clock=time.process_time,
         settings=settings,
-        effort=effort or "normal",
-        jobs=jobs,
-        weights=asked.get("weights") is not None,
+        effort=said["effort"] or "normal",
+        jobs=said["jobs"],
+        weights=words["weights"] is not None,
         batch=batch,
     ):
         if deadline.passed:  # this row may have been cut short

@@ -45,12 +45,12 @@ def _solvers() -> Iterator[Finding]:
 
     try:
         refuse_lacking("cbc")
-        yield Finding("CBC", "good", "runs: --solver cbc")
+        yield Finding("CBC", "good", "runs: -O solver=cbc")
     except PipeplanError as error:
-        yield Finding("CBC", "broken", str(error), "--solver highs")
+        yield Finding("CBC", "broken", str(error), "-O solver=highs")
     found = _version("highspy")
     if found is None:
-        yield Finding("HiGHS", "absent", "not installed: --solver highs needs it", "pip install 'pipeplan[highs]'")
+        yield Finding("HiGHS", "absent", "not installed: -O solver=highs needs it", "pip install 'pipeplan[highs]'")
         return
     try:
         refuse_lacking("highs")

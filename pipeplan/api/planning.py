@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..check.targets import TARGETS
-from ..choices import BEST, DRAINED
+from ..choices import BEST, DRAINED, Effort
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.plans import load_plan
@@ -19,50 +19,73 @@ from ..partition.merging import merging
 from ..plan import ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
-from ..planner.simulated.simulation import RUNS
 from ..problem import Chain, Problem
 from ..schedule.kinds import KINDS
-from ..schedule.periodic.solvers import Solver
 from ..status import Status
 from ..units import parse_time
-from .asked import ANY, Asked, Effort, Order, deadline_of, problem_of, refuse_others
+from .asked import Asked, Common, Grids, Planning, defaults, part_of
+from .problems import ANY, deadline_of, problem_of
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 
+if TYPE_CHECKING:
+    from ..planner.robust import Jitter
+
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
+DEFAULTS: Planning = defaults(Planning)
+GRID_DEFAULTS: Grids = defaults(Grids)
+STATING = ("split", "replicas", "on", "recompute")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question for one plan with all its words, and who hears of the search."""
+
+    said: Planning
+    settings: Settings
+    kind: ScheduleKind | None
+    stated: dict[str, str] | None
+    jitter: Jitter | None
+    deadline: Deadline
+
+    @property
+    def effort(self) -> Effort:
+        """How hard is searched."""
+        return self.said["effort"] or "normal"
+
+    def made(self, problem: Problem) -> Planned:
+        """Return the plan of a problem as it stands: searched for, or stated."""
+        from ..planner.periodic.stated import STATED
+        from ..planner.plan import make_plan
+
+        algorithm, options = (
+            (self.said["algorithm"], _known(self.said)) if self.stated is None else (STATED, self.stated)
+        )
+        return make_plan(
+            problem, algorithm, options, self.settings, self.effort, self.kind, self.said["limit"], self.jitter
+        )
+
+    def found(self, problem: Problem) -> tuple[Planned, Problem]:
+        """Return the plan in the order of layers that is asked for, and the problem in that order."""
+        from ..planner.what_if.layer_orders import planned_in_best_order
+
+        if self.said["order"] == "best" and self.stated is None and self.said["algorithm"] in (AUTO, "contiguous"):
+            return planned_in_best_order(problem, self.settings, self.effort, self.kind, self.made)
+        return self.made(problem), problem
 
 
 def plan(
     profile: Given,
     *,
-    algorithm: str = AUTO,
-    options: Mapping[str, Any] | None = None,
-    for_: str | None = None,
-    schedule: ScheduleKind | Literal["best"] | None = None,
-    limit: int | None = None,
-    split: str | None = None,
-    replicas: str | None = None,
-    on: str | None = None,
-    recompute: str | None = None,
-    effort: Effort | None = None,
-    gap: float | None = None,
-    order: Order = "best",
-    solver: Solver = "cbc",
-    jobs: int = 1,
-    time_limit: str | Deadline | None = None,
-    microbatch: int | None = None,
-    robust: float | None = None,
-    seed: int = 0,
-    runs: int = RUNS,
     progress: Callable[[str], None] | None = None,
     status: Status | None = None,
     on_plan: Callable[[PlanResult], None] | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[Planning],
 ) -> PlanResult:
     """Return the best validated plan found for ``profile`` on what ``asked`` describes; Infeasible, explained, if none.
 
     ``profile`` is one, its file, or the name of a model, which is estimated for ``gpu`` in microbatches of
-    ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.asked.problem_of`.
+    ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.problems.problem_of`.
     ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
     ``time_limit`` (``"30s"``) has passed; the layers of a DAG in the best ``order`` that is found, or as they are
     ``given``. Where ``weights`` and ``schedule`` are not said the weights are those that :func:`..planner.least_late
@@ -75,88 +98,95 @@ def plan(
     with the same plan for any number. ``progress`` hears of each improvement, ``status`` says at any time what is going
     on. BadInput for what contradicts.
     """
-    from ..planner.least_late import least_late
-    from ..planner.periodic.stated import STATED
-    from ..planner.plan import make_plan
-    from ..planner.robust import Jitter
-    from ..planner.what_if.alternatives import with_alternatives
     from ..planner.what_if.best_order import OWN, TRIED
-    from ..planner.what_if.layer_orders import planned_in_best_order
     from ..planner.what_if.ordered import WHY_NOT, ordered
-    from ..planner.what_if.target import make_target_plan, priced
 
-    deadline = deadline_of(time_limit)
-    refuse_others(effort=effort, solver=solver, order=order)
-    stated = _stated(algorithm, effort, gap, split=split, replicas=replicas, on=on, recompute=recompute)
-    options = _known(algorithm, options or {})
-    if schedule is not None and schedule not in (*KINDS, BEST):
-        raise BadInput(f"--schedule: '{shown(schedule)}' is not one of {', '.join((*KINDS, BEST))}")
-    kind: ScheduleKind | None = None if schedule == BEST else schedule
-    if gap is not None and algorithm != AUTO:
-        raise BadInput("--gap says when --algorithm auto may stop; leave it out")
-    jitter = None if robust is None else Jitter(robust, seed, runs)
-    if for_ is not None and jitter is not None:
-        raise BadInput("--for has a search of its own; leave out --robust")
-    if schedule == BEST and (for_ is not None or jitter is not None):
-        raise BadInput(f"--schedule best orders passes for itself; leave out {'--robust' if for_ is None else '--for'}")
-    if for_ is not None:
-        _refuse_with_target(for_, algorithm, stated is not None, kind, limit, asked)
-        asked["weights"] = DRAINED
-    elif schedule is not None and asked.get("weights") is None and _drains(schedule):
-        asked["weights"] = DRAINED
     status = status or Status()
-    merging(asked.get("granularity", "auto"), asked.get("blocks"))  # refuses before anything is read
-    (given,), deadline = given_profiles(profile, asked, [microbatch], status, deadline)
-    until = deadline.part(2) if schedule == BEST else deadline
-    problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=until)
-    if schedule == BEST and not problem.policy.drains:
+    question = _question({**DEFAULTS, **asked}, progress, status)
+    said, best = question.said, question.said["schedule"] == BEST
+    merging(said["granularity"], said["blocks"])  # refuses before anything is read
+    words: Asked = part_of(Asked, said)
+    (given,), deadline = given_profiles(profile, words, [said["microbatch"]], status, question.deadline)
+    until = deadline.part(2) if best else deadline
+    problem, assumptions = problem_of(given, **words, segments=said["algorithm"] == AUTO, deadline=until)
+    if best and not problem.policy.drains:
         raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
-    settings = Settings(solver, gap=GAP if gap is None else gap, jobs=jobs, progress=progress, status=status)
-    effort, began, worked = effort or "normal", time.perf_counter(), time.process_time()
-    if for_ is not None:
+    began = time.perf_counter()
+    if said["for_"] is not None:
 
         def tell(planned: Planned) -> None:
             if on_plan is not None:
                 on_plan(_timed(planned, assumptions, began))
 
-        found = make_target_plan(problem, for_, settings, effort, () if kind is None else (kind,), tell)
-        tell(found)
-        found = priced(problem, found, for_, settings, effort, time.perf_counter() - began)
+        found = _for_target(question, problem, said["for_"], tell, began)
     else:
-
-        def planned(problem: Problem) -> Planned:
-            if stated is not None:
-                return make_plan(problem, STATED, stated, settings, effort, kind, limit, jitter)
-            return make_plan(problem, algorithm, options, settings, effort, kind, limit, jitter)
-
-        def found_of(problem: Problem) -> tuple[Planned, Problem]:
-            if order == "best" and stated is None and algorithm in (AUTO, "contiguous"):
-                return planned_in_best_order(problem, settings, effort, kind, planned)
-            return planned(problem), problem
-
-        found, problem = least_late(problem, found_of) if asked.get("weights") is None else found_of(problem)
-        if stated is None:  # other stages than the stated ones are no alternatives
-            found = with_alternatives(found, problem, settings, time.process_time() - worked)
-    if schedule == BEST:
+        found = _searched(question, problem)
+    if best:
         status.phase = "orders of passes"
-        found = ordered(found, deadline, TRIED if stated is None else (OWN,))
+        found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
     return _timed(found, assumptions, began)
+
+
+def _question(said: Planning, progress: Callable[[str], None] | None, status: Status) -> Question:
+    """Return what is asked, with the weights that follow; BadInput for what contradicts."""
+    from ..planner.robust import Jitter
+
+    deadline, schedule = deadline_of(said["time_limit"]), said["schedule"]
+    algorithm, gap, target = said["algorithm"], said["gap"], said["for_"]
+    stated = _stated(said)
+    _known(said)
+    if gap is not None and algorithm != AUTO:
+        raise BadInput("-O gap says when --algorithm auto may stop; leave it out")
+    jitter = None if said["robust"] is None else Jitter(said["robust"], said["seed"], said["runs"])
+    if target is not None and jitter is not None:
+        raise BadInput("--for has a search of its own; leave out --robust")
+    if schedule == BEST and (target is not None or jitter is not None):
+        raise BadInput(
+            f"--schedule best orders passes for itself; leave out {'--robust' if target is None else '--for'}"
+        )
+    if target is not None:
+        _refuse_with_target(target, said, stated is not None)
+        said["weights"] = DRAINED
+    elif schedule is not None and said["weights"] is None and _drains(schedule):
+        said["weights"] = DRAINED
+    settings = Settings(
+        said["solver"], gap=GAP if gap is None else gap, jobs=said["jobs"], progress=progress, status=status
+    )
+    return Question(said, settings, None if schedule == BEST else schedule, stated, jitter, deadline)
+
+
+def _for_target(
+    question: Question, problem: Problem, target: str, tell: Callable[[Planned], None], began: float
+) -> Planned:
+    """Return the best plan that ``target`` can express, with its price."""
+    from ..planner.what_if.target import make_target_plan, priced
+
+    kinds = () if question.kind is None else (question.kind,)
+    found = make_target_plan(problem, target, question.settings, question.effort, kinds, tell)
+    tell(found)
+    return priced(problem, found, target, question.settings, question.effort, time.perf_counter() - began)
+
+
+def _searched(question: Question, problem: Problem) -> Planned:
+    """Return the plan that is found, or stated, under the weights that are asked for or that are less late."""
+    from ..planner.least_late import least_late
+    from ..planner.what_if.alternatives import with_alternatives
+
+    worked = time.process_time()
+    found, problem = (
+        least_late(problem, question.found) if question.said["weights"] is None else question.found(problem)
+    )
+    if question.stated is not None:  # other stages than the stated ones are no alternatives
+        return found
+    return with_alternatives(found, problem, question.settings, time.process_time() - worked)
 
 
 def grid(
     profile: Given,
     *,
-    pipelines: int | None = None,
-    microbatches: Sequence[int] | None = None,
-    profiles: Sequence[Given] = (),
-    layer_overhead: str = "0",
-    overlap: bool = False,
-    limit: int | None = None,
-    effort: Effort | None = None,
-    time_limit: str | Deadline | None = None,
     progress: Callable[[str], None] | None = None,
     status: Status | None = None,
-    **asked: Unpack[Asked],
+    **asked: Unpack[Grids],
 ) -> PlanResult:
     """Return the plan of the stages x equal ``pipelines`` (None: any) that are done first with ``batch`` samples.
 
@@ -168,31 +198,31 @@ def grid(
     from ..planner.drained.space import grid_problem
     from ..planner.what_if.grid import make_grid_plan
 
-    deadline = deadline_of(time_limit)
-    refuse_others(effort=effort)
-    _refuse_with_grid(asked)
-    batch, asked["batch"], asked["weights"] = asked.get("batch"), ANY, DRAINED
+    said: Grids = {**GRID_DEFAULTS, **asked}
+    deadline, batch, microbatches = deadline_of(said["time_limit"]), said["batch"], said["microbatches"]
     if not isinstance(batch, int):
-        raise BadInput("--data-parallel plans for a batch; say its samples with --batch")
-    merged = merging(asked.get("granularity", "auto"), asked.get("blocks"))
+        raise BadInput("a grid is planned for a batch; say its samples with --batch")
+    words: Asked = part_of(Common, said)
+    words["batch"], words["weights"] = ANY, DRAINED
+    merged = merging(said["granularity"], said["blocks"])
     status = status or Status()
     sizes = sorted(set(microbatches)) if microbatches and is_name(profile) else [None]
-    (first, *others), deadline = given_profiles(profile, asked, sizes, status, deadline)
-    others += [other for x in profiles for other in given_profiles(x, asked, [None], status, deadline)[0]]
-    problem, assumptions = problem_of(first, **asked, deadline=deadline)
+    (first, *others), deadline = given_profiles(profile, words, sizes, status, deadline)
+    others += [other for x in said["profiles"] for other in given_profiles(x, words, [None], status, deadline)[0]]
+    problem, assumptions = problem_of(first, **words, deadline=deadline)
     question, more = grid_problem(
         problem,
         batch,
         [problem.chain, *(merged(other.chain) for other in others)],
         microbatches,
-        pipelines=pipelines,
-        fixed_ns=parse_time(layer_overhead, "--layer-overhead"),
-        offload=asked.get("offload"),
-        overlap=overlap,
-        limit=limit,
+        pipelines=said["pipelines"],
+        fixed_ns=parse_time(said["layer_overhead"], "--layer-overhead"),
+        offload=said["offload"],
+        overlap=said["overlap"],
+        limit=said["limit"],
     )
     began = time.perf_counter()
-    found = make_grid_plan(question, Settings(progress=progress, status=status), effort or "normal")
+    found = make_grid_plan(question, Settings(progress=progress, status=status), said["effort"] or "normal")
     return _timed(found, [*assumptions, *more], began)
 
 
@@ -224,70 +254,50 @@ def _timed(found: Planned, assumptions: Sequence[str], began: float) -> PlanResu
     return PlanResult(plan, found.evaluation, tuple(assumptions))
 
 
-def _stated(algorithm: str, effort: str | None, gap: float | None, **given: str | None) -> dict[str, str] | None:
+def _stated(said: Planning) -> dict[str, str] | None:
     """Return what states a configuration, None where nothing does; BadInput beside what says how to search."""
-    said = {name: value for name, value in given.items() if value is not None}
-    if not said:
+    found = {name: said[name] for name in STATING if said[name] is not None}  # type: ignore[literal-required]  # each is a word
+    if not found:
         return None
-    if "split" not in said:
-        raise BadInput(f"--{next(iter(said))} goes with --split, which says the stages")
-    searching = {"algorithm": algorithm != AUTO, "effort": effort is not None, "gap": gap is not None}
+    if "split" not in found:
+        raise BadInput(f"--{next(iter(found))} goes with --split, which says the stages")
+    searching = {"algorithm": said["algorithm"] != AUTO, "effort": bool(said["effort"]), "gap": said["gap"] is not None}
     for name, there in searching.items():
         if there:
-            raise BadInput(f"--split searches nothing; leave out --{name}")
-    return said
+            raise BadInput(f"--split searches nothing; leave out {'-O gap' if name == 'gap' else f'--{name}'}")
+    return found
 
 
-def _known(algorithm: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an algorithm that are given; BadInput for those that it doesn't have."""
-    if algorithm != AUTO and algorithm not in ALGORITHMS:
-        raise BadInput(f"--algorithm: '{shown(algorithm)}' is not one of {', '.join((AUTO, *ALGORITHMS))}")
+def _known(said: Planning) -> dict[str, Any]:
+    """Return the options of the algorithm that are given; BadInput for those that it doesn't have."""
+    algorithm = said["algorithm"]
     knobs = {} if algorithm == AUTO else ALGORITHMS[algorithm].options
-    for name, value in options.items():
+    for name, value in (said["options"] or {}).items():
         if name not in knobs:
             has = f"it has {', '.join(knobs)}" if knobs else "it has none"
             raise BadInput(f"-O {shown(name)} is not an option of --algorithm {algorithm}; {has}")
         if value not in knobs[name]:
             among = ", ".join(str(x).lower() for x in knobs[name])
             raise BadInput(f"-O {name}: '{shown(str(value))}' is not one of {among}")
-    return dict(options)
+    return dict(said["options"] or {})
 
 
-def _refuse_with_target(
-    target: str, algorithm: str, stated: bool, schedule: ScheduleKind | None, limit: int | None, asked: Asked
-) -> None:
+def _refuse_with_target(target: str, said: Planning, stated: bool) -> None:
     """Raise BadInput for what contradicts --for."""
-    if target not in TARGETS:
-        raise BadInput(f"--for: '{shown(target)}' is not one of {', '.join(TARGETS)}")
+    algorithm, schedule, weights = said["algorithm"], said["schedule"], said["weights"]
     if algorithm != AUTO or stated:
-        said = "--split" if stated else f"--algorithm {algorithm}"
-        raise BadInput(f"--for has a search of its own; leave out {said}")
+        other = "--split" if stated else f"--algorithm {algorithm}"
+        raise BadInput(f"--for has a search of its own; leave out {other}")
     if schedule is not None and schedule not in TARGETS[target].kinds:
         raise BadInput(f"--for {target} plans {' or '.join(TARGETS[target].kinds)}, not --schedule {schedule}")
-    if asked.get("vertical_sync") or limit is not None:
-        said = "--vertical-sync" if asked.get("vertical_sync") else "--limit"
-        raise BadInput(f"--for {target} drains; leave out {said}")
-    if asked.get("checkpointing") not in (None, "none"):
+    if said["vertical_sync"] or said["limit"] is not None:
+        raise BadInput(f"--for {target} drains; leave out {'--vertical-sync' if said['vertical_sync'] else '--limit'}")
+    if said["checkpointing"] not in (None, "none"):
         raise BadInput(f"--for {target} recomputes as that can; leave out --checkpointing, or say none")
-    _refuse_other_weights("--for", asked, "drains the pipelines after every mini-batch")
-
-
-def _refuse_with_grid(asked: Asked) -> None:
-    """Raise BadInput for what contradicts a grid."""
-    _refuse_other_weights("--data-parallel", asked, "drains the pipelines after every batch")
-    if asked.get("accumulate") is not None:
-        raise BadInput("--data-parallel updates weights once per --batch; leave out --accumulate")
-    if asked.get("no_replicas"):
-        raise BadInput("--data-parallel and --no-replicas contradict each other; --data-parallel 1 has none")
-    if asked.get("vertical_sync"):
-        raise BadInput("--data-parallel plans message-driven pipelines that drain; leave out --vertical-sync")
+    if weights not in (None, DRAINED):
+        raise BadInput(f"--for drains the pipelines after every mini-batch, which is --weights flush, not {weights}")
 
 
 def _drains(schedule: str) -> bool:
     """Whether a schedule goes with weights that are flushed and with no others."""
     return schedule == BEST or KINDS[schedule].drains  # type: ignore[index]  # one of them, as checked
-
-
-def _refuse_other_weights(option: str, asked: Asked, why: str) -> None:
-    if asked.get("weights") not in (None, DRAINED):
-        raise BadInput(f"{option} {why}, which is --weights flush, not {asked.get('weights')}")

@@ -26,7 +26,7 @@ from ..planner.simulated.simulation import (
 )
 from ..schedule.kinds import schedules
 from ..status import Status
-from .asked import whole_microbatches
+from .problems import whole_microbatches
 
 ALL = "all"  # of the list; BEST is none of them and takes some seconds a placement, so that it is named beside it
 

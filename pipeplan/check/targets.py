@@ -158,7 +158,7 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     s = next(s for s, stage in enumerate(stages) if stage.checkpoint)
     raise CannotExpress(
         f"{name}: stage {s} recomputes {_ranges(stages[s].checkpoint)}; there all stages recompute "
-        f"{' or '.join(_RULES[rule] for rule in target.rules)} (plan with --for {name}, or --no-checkpointing)"
+        f"{' or '.join(_RULES[rule] for rule in target.rules)} (plan with --for {name}, or --checkpointing none)"
     )
 
 

@@ -43,7 +43,6 @@ COMMANDS = {
     "doctor": ("doctor", "Say what this machine has for planning and training, and what lacks."),
     "completion": ("completion", "Print or install what lets the shell complete commands."),
 }
-FORMER = {"algorithms": "algorithms"}  # old names that still work -> module
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130
 ESCAPED = "pipeplan-escaped"  # what to do with letters that an output lacks
@@ -70,10 +69,9 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a command, or None for an unknown name."""
-        module = COMMANDS[cmd_name][0] if cmd_name in COMMANDS else FORMER.get(cmd_name)
-        if module is None:
+        if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f".{module}", __name__).command
+        command: click.Command = import_module(f".{COMMANDS[cmd_name][0]}", __name__).command
         command.name = cmd_name  # not that of the function
         return command
 

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from ..problem import Chain
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan calibrate gpt-mb1.json gpt-mb4.json --gpu a100 --measured runs.csv -o mine.json",
+        "pipeplan profile zoo:gpt2-xl --microbatch 2 --estimate mine.json -o profile.json",
+    ),
+)
 @click.argument("profiles", metavar="PROFILE...", nargs=-1, required=True)
 @click.option("--measured", metavar="FILE.csv", help="Measured iterations, one in a row.")
 @click.option("--trace", "traces", nargs=2, multiple=True, metavar="PLAN TRACE", help="A run's own times; repeatable.")
@@ -62,10 +68,6 @@ def command(
     A row of the CSV file says what ran, and its ms; columns are called like options of plan --split: split,
     data_parallel, on, recompute, schedule (1f1b), batch; barrier (no: none between updates), profile (which of
     several), gb (memory, set beside what is predicted).
-
-    \b
-    Example: pipeplan calibrate gpt-mb1.json gpt-mb4.json --gpu a100 --measured runs.csv -o mine.json
-             pipeplan profile zoo:gpt2-xl --batch 2 --estimate mine.json -o profile.json
     """
     if measured is None and not traces:
         raise click.UsageError("say what was measured: --measured FILE.csv, or --trace PLAN TRACE")

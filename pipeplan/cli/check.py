@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from ..schedule.written.actions import Semantics
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan check plan.json",
+        "pipeplan check --schedule schedule.csv --semantics blocking",
+    ),
+)
 @click.argument("plan", metavar="PLAN", required=False)
 @click.option(
     "--schedule",
@@ -40,10 +46,6 @@ def command(
     Its order is also proved free of deadlock with blocking sends, receives, sums and updates of replicas. Of its
     lower bounds, those whose proof is a search (of classes other than any, or under one schedule) are the file's claims
     and called so, unless --bounds checks them.
-
-    \b
-    Example: pipeplan check plan.json
-    Example: pipeplan check --schedule schedule.csv --semantics blocking
     """
     if schedule is not None:
         _check_schedule(schedule, plan, semantics, as_json)

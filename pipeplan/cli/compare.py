@@ -7,70 +7,43 @@ import dataclasses
 import io
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import completed
+from ..api.asked import Comparing
 from .grouped import GroupedCommand
-from .options import (
-    EFFORT,
-    GAP,
-    JOBS,
-    JSON,
-    SOLVER,
-    Output,
-    asked_of,
-    problem_options,
-    refuse_two_documents,
-    time_limit,
-)
+from .options import JSON, PROFILE, Output, asking, refuse_two_documents, time_limit
 from .progress import status
 
 if TYPE_CHECKING:
     from ..planner.what_if.compare import OnePlatform
 
-DEFAULT = "data-parallel,gpipe,pipedream,contiguous,auto"
 
-
-@click.command(cls=GroupedCommand)
-@partial(problem_options, gpus=click.option("--gpus", metavar="COUNTS", help="Numbers of equal GPUs."))
-@click.option(
-    "--algorithms",
-    default=DEFAULT,
-    show_default=True,
-    metavar="NAMES",
-    type=completed.ALGORITHMS_LIST,
-    help="auto, gpipe, or of --algorithm.",
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB",
+        "pipeplan compare profile.json --gpus 4 --mem 16GB --algorithms contiguous,auto --csv rows.csv",
+    ),
 )
-@EFFORT
-@GAP
-@SOLVER
-@JOBS
+@PROFILE
+@asking(
+    Comparing,
+    without=("vertical_sync",),
+    gpus={"type": click.STRING, "metavar": "COUNTS", "help": "Numbers of equal GPUs, such as 2-8 or 2,4,8."},
+    mem={"help": "Usable memories of each GPU, such as 3GB,4GB."},
+)
 @click.option("--csv", "csv_file", type=Output(), help="Write the rows as CSV; - is standard output.")
 @time_limit("Stop after this long, such as 600s, with the cases that are done.")
 @JSON
-def command(
-    profile: str,
-    algorithms: str,
-    csv_file: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB.
-
-    \b
-    Example: pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB
-    """
+def command(profile: str, knobs: dict[str, Any], csv_file: str | None, as_json: bool, **asked: Any) -> None:
+    """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB."""
     from ..api.comparing import compare
     from ..files.text import write_text
 
     refuse_two_documents(as_json, csv=csv_file)
-    asked = asked_of(options)
-    options["time_limit"] = options.pop("deadline")
-    names = algorithms.split(",")
-    found = compare(profile, algorithms=names, status=status(), **asked, **options)
+    found = compare(profile, status=status(), time_limit=asked.pop("deadline"), **asked, **knobs)
     if len(found.rows) < found.total:
         click.echo(f"the time limit ended it after {len(found.rows)} of {found.total} cases", err=True)
     if csv_file is not None:

@@ -58,11 +58,14 @@ def _algorithms() -> Iterable[str]:
     return NAMES
 
 
-def _knobs() -> Iterable[str]:
+def knobs(tuning: Iterable[str] = ()) -> Iterable[str]:
+    """Return what -O may say: names that tune a search, and the options of algorithms with their values."""
     from ..partition import ALGORITHMS
 
-    knobs = {(name, str(value).lower()) for x in ALGORITHMS.values() for name, of in x.options.items() for value in of}
-    return (f"{name}={value}" for name, value in sorted(knobs))
+    of_algorithms = {
+        (name, str(value).lower()) for x in ALGORITHMS.values() for name, of in x.options.items() for value in of
+    }
+    return (*(f"{name}=" for name in tuning), *(f"{name}={value}" for name, value in sorted(of_algorithms)))
 
 
 GPU = Named(_gpus, files=True)
@@ -72,4 +75,3 @@ SCHEDULE = Named(_schedules)
 RUN_SCHEDULE = Named(lambda: (*PLANNED, "pipedream", BEST), files=True)
 WRITTEN = Named(lambda: (*_schedules(), "all", BEST), files=True)
 ALGORITHMS_LIST = Named(_algorithms, lists=True)
-KNOB = Named(_knobs)

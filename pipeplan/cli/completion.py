@@ -19,16 +19,15 @@ ZSH_LINE = 'eval "$(pipeplan completion zsh)"'
 WHOLE_NAMES = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}\n"  # or bash would take zoo:gpt2-xl for three words
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand, examples=("pipeplan completion --install", "pipeplan completion fish > pipeplan.fish")
+)
 @click.argument("shell", type=click.Choice(SHELLS), required=False)
 @click.option("--install", is_flag=True, help="Put it where the shell finds it, in this user's home.")
 def command(shell: str | None, install: bool) -> None:
     """Print what lets a shell complete commands, options, zoo models, GPUs, schedules and algorithms, or install it.
 
     SHELL is bash, zsh or fish, by default that of $SHELL. Without --install, put the text into the shell's own startup.
-
-    \b
-    Example: pipeplan completion --install
     """
     chosen = shell or Path(os.environ.get("SHELL", "")).name
     if chosen not in SHELLS:

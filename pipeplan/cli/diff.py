@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from ..runtime.measure.trace_file import MeasuredRun
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan diff measured.json estimated.json --plan plan.json",
+        "pipeplan diff plan.json trace.json --recalibrated profile.json",
+    ),
+)
 @click.argument("one", metavar="A")
 @click.argument("other", metavar="B")
 @click.option("--plan", metavar="FILE", help="A plan made from A: does it hold for B?")
@@ -55,9 +61,6 @@ def command(
     A layer moved when its share of the time changed: B may be measured on a faster device as a whole.
 
     Or compare a run with its plan: A is the plan, B the trace that pipeplan run --trace wrote.
-
-    \b
-    Example: pipeplan diff measured.json estimated.json --plan plan.json
     """
     refuse_two_documents(as_json, recalibrated=recalibrated)
     from ..files.examples import located
@@ -86,7 +89,7 @@ def command(
     if plan is not None:
         loaded = load_plan(plan)
     elif gpus is not None and mem is not None:
-        from ..api.asked import problem_of
+        from ..api.problems import problem_of
         from ..api.profiles import Profile
         from ..planner.least_late import least_late
         from ..planner.plan import make_plan

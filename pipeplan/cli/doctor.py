@@ -14,15 +14,12 @@ from .options import JSON
 MARKS = {"good": "ok", "absent": "-", "broken": "!!"}
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=("pipeplan doctor", "pipeplan doctor --json"))
 @JSON
 def command(as_json: bool) -> None:
     """Say what there is: Python, packages, solvers, torch, gloo, NCCL, GPUs and their links, with versions.
 
     Exit 1 when something that is there doesn't work (!!); what is not installed (-) is no fault.
-
-    \b
-    Example: pipeplan doctor
     """
     from ..api.doctor import examined
 

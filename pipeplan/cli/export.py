@@ -15,7 +15,13 @@ from .options import JSON, PLAN, Count, Output
 WRITERS = ["megatron", "megatron-bridge", "torchtitan", "deepspeed", "torch-split", "torch-csv"]
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan export plan.json --to megatron",
+        "pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv",
+    ),
+)
 @PLAN
 @click.option("--to", "name", required=True, type=click.Choice(WRITERS), help="The runtime, and the form.")
 @click.option("--schedule", metavar="NAME", type=completed.SCHEDULE, help="As in simulate.  [default: the plan's own]")
@@ -43,10 +49,6 @@ def command(
 
     What the runtime cannot express is refused with the reason (exit 1); plan --for it finds what it can. torch-csv
     with -o schedule.csv also writes the stages, schedule.py, beside it.
-
-    \b
-    Example: pipeplan export plan.json --to megatron
-    Example: pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv
     """
     from ..api.exporting import exported
     from ..files.plans import load_plan

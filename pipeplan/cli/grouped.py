@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -14,10 +16,9 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers",
     "Training": "weights accumulate batch samples optimizer no-decay groups lr scheduler warmup clip-norm clipped ema "
     "averaged precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
-    "checkpointing no-checkpointing bucket-size coarsening",
-    "Search": "for data-parallel overlap algorithm algorithms option effort gap order solver jobs schedule limit "
-    "time-limit",
-    "A plan that is stated": "split split-at replicas on recompute",
+    "checkpointing bucket-size coarsening",
+    "Search": "for data-parallel overlap algorithm algorithms option effort robust solver schedule limit time-limit",
+    "A plan that is stated": "split replicas on recompute",
     "Measuring": "host-time",
     "Simulation": "",
     "The order": "",
@@ -26,7 +27,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",
     "Target": "",
     OTHERS: "",
-    "Output": "output best json csv trace text width links all recalibrated debug quiet dry-run help",
+    "Output": "output best json csv trace text width links all recalibrated debug quiet dry-run verbose help help-all",
 }
 OWN = {  # command -> its own heading
     "profile": "Measuring",
@@ -43,22 +44,64 @@ OURS = {  # command -> options that mean there what its own heading says
     "profile": "optimizer data",
     "export": "schedule",
 }
-LONG_RANGE = re.compile(r"(?:; )?\d+<=x<=\d{5,}")  # says nothing that anyone would not think
+LONG_RANGE = re.compile(r"; \d+<=x<=\d{5,}|\d+<=x<=\d{5,}(?:; )?")  # says nothing that anyone would not think
 EMPTY = re.compile(r"\s*\[\]")
 
 
+FIRST = {  # command -> what a first user needs, which --help shows; --help-all has the rest
+    "plan": "gpus gpu mem bandwidth batch microbatch weights optimizer precision for split output json time-limit",
+    "grid": "gpus gpu mem bandwidth network batch microbatch data-parallel optimizer precision output json time-limit",
+    "compare": "gpus gpu mem bandwidth batch algorithms weights optimizer precision csv json time-limit",
+    "import": "gpus gpu mem bandwidth network from output best optimizer precision json time-limit",
+    "run": "model data steps epochs lr optimizer scheduler clip-norm eval-data device checkpoint resume save log-dir "
+    "trace dry-run json",
+    "simulate": "microbatches schedule batch jitter output trace json",
+    "synthesize": "gpus times placement microbatches limit output time-limit json",
+    "profile": "microbatch data device estimate dtype optimizer output quiet",
+}
+EVERY = "pipeplan.every"  # in the meta of contexts: whether all options are shown
+
+
+def _show_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        context.meta[EVERY] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
+
+
 class GroupedCommand(click.Command):
-    """A command whose ``--help`` has its options under headings."""
+    """A command whose ``--help`` begins with ``examples`` and has its options under headings, those first that a first
+    user needs."""
+
+    def __init__(self, *arguments: Any, examples: Sequence[str] = (), **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.examples = examples
+        self.params.append(
+            click.Option(
+                ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, hidden=True,
+                help="Show all options and exit.",
+            )
+        )  # fmt: skip
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, and what it does."""
+        formatter.write_paragraph()
+        for example in self.examples if ctx.meta.get(EVERY) else self.examples[:2]:
+            formatter.write(f"  {example}\n")
+        super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, one column for all headings."""
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
-        params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        few = sum(not param.hidden for param in params) <= FEW
-        for param in params:
+        params = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
+        first: set[str] = set() if ctx.meta.get(EVERY) else {*FIRST.get(self.name or "", "").split(), "help"}
+        listed = [x for x in params if len(first) < 2 or first & {name.lstrip("-") for name in x.opts}]
+        for param in listed:
             record = param.get_help_record(ctx)
             if record is not None:
-                rows[OTHERS if few else heading(self.name or "", param)].append(_plain(*record))
+                rows[OTHERS if len(params) <= FEW else heading(self.name or "", param)].append(_plain(*record))
+        if len(listed) < len(params):
+            rows["Output"].append(("--help-all", f"Show {len(params) - len(listed)} more options."))
         width = min(WIDEST, max(len(names) for found in rows.values() for names, _ in found))
         for title, found in rows.items():
             if found:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from ..api.asked import Common, Planning, words
 from ..choices import DRAINED
 from ..errors import InvalidPlan
 from .grouped import GroupedCommand
-from .options import EFFORT, FILE, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
+from .options import FILE, JSON, PROFILE, Output, asking, option_of, refuse_two_documents, time_limit
 from .progress import status
 
 FROM = ["megatron", "torchtitan"]
-SAID = ("weights", "accumulate", "batch", "no_replicas", "checkpointing", "no_checkpointing")  # by the arguments
+SAID = ("batch", "checkpointing")  # by the arguments
 POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 
 
-@click.command(cls=GroupedCommand)
-@partial(problem_options, without=SAID)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan import profile.json train.sh --from megatron --gpus 8 --mem 80GB",
+        "pipeplan import profile.json train.toml --from torchtitan --gpus 8 --gpu h100 --best best.json",
+    ),
+)
+@PROFILE
+@asking(Common, without=SAID)
 @click.argument("arguments", metavar="ARGUMENTS", type=FILE)
 @click.option("--from", "name", required=True, type=click.Choice(FROM), help="Whose arguments they are.")
 @click.option(
@@ -31,7 +38,7 @@ POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
     metavar="PATTERN=NAME,..",
     help=r"torchtitan: what it calls the profile's layers, as in export: 'block(\d+)=layers.\1,head=lm_head'.",
 )
-@EFFORT
+@option_of(words(Planning)["effort"])
 @click.option("-o", "--output", type=Output(), help="Write the plan that is run today; - is standard output.")
 @click.option("--best", type=Output(), help="Write the best plan that was found for the target.")
 @time_limit("Stop searching for a better plan after this long, such as 30s, with the best so far.")
@@ -50,14 +57,11 @@ def command(
 
     Stages, schedule, batch and recomputation are the arguments'; what they say of optimizer and precision counts where
     no option does. The plan is validated and evaluated like any other, beside the best that the target can express.
-
-    \b
-    Example: pipeplan import profile.json train.sh --from megatron --gpus 8 --mem 80GB -o today.json --best best.json
     """
     refuse_two_documents(as_json, output=output, best=best)
     if output is not None and output == best:
         raise click.UsageError("--output and --best would both write the same file")
-    from ..api.asked import problem_of
+    from ..api.problems import problem_of
     from ..api.profiles import read_profile
     from ..files.export.asked import parsed_renames
     from ..files.imports import READERS, Source, read_options
@@ -70,8 +74,7 @@ def command(
 
     options = read_options(arguments)
     profile, deadline = read_profile(shared.pop("profile")), shared.pop("deadline")
-    asked = asked_of({**shared, "weights": DRAINED, "batch": "any"})
-    problem, assumed = problem_of(profile, **asked, deadline=deadline)
+    problem, assumed = problem_of(profile, **shared, weights=DRAINED, batch="any", deadline=deadline)
     found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy, about = replace(problem.policy, accumulate=found.microbatches), status()
     context = click.get_current_context()

@@ -14,15 +14,12 @@ from .options import JSON
 KINDS = ("gpus", "models", "profiles", "schedules", "algorithms")
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=("pipeplan list gpus", "pipeplan list algorithms --json"))
 @click.argument("what", metavar="[gpus|models|profiles|schedules|algorithms]", type=click.Choice(KINDS), required=False)
 @JSON
 def command(what: str | None, as_json: bool) -> None:
     """List what has a name: GPUs for --gpu, models of the zoo, profiles that come along, schedules, and algorithms with
     their -O options.
-
-    \b
-    Example: pipeplan list gpus
     """
     told = {name: _rows(name) for name in ([what] if what else KINDS)}
     if as_json:

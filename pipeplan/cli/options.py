@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, OPTIMIZERS, Weights
+from ..api.asked import LARGEST_SEED, Said, words
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
-from ..units import MOST_COUNT, gpu_counts, parse_time
+from ..units import MOST_COUNT, gpu_counts, parse_counts, parse_time
 from . import TRACEBACK, completed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
-MOST_RUNS = 10**4  # with drawn durations
-LARGEST_SEED = 2**32 - 1  # what every generator of random numbers takes
 
 
 class Count(click.IntRange):
@@ -68,6 +67,26 @@ class Batch(Count):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or ``any`` as it is."""
         return value if value == "any" else super().convert(value, param, ctx)
+
+
+class Pipelines(Count):
+    """A number of equal pipelines, None for ``auto``."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or None."""
+        return None if value == "auto" else super().convert(value, param, ctx)
+
+
+class Counts(click.ParamType[list[int]]):
+    """Counts with commas between them, or ranges of them."""
+
+    name = "N,.."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        """Return the counts; BadInput for what is none."""
+        return value if isinstance(value, list) else parse_counts(str(value), _name(param))
 
 
 class Output(click.ParamType[str]):
@@ -122,41 +141,17 @@ DEBUG = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN", type=FILE)
-KNOBS = click.option(
-    "-O",
-    "--option",
-    "knobs",
-    multiple=True,
-    metavar="KEY=VALUE",
-    type=completed.KNOB,
-    help="Of --algorithm, repeatable; pipeplan list algorithms has them, such as -O mode=released.",
-)
-EFFORT = click.option(
-    "--effort",
-    type=click.Choice(["quick", "normal", "high"]),
-    help="auto: how many candidates to try beyond the exact contiguous plan, high after all of normal; grids: how many "
-    "local moves.  "
-    "[default: normal]",
-)
 SOLVER = click.option(
     "--solver",
     type=click.Choice(["cbc", "highs"]),
     default="cbc",
     show_default=True,
-    help="Of the integer program that schedules non-contiguous stages; highs needs highspy.",
-)
-
-JOBS = click.option(
-    "--jobs",
-    type=Count(most=256),
-    default=1,
-    show_default=True,
-    help="Search in so many processes where one search needn't wait for another; results are the same.",
+    help="Of linear programs; highs needs highspy.",
 )
 
 
 def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
-    from ..api.asked import deadline_of
+    from ..api.problems import deadline_of
 
     return deadline_of(text)
 
@@ -170,149 +165,112 @@ def time_limit(what: str) -> Callable[[Command], Command]:
 
 GIVE_UP = time_limit("Give up after this long, such as 30s.")
 
-PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a planning problem, as --help lists them
-    "profile": click.argument("profile", metavar="PROFILE", type=completed.PROFILE),
-    "gpus": click.option("--gpus", type=Gpus(), help="Number of equal GPUs, or 2x8: two servers of eight."),
-    "gpu": click.option(
-        "--gpu",
-        metavar="NAME",
-        type=completed.GPU,
-        help="What they are, such as h100: memory and links where --mem and --bandwidth don't say them; pipeplan list "
-        "has the names.  [default: without --mem what the profile is of]",
-    ),
-    "mem": click.option("--mem", metavar="SIZE", help="Usable memory of each GPU, such as 16GB, 16G or 16GiB."),
-    "reserve": click.option(
-        "--reserve",
-        metavar="SIZE|auto",
-        help="Memory of each GPU that is not for plans: CUDA's, NCCL's, fragments. auto: 2GB, or nothing for a "
-        "profile of a CPU.  [default: nothing]",
-    ),
-    "bandwidth": click.option(
-        "--bandwidth",
-        metavar="RATE",
-        help="Between any two GPUs of a server, per direction, such as 12GB/s or 10Gbps.  [default: that of --gpu; "
-        f"{DEFAULT_BANDWIDTH}]",
-    ),
-    "network": click.option(
-        "--network",
-        metavar="RATE",
-        help=f"With --gpus 2x8: between two GPUs of two servers, per direction.  [default: {DEFAULT_NETWORK}]",
-    ),
-    "latency": click.option("--latency", metavar="TIME", help="Of each transfer, such as 5us.  [default: 0]"),
-    "overhead": click.option(
-        "--overhead",
-        metavar="TIME",
-        help="What each message takes the GPUs at both its ends, which send and receive it, beside that.  [default: 0]",
-    ),
-    "platform": click.option("--platform", metavar="FILE", help="Platform JSON instead of the options above."),
-    "blocking_transfers": click.option(
-        "--blocking-transfers", is_flag=True, help="Transfers keep the GPUs at both their ends from computing."
-    ),
-    "granularity": click.option(
-        "--granularity",
-        default="auto",
-        show_default=True,
-        metavar="auto|node|block|articulation|N%",
-        help="auto: block where most layers belong to blocks that are alike, else node. "
-        "The others: cut after any layer, between items of lists of modules, where one tensor is live, or between "
-        "neighbours merged up to that share.",
-    ),
-    "blocks": click.option(
-        "--blocks",
-        metavar="NAMES",
-        help="The lists whose items are blocks, such as model.layers or stages.*.blocks; means --granularity block.  "
-        "[default: the outermost ones]",
-    ),
-    "weights": click.option(
-        "--weights",
-        type=click.Choice(get_args(Weights)),
-        help="How weight versions are kept.  [default: stash or 2bw, the one whose gradients are less late if it takes "
-        "at most 2% longer; flush in grids, with --for and with a --schedule that drains]",
-    ),
-    "accumulate": click.option(
-        "--accumulate",
-        type=Count(),
-        help="Microbatches per update.  [default: 4 per GPU]",
-    ),
-    "batch": click.option(
-        "--batch",
-        type=Batch(),
-        help="Samples per update, instead: a multiple of the profile's microbatch. any: 2bw the fewest microbatches "
-        "within 0.1% of the best period of any number; flush 4 per GPU; latest the best up to GPUs - 1; stash 1.",
-    ),
-    "optimizer": click.option(
-        "--optimizer",
-        type=click.Choice(list(OPTIMIZERS)),
-        default="sgd",
-        show_default=True,
-        help=f"Its state takes {', '.join(row.share for row in OPTIMIZERS.values())} times the fp32 weights.",
-    ),
-    "precision": click.option(
-        "--precision", type=click.Choice(["fp32", "mixed", "autocast"]), help="[default: fp32, or autocast as profiled]"
-    ),
-    "offload": click.option(
-        "--offload/--no-offload",
-        default=None,
-        help="Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]",
-    ),
-    "bytes_per_parameter": click.option(
-        "--bytes-per-parameter",
-        metavar="N|N+SHARED",
-        help="Weights, gradient and optimizer state as another engine holds them, such as 18, or 6+12 to share the 12 "
-        "with --zero 1.  [default: by --optimizer and --precision]",
-    ),
-    "zero": click.option(
-        "--zero",
-        type=click.IntRange(0, 1),
-        default=0,
-        show_default=True,
-        help="1: the replicas of a stage share its optimizer state and steps (ZeRO-1).",
-    ),
-    "clipped": click.option(
-        "--clipped",
-        is_flag=True,
-        help="For run --clip-norm: updates wait for the norm of all gradients, with weights flush and 2bw.",
-    ),
-    "no_replicas": click.option("--no-replicas", is_flag=True, help="One GPU per stage."),
-    "checkpointing": click.option(
-        "--checkpointing",
-        type=click.Choice(["none", "stages", "segments"]),
-        help="What may be recomputed: nothing, whole stages, or any segments of layers.  "
-        "[default: segments for auto, else stages]",
-    ),
-    "no_checkpointing": click.option("--no-checkpointing", is_flag=True, help="The same as --checkpointing none."),
+PROFILE = click.argument("profile", metavar="PROFILE", type=completed.PROFILE)
+COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": completed.GPU, "algorithms": completed.ALGORITHMS_LIST}
+TYPES: dict[str, Callable[[Said], click.ParamType[Any]]] = {  # of values, by their units
+    "N|NxN": lambda _: Gpus(),
+    "N|any": lambda _: Batch(),
+    "auto|N": lambda said: Pipelines(int(said.word.least), int(said.word.most)),
+    "N,..": lambda _: Counts(),
+    "PERCENT": lambda _: Share(),
 }
 
 
-def problem_options(command: Command, without: Sequence[str] = (), **other: Callable[[Any], Any]) -> Command:
-    """Add the options of :data:`PROBLEM` but those ``without``; ``other`` ones replace theirs."""
-    for name, option in reversed(PROBLEM.items()):
-        if name not in without:
-            command = other.get(name, option)(command)
-    return command
+def type_of(said: Said) -> click.ParamType[Any]:
+    """Return the type of a word's values on the command line; a text where Python takes what the text says."""
+    if said.word.unit in TYPES:
+        return TYPES[said.word.unit](said)
+    if int in said.types and str not in said.types:
+        return Count(int(said.word.least), int(said.word.most))
+    if said.choices and isinstance(said.choices[0], int):
+        return Count(int(said.word.least), int(said.word.most))
+    if said.choices:
+        return click.Choice([str(value) for value in said.choices])
+    return COMPLETED.get(said.keyword, click.STRING)
 
 
-def knobs_of(texts: Iterable[str], **old: Any) -> dict[str, Any]:
-    """Return what -O says by key, with what ``old`` spellings of the same say."""
-    found = {name: value for name, value in old.items() if value is not None}
+def option_of(said: Said, **other: Any) -> Callable[[Command], Command]:
+    """Return the option of a word; ``other`` are click's own words for it, in place of what follows from it."""
+    name, word = said.word.named(said.keyword), said.word
+    if bool in said.types:
+        both = word.default is False or type(None) in said.types
+        spelled = f"--{name}/--no-{name}" if both else f"--{name}"
+        about: dict[str, Any] = {"is_flag": True, "default": said.default, "show_default": word.default is False}
+    else:
+        spelled = f"--{name}"
+        kind = type_of(said)
+        about = {"type": kind, "show_default": word.default is not None}
+        if word.default is not None:  # which click tells from no default
+            about["default"] = word.default
+        if not said.choices:
+            about["metavar"] = word.unit or None
+        if word.default == ():
+            about = {"multiple": True, "metavar": word.unit}
+    return click.option(spelled, said.keyword, **{**about, "help": word.help, **other})
+
+
+def asking(question: type, without: Sequence[str] = (), **other: dict[str, Any]) -> Callable[[Command], Command]:
+    """Return what adds the options of a question's words but those ``without``, and -O where it has knobs.
+
+    ``other`` are click's own words for some of them.
+    """
+    said = {name: word for name, word in words(question).items() if name not in (*without, "time_limit", "options")}
+
+    def add(command: Command) -> Command:
+        if any(x.word.knob for x in said.values()):
+            command = _knobs(said)(command)
+        for name, word in reversed(said.items()):
+            if not word.word.knob:
+                command = option_of(word, **other.get(name, {}))(command)
+        return command
+
+    return add
+
+
+def _knobs(said: Mapping[str, Said]) -> Callable[[Command], Command]:
+    """Return the option -O for what tunes a search: the knobs among ``said``, and the options of an algorithm."""
+    knobs = {x.word.named(name): x for name, x in said.items() if x.word.knob}
+    told = "; ".join(
+        f"{name}={_values(x)}: {x.word.help[:1].lower()}{x.word.help[1:].rstrip('.')}" for name, x in knobs.items()
+    )
+    more = "; or an option of --algorithm, which pipeplan list algorithms has" if "algorithm" in said else ""
+    return click.option(
+        "-O",
+        "--option",
+        "knobs",
+        multiple=True,
+        metavar="NAME=VALUE",
+        type=completed.Named(partial(completed.knobs, tuple(knobs))),
+        callback=partial(_parsed_knobs, knobs),
+        help=f"What tunes the search, repeatable. {told}{more}.",
+    )
+
+
+def _values(said: Said) -> str:
+    return "|".join(map(str, said.choices)) if said.choices else said.word.unit
+
+
+def _parsed_knobs(
+    knobs: Mapping[str, Said], context: click.Context, option: click.Parameter, texts: Sequence[str]
+) -> dict[str, Any]:
+    """Return the words that -O says, and under ``options`` those of an algorithm."""
+    found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise click.UsageError(f"-O: '{shown(text, 40)}' is not of the form KEY=VALUE")
-        found[name] = {"true": True, "false": False}.get(value, value)
+            raise click.UsageError(f"-O: '{shown(text, 40)}' is not of the form NAME=VALUE")
+        if name in knobs:
+            found[knobs[name].keyword] = _converted(knobs[name], value, context)
+        else:
+            found.setdefault("options", {})[name] = {"true": True, "false": False}.get(value, value)
     return found
 
 
-def asked_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of :data:`PROBLEM` out of a command's; return them as :class:`..api.asked.Asked` has them."""
-    asked = {name: options.pop(name) for name in PROBLEM if name in options and name != "profile"}
-    if asked.pop("no_checkpointing", False):
-        if asked.get("checkpointing") not in (None, "none"):
-            raise click.UsageError(
-                f"--no-checkpointing and --checkpointing {asked['checkpointing']} contradict each other"
-            )
-        asked["checkpointing"] = "none"
-    return asked
+def _converted(said: Said, value: str, context: click.Context) -> Any:
+    try:
+        return type_of(said).convert(value, None, context)
+    except click.BadParameter as error:
+        raise BadInput(f"-O {said.word.named(said.keyword)}: {error.message}") from error
 
 
 class Share(click.ParamType[float]):
@@ -334,14 +292,6 @@ class Share(click.ParamType[float]):
         if not 0 <= number <= 100:
             self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
         return number / 100
-
-
-GAP = click.option(
-    "--gap",
-    type=Share(),
-    metavar="PERCENT",
-    help="auto: stop at a plan this near to what no plan can beat, such as 1%; 0% to try all.  [default: 0.1%]",
-)
 
 
 def refuse_without(needed: str, *names: str) -> None:

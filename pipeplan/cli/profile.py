@@ -17,10 +17,15 @@ from .progress import status
 DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "autocast-float16")
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan profile zoo:gpt-tiny --microbatch 8 -o profile.json",
+        "pipeplan profile zoo:llama-7b --microbatch 1 --estimate h100 --dtype bfloat16 -o profile.json",
+    ),
+)
 @click.argument("model", metavar="MODEL", type=completed.MODEL)
 @click.option("--microbatch", type=Count(), default=8, show_default=True, help="Samples that run together.")
-@click.option("--batch", "old_batch", type=Count(), hidden=True)
 @click.option(
     "--data", metavar="MODULE:FUNCTION", help="data(index, seed) -> (input, target), or a loader, to measure with."
 )
@@ -98,15 +103,9 @@ def command(
     host_time: str | None,
     output: str,
     quiet: bool,
-    old_batch: int | None,
     **options: Any,
 ) -> None:
-    """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function.
-
-    \b
-    Examples: pipeplan profile zoo:gpt-tiny --microbatch 8 -o profile.json
-              pipeplan profile zoo:llama-7b --microbatch 1 --estimate h100 --dtype bfloat16 -o profile.json
-    """
+    """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function."""
     from ..api.profiles import profile
 
     if estimate is not None and not quiet:
@@ -120,7 +119,6 @@ def command(
         named = host_time or gpu.host_time or USUAL_ENGINE
         said = said_host_time(constants_of(gpu, host_time))
         click.echo(f"{named}: {said} (--host-time)" if named in ENGINES else said, err=True)
-    options["microbatch"] = old_batch or options["microbatch"]
     if quiet:
         status().say("")
     heard = {"say": _ignore, "note": _ignore} if quiet else {"say": status().say, "note": partial(click.echo, err=True)}

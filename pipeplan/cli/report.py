@@ -11,7 +11,13 @@ from .options import PLAN, Output
 from .progress import status
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan report plan.json -o report.html",
+        "pipeplan report plan.json --schedule all -o schedules.html",
+    ),
+)
 @PLAN
 @click.option("-o", "--output", required=True, type=Output(), help="The page; - is standard output.")
 @click.option(
@@ -27,12 +33,7 @@ from .progress import status
 )
 @click.option("--trace", metavar="FILE", help="Set under the run what pipeplan run --trace measured.")
 def command(plan: str, output: str, names: tuple[str, ...], microbatches: int | None, trace: str | None) -> None:
-    """Write PLAN as one self-contained HTML page: table, Gantt charts, memory, lower bounds.
-
-    \b
-    Example: pipeplan report plan.json -o report.html
-    Example: pipeplan report plan.json --schedule all -o schedules.html
-    """
+    """Write PLAN as one self-contained HTML page: table, Gantt charts, memory, lower bounds."""
     from ..api.reporting import report_page
     from ..files.plans import load_plan
     from ..files.text import write_text

@@ -105,7 +105,13 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     return closing(Scalars(folder))
 
 
-@click.command(cls=RankCommand)
+@click.command(
+    cls=RankCommand,
+    examples=(
+        "pipeplan run plan.json --model zoo:gpt-tiny --steps 50",
+        "pipeplan run plan.json --model mymodel:build --data mymodel:data --epochs 3 --checkpoint run --resume",
+    ),
+)
 @PLAN
 @click.option(
     "--model",
@@ -292,9 +298,6 @@ def command(
 
     Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
     update goes to standard error.
-
-    \b
-    Example: pipeplan run plan.json --model zoo:gpt-tiny --steps 50
     """
     _refuse(trace, log_dir, given)
     refuse_two_documents(as_json, trace=trace)

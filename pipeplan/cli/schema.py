@@ -9,14 +9,10 @@ import click
 from .grouped import GroupedCommand
 
 
-@click.command(cls=GroupedCommand)
+@click.command(cls=GroupedCommand, examples=("pipeplan schema profile", "pipeplan schema plan > plan.schema.json"))
 @click.argument("name", type=click.Choice(["profile", "platform", "plan", "trace", "accelerator"]))
 def command(name: str) -> None:
-    """Print the JSON Schema of a profile, a platform, a plan, the trace of a run, or an accelerator.
-
-    \b
-    Example: pipeplan schema profile
-    """
+    """Print the JSON Schema of a profile, a platform, a plan, the trace of a run, or an accelerator."""
     from ..files.schemas import SCHEMAS, schema
     from ..runtime.measure.trace_file import TraceFile
 

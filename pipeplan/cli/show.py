@@ -11,19 +11,20 @@ from .grouped import GroupedCommand
 from .options import JSON, PLAN, Count, Output
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan show plan.json",
+        "pipeplan show plan.json -o pattern.svg",
+    ),
+)
 @PLAN
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links/--no-links", default=True, help="Draw links too.")
 @click.option("-o", "--output", type=Output(), help="Draw it into a .svg, .png or .pdf instead.")
 @JSON
 def command(plan: str, width: int | None, links: bool, output: str | None, as_json: bool) -> None:
-    """Draw one period of PLAN: what every GPU and link does when, in the steady state; message-driven: its mini-batch.
-
-    \b
-    Example: pipeplan show plan.json
-    Example: pipeplan show plan.json -o pattern.svg
-    """
+    """Draw one period of PLAN: what every GPU and link does when. Of a message-driven plan, draw its mini-batch."""
     from ..files.plans import load_plan
     from ..report.gantt import plan_window, rows_data
     from ..report.simulations import print_pattern

@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
+from ..api.asked import MOST_RUNS
 from ..deadline import Deadline
 from . import completed
 from .grouped import GroupedCommand
 from .options import (
     GIVE_UP,
     JSON,
-    MOST_RUNS,
     PLAN,
     SEED,
     Count,
@@ -25,7 +25,13 @@ from .options import (
 from .progress import status
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan simulate plan.json --microbatches 64",
+        "pipeplan simulate plan.json --schedule all --jitter 5%",
+    ),
+)
 @PLAN
 @click.option("--microbatches", type=click.IntRange(1, 10**6), help="How many to run.  [default: enough to settle]")
 @click.option(
@@ -97,10 +103,6 @@ def command(
     """Run PLAN in simulation: every operation as soon as its order and its inputs allow.
 
     With several schedules, or all, print them side by side, the best for this plan first.
-
-    \b
-    Example: pipeplan simulate plan.json --microbatches 64
-    Example: pipeplan simulate plan.json --schedule all --jitter 5%
     """
     from ..api.simulating import ALL, simulations
     from ..files.plans import load_plan

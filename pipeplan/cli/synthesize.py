@@ -28,7 +28,13 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
     return [int(part) for part in parts]
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan synthesize plan.json --microbatches 16 -o order.csv",
+        "pipeplan synthesize --gpus 4 --placement vee --times 20,24,16 --microbatches 12 --limit 5",
+    ),
+)
 @click.argument("plan", metavar="[PLAN]", required=False, type=completed.Named(tuple, files=True))
 @click.option("--gpus", type=Count(1, 10**4), help="Without PLAN: how many equal GPUs.")
 @click.option(
@@ -82,10 +88,6 @@ def command(
 
     Backwards are split; a batch of microbatches is drained. Prints what the order takes, and a lower bound: no order
     takes less. Ctrl-C ends the search with the best order so far.
-
-    \b
-    Example: pipeplan synthesize plan.json --microbatches 16 -o order.csv
-    Example: pipeplan synthesize --gpus 4 --placement vee --times 20,24,16 --microbatches 12 --limit 5
     """
     from ..api.synthesizing import graph_of_plan, graph_of_times, synthesized
     from ..files.plans import load_plan

@@ -40,7 +40,7 @@ def platform_of_gpus(
     if bandwidth is not None:
         inside = parse_bandwidth(bandwidth, "--bandwidth")
     elif named is not None and named.link is not None:
-        inside = parse_bandwidth(named.link, "$.link")
+        inside = parse_bandwidth(named.link, f"{gpu or named.name}: $.link")
         assumptions.append(
             f"bandwidth {format_bandwidth(inside)} between any two GPUs of a server, {named.name}'s links"
         )

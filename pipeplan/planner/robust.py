@@ -41,7 +41,7 @@ class Jitter:
         if not 0 < self.share <= 1:
             raise BadInput(f"--robust: {self.share:.6g} is not above 0 and at most 1")
         if self.runs < 1:
-            raise BadInput(f"--runs: {self.runs} is not positive")
+            raise BadInput(f"-O runs: {self.runs} is not positive")
 
 
 @dataclass(frozen=True, slots=True)

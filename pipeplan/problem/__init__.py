@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..choices import Weights
+from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
 from .chain import AUTOCAST, LOSS_NAME, Chain, connected
 from .layers import Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
@@ -54,8 +54,6 @@ __all__ = [
     "Zero",
     "connected",
 ]
-
-Checkpointing = Literal["none", "stages", "segments"]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..choices import DRAINED, OPTIMIZERS, Optimizer, Weights
+from ..choices import Precision as Precision
+from ..choices import Zero as Zero
 from .weights import WEIGHTS, WeightRules
 
 MICROBATCHES_PER_DEVICE = 4  # of an update where nobody says, under every policy: GPipe's rule of thumb
@@ -14,8 +16,6 @@ CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than thos
     "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
     "soon as it has its own; weights flush and 2bw update from the same microbatches"
 )
-Precision = Literal["fp32", "mixed", "autocast"]
-Zero = Literal[0, 1]
 Engine = Literal["torch"]
 
 

@@ -1,8 +1,9 @@
 """The Python API: one truth with the command line, one line each in words, and the same sentences where it refuses."""
 
+import inspect
 import json
+import re
 from pathlib import Path
-from typing import get_type_hints
 
 import click
 import pytest
@@ -10,8 +11,8 @@ from cases.even_profile import PROFILE
 from cases.files import written
 
 import pipeplan as pp
-from pipeplan.api.asked import DEFAULTS, Asked
-from pipeplan.cli.options import PROBLEM
+from pipeplan.api.asked import Asked, Comparing, Grids, Planning, defaults, words
+from pipeplan.cli.options import asking
 from pipeplan.problem import Platform
 
 GIVEN = {"gpus": 2, "mem": "1GB", "bandwidth": "12GB/s"}
@@ -23,23 +24,37 @@ def path(tmp_path):
     return written(tmp_path, PROFILE, "profile.json")
 
 
-def test_what_can_be_asked_is_written_in_two_places_alike(path):
-    """The typed words, and the command line's options, with the same defaults."""
-    words = get_type_hints(Asked)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu_count'; there are gpus, gpu,"):
-        pp.plan(path, gpu_count=2)
-
+def options_of(question):
+    @asking(question)
     @click.command()
     def command(**_):
         pass
 
-    for option in PROBLEM.values():
-        command = option(command)
-    options = {x.name: x for x in command.params}
-    assert set(options) - {"profile", "no_checkpointing"} == set(words) - {"vertical_sync"}
-    for name, option in options.items():
-        if name not in ("profile", "no_checkpointing"):
-            assert (option.to_info_dict()["default"] or None) == (DEFAULTS.get(name) or None), name
+    return {x.name: x for x in command.params}
+
+
+@pytest.mark.parametrize("question", [Asked, Planning, Grids, Comparing])
+def test_options_are_made_from_the_words_of_a_question(question):
+    """All of them, with the same defaults; what tunes a search stands under -O."""
+    options = options_of(question)
+    knobs = {name for name, said in words(question).items() if said.word.knob}
+    asked = set(words(question)) - knobs - {"time_limit", "options"}
+    assert set(options) == asked | ({"knobs"} if knobs else set())
+    for name in asked:
+        found = options[name].to_info_dict()["default"]
+        assert (found or None) == (defaults(question)[name] or None), name
+    assert all(f"{words(question)[name].word.named(name)}=" in options["knobs"].help for name in knobs)
+
+
+def test_help_shows_every_keyword_the_machine_first(path):
+    keywords = list(inspect.signature(pp.plan).parameters)
+    assert keywords[:4] == ["profile", "gpus", "gpu", "mem"]
+    assert set(keywords) == {"profile", "progress", "status", "on_plan", *words(Planning)}
+    assert {"pipelines", "batch"} <= set(inspect.signature(pp.grid).parameters)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu_count'; there are gpus, gpu, mem"):
+        pp.plan(path, gpu_count=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
+        pp.grid(path, gpus=2, mem="1GB", batch=16, weights="2bw")
 
 
 def test_the_commands_plan_is_the_apis(path, tmp_path, pipeplan):
@@ -77,16 +92,17 @@ def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
     assert "def " in (tmp_path / "plan.py").read_text()
 
 
-def test_old_spellings_say_what_dash_o_says(path, pipeplan):
+def test_dash_o_says_what_tunes_a_search_and_what_an_algorithm_has(path, pipeplan):
     given = ["plan", path, *SMALL, "--algorithm", "pipedream", "--json"]
-    texts = [
-        json.loads(pipeplan(*given, *more)[1])
-        for more in (["-O", "straight=true", "-O", "mode=released"], ["--straight", "--algorithm-mode", "released"])
-    ]
-    assert texts[0]["provenance"]["options"] == {"straight": True, "mode": "released"}
-    assert texts[0]["stages"] == texts[1]["stages"]
-    assert texts[0]["provenance"]["options"] == texts[1]["provenance"]["options"]
-    assert "'straight' is not of the form KEY=VALUE" in pipeplan(*given, "-O", "straight")[2]
+    text = json.loads(pipeplan(*given, "-O", "straight=true", "-O", "mode=released", "-O", "solver=cbc")[1])
+    assert text["provenance"]["options"] == {"straight": True, "mode": "released"}
+    for knob, sentence in (
+        ("straight", "'straight' is not of the form NAME=VALUE"),
+        ("solver=glpk", "-O solver: 'glpk' is not one of"),
+        ("jobs=0", "-O jobs: 0 is not in the range"),
+        ("seed=1", "-O seed goes with --robust"),
+    ):
+        assert sentence in " ".join(pipeplan(*given, "-O", knob)[2].split())
 
 
 def test_everything_reads_as_one_line_and_as_html(path):
@@ -121,17 +137,17 @@ def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
 @pytest.mark.parametrize(
     ("given", "more", "sentence"),
     [
-        ({"gpus": 2}, [], "--mem: the profile is of made up, whose memory nobody knows"),
+        ({"gpus": 2}, [], "mem: the profile is of made up, whose memory nobody knows"),
         ({**GIVEN, "zero": 1, "no_replicas": True}, ["--zero", "1", "--no-replicas"], "there is nobody to share with"),
-        ({**GIVEN, "for_": "torch", "limit": 2}, ["--for", "torch", "--limit", "2"], "--for torch drains"),
-        ({**GIVEN, "gap": 0.01, "algorithm": "balance"}, ["--gap", "1%", "--algorithm", "balance"], "--gap says when"),
+        ({**GIVEN, "for_": "torch", "limit": 2}, ["--for", "torch", "--limit", "2"], "for_ torch drains"),
+        ({**GIVEN, "gap": 0.01, "algorithm": "balance"}, ["-O", "gap=1%", "--algorithm", "balance"], "gap says when"),
         (
             {**GIVEN, "algorithm": "pipedream", "options": {"mode": "best"}},
             ["--algorithm", "pipedream", "-O", "mode=best"],
-            "-O mode: 'best' is not one of paper, released",
+            "mode: 'best' is not one of paper, released",
         ),
-        ({**GIVEN, "replicas": "1,1"}, ["--replicas", "1,1"], "--replicas goes with --split"),
-        ({**GIVEN, "weights": "2bw", "for_": "torch"}, ["--weights", "2bw", "--for", "torch"], "--weights flush"),
+        ({**GIVEN, "replicas": "1,1"}, ["--replicas", "1,1"], "replicas goes with split"),
+        ({**GIVEN, "weights": "2bw", "for_": "torch"}, ["--weights", "2bw", "--for", "torch"], "weights flush"),
     ],
 )
 def test_it_refuses_by_the_command_lines_sentences(given, more, sentence, path, pipeplan):
@@ -140,7 +156,13 @@ def test_it_refuses_by_the_command_lines_sentences(given, more, sentence, path, 
     assert sentence in str(caught.value)
     said = more if given.get("mem") is None and not more else [*SMALL[2:], *more] if more else more
     code, out, err = pipeplan("plan", path, "--gpus", "2", *said)
-    assert (code, out, err) == (2, "", f"error: {caught.value}\n")
+    assert (code, out) == (2, "")
+    assert in_python(err.removeprefix("error: ").rstrip("\n")) == str(caught.value), "in the names of keywords"
+
+
+def in_python(sentence):
+    named = sentence.replace("--for", "for_")
+    return re.sub(r"(?:--|-O (?=\w))([a-z-]+[a-z])", lambda x: x[1].replace("-", "_"), named)
 
 
 def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
@@ -157,21 +179,46 @@ def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"weights": "1bw"}, "--weights: '1bw' is not one of flush, 2bw, stash, latest"),
-        ({"optimizer": "lion"}, "--optimizer: 'lion' is not one of sgd, momentum, adam"),
-        ({"precision": "fp8"}, "--precision: 'fp8' is not one of fp32, mixed"),
-        ({"checkpointing": "all"}, "--checkpointing: 'all' is not one of none, stages, segments"),
-        ({"zero": 3}, "--zero: '3' is not one of 0, 1"),
-        ({"effort": "some"}, "--effort: 'some' is not one of quick, normal, high"),
-        ({"solver": "glpk"}, "--solver: 'glpk' is not one of cbc, highs"),
-        ({"schedule": "zigzag"}, "--schedule: 'zigzag' is not one of"),
-        ({"algorithm": "best"}, "--algorithm: 'best' is not one of auto"),
-        ({"for_": "jax"}, "--for: 'jax' is not one of megatron"),
-        ({"batch": 0}, "--batch: 0 is not positive"),
-        ({"accumulate": -1}, "--accumulate: -1 is not positive"),
+        ({"weights": "1bw"}, "weights: '1bw' is not one of flush, 2bw, stash, latest"),
+        ({"optimizer": "lion"}, "optimizer: 'lion' is not one of sgd, momentum, adam"),
+        ({"precision": "fp8"}, "precision: 'fp8' is not one of fp32, mixed"),
+        ({"checkpointing": "all"}, "checkpointing: 'all' is not one of none, stages, segments"),
+        ({"zero": 3}, "zero: '3' is not one of 0, 1"),
+        ({"zero": True}, "zero: 'True' is not one of 0, 1"),
+        ({"effort": "some"}, "effort: 'some' is not one of quick, normal, high"),
+        ({"solver": "glpk"}, "solver: 'glpk' is not one of cbc, highs"),
+        ({"schedule": "zigzag"}, "schedule: 'zigzag' is not one of"),
+        ({"algorithm": "best"}, "algorithm: 'best' is not one of auto"),
+        ({"for_": "jax"}, "for_: 'jax' is not one of megatron"),
+        ({"batch": 0}, "batch: 0 is not between 1 and"),
+        ({"batch": 1.5}, "batch: '1.5' is not a whole number or a text"),
+        ({"accumulate": -1}, "accumulate: -1 is not between 1 and"),
+        ({"mem": 8}, "mem: 8 is 8 B; write a text with its unit, such as '8GB'"),
+        ({"bandwidth": 12}, "bandwidth: 12 is 12 B/s; write a text with its unit, such as '12GB/s'"),
+        ({"mem": None, "gpu": 7}, "gpu: '7' is not a text"),
+        ({"mem": ["1GB"]}, "mem: '['1GB']' is not a whole number or a text"),
+        ({"gpus": (2, "x")}, "gpus: "),
+        ({"latency": 5}, "latency: '5' is not a text"),
+        ({"offload": "yes"}, "offload: 'yes' is not True or False"),
+        ({"gap": float("nan")}, "gap: nan is not a number to compute with"),
+        ({"gap": "1%"}, "gap: '1%' is not a number"),
+        ({"platform": 3}, "platform: '3' is not a text or a Platform"),
+        ({"split": [4, 4]}, "split: '[4, 4]' is not a text"),
+        ({"time_limit": 3}, "time_limit: '3' is not a text or a Deadline"),
+        ({"status": "loud"}, "status: 'loud' is not a Status"),
+        ({"progress": 1}, "progress: '1' is not a function"),
     ],
 )
 def test_what_the_command_line_would_not_take_is_refused_here_too(more, sentence, path):
     with pytest.raises(pp.BadInput) as caught:
         pp.plan(path, **{**GIVEN, **more})
     assert str(caught.value).startswith(sentence)
+    assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [3, None, b"profile", [], {}])
+def test_what_is_no_profile_is_said(given):
+    with pytest.raises(pp.BadInput, match=r"^profile: .* is not "):
+        pp.plan(given, gpus=2, mem="1GB")
+    with pytest.raises(pp.BadInput, match=r"^path: .* is not a text or a path"):
+        pp.read_plan(given)

@@ -61,5 +61,5 @@ def test_a_grid_of_a_model_by_its_name_has_an_estimate_of_each_size():
 def test_what_is_no_module_or_has_no_tensor_is_one_sentence():
     with pytest.raises(pp.BadInput, match="inputs: have no tensor"):
         pp.profile(nn.Linear(2, 2), None, nn.functional.mse_loss, gpu="a100")
-    with pytest.raises(pp.BadInput, match="leave out --device"):
+    with pytest.raises(pp.BadInput, match="leave out device"):
         pp.profile("zoo:gpt-tiny", gpu="a100", device="cpu")

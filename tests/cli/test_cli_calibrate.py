@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 def test_runs_are_fitted_and_the_accelerator_is_taken_again(pipeplan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for batch in (2, 64):
-        words = ("zoo:gpt-tiny,blocks=2", "--batch", str(batch), "--estimate", "a100", "--name", f"of{batch}")
+        words = ("zoo:gpt-tiny,blocks=2", "--microbatch", str(batch), "--estimate", "a100", "--name", f"of{batch}")
         assert pipeplan("profile", *words, "-q", "-o", f"{batch}.json")[0] == 0
     true = Constants(0.75, 0.9, 5000, 50_000, 25_000)
     rows = [("ms", "profile", "batch", "gb")]
@@ -36,7 +36,7 @@ def test_runs_are_fitted_and_the_accelerator_is_taken_again(pipeplan, tmp_path, 
     assert mine.constants().forward_host_ns == pytest.approx(50_000, rel=0.05)
     assert "fitted to 4 measured times" in mine.source
     code, out, _ = pipeplan(
-        "profile", "zoo:gpt-tiny,blocks=2", "--batch", "2", "--estimate", "mine.json", "-o", "n.json"
+        "profile", "zoo:gpt-tiny,blocks=2", "--microbatch", "2", "--estimate", "mine.json", "-o", "n.json"
     )
     assert code == 0
     assert read_profile("n.json").layers[1].forward_ns == pytest.approx(

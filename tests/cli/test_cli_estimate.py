@@ -40,7 +40,7 @@ def test_an_update_has_four_microbatches_a_gpu(pipeplan: Command) -> None:
         (("--gpu", "abacus"), 2, "no accelerator is named 'abacus'"),
         (("--gpu", "a100", "--samples", "many"), 2, "--samples: 'many' is not a positive whole number"),
         (("--gpu", "a100", "--samples", "1e999999999"), 2, "--samples: '1e999999999' is not a positive whole number"),
-        (("--gpu", "a100", "--data-parallel", "few"), 2, "'few' is neither auto nor a positive number of pipelines"),
+        (("--gpu", "a100", "--data-parallel", "few"), 2, "'few' is not a valid auto|N"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_sentence(

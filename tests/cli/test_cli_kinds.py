@@ -140,7 +140,6 @@ def test_contradicting_options_are_one_sentence(profile: str, pipeplan: Command)
         (["--schedule", "nf1b"], "nf1b doesn't go with weights stash"),
         (["--limit", "3"], "a pattern schedule holds what its order says"),
         (["--vertical-sync"], "--vertical-sync goes with --weights stash and --weights latest"),
-        (["--data-parallel", "2", "--batch", "16", "--schedule", "flush"], "leave out --schedule flush"),
     ):
         code, _, err = pipeplan(*common, *options)
         assert code == 2

@@ -55,7 +55,7 @@ def layers(path: Path) -> list[dict[str, Any]]:
 
 def test_a_measured_profile_and_its_table(folder: Path, pipeplan: Command) -> None:
     code, out, err = pipeplan(
-        "profile", "zoo:gpt-tiny,blocks=2,tied=true", "--batch", "2", "--steps", "2", "-o", "p.json"
+        "profile", "zoo:gpt-tiny,blocks=2,tied=true", "--microbatch", "2", "--steps", "2", "-o", "p.json"
     )
     assert (code, out) == (0, "6 layers written to p.json\n")
     assert "holding it all takes " in err
@@ -70,7 +70,7 @@ def test_a_measured_profile_and_its_table(folder: Path, pipeplan: Command) -> No
 
 def test_any_module_becomes_a_dag_that_can_be_planned(folder: Path, pipeplan: Command) -> None:
     code, out, err = pipeplan(
-        "profile", "mymodel:build", "--data", "mymodel:data", "--batch", "4", "--steps", "1", "-q", "-o", "p.json"
+        "profile", "mymodel:build", "--data", "mymodel:data", "--microbatch", "4", "--steps", "1", "-q", "-o", "p.json"
     )
     assert (code, err) == (0, "")
     form = json.loads((folder / "p.json").read_text())
@@ -79,7 +79,7 @@ def test_any_module_becomes_a_dag_that_can_be_planned(folder: Path, pipeplan: Co
     assert pipeplan("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--algorithm", "contiguous")[0] == 0
     for granularity, count in (("articulation", 4), ("99%", 1), ("0.0001%", 6)):  # of estimates, which no load changes
         words = ("--estimate", "a100", "-q", "--granularity", granularity, "-o", "q.json")
-        code, out, _ = pipeplan("profile", "mymodel:build", "--batch", "4", *words)
+        code, out, _ = pipeplan("profile", "mymodel:build", "--microbatch", "4", *words)
         assert (code, out) == (0, f"{count} layers written to q.json\n")
 
 
@@ -132,7 +132,9 @@ def test_cuda_without_a_gpu_says_what_else_there_is(pipeplan: Command) -> None:
 @pytest.fixture
 def two(folder: Path, pipeplan: Command) -> None:
     for batch, name in ((4, "a.json"), (4, "same.json"), (64, "large.json")):
-        code, _, _ = pipeplan("profile", "zoo:gpt-tiny", "--batch", str(batch), "--estimate", "v100", "-q", "-o", name)
+        code, _, _ = pipeplan(
+            "profile", "zoo:gpt-tiny", "--microbatch", str(batch), "--estimate", "v100", "-q", "-o", name
+        )
         assert code == 0
     code, _, _ = pipeplan(
         "plan",

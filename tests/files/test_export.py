@@ -443,7 +443,7 @@ def test_the_command_writes_a_file_and_refuses_with_the_reason(pipeplan, tmp_pat
 
     profile.write_text(profile_text(planned(THREE).chain))
     plan, out = tmp_path / "plan.json", tmp_path / "schedule.csv"
-    asked = ["--gpus", "2", "--mem", "16GB", "--no-replicas", "--no-checkpointing", "--algorithm", "balance"]
+    asked = ["--gpus", "2", "--mem", "16GB", "--no-replicas", "--checkpointing", "none", "--algorithm", "balance"]
     code, _, err = pipeplan("plan", str(profile), *asked, "-o", str(plan))
     assert code == 0, err
     code, _, err = pipeplan("export", str(plan), "--to", "torch-csv")

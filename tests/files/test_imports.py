@@ -191,7 +191,7 @@ MEGATRON_SLIPS = [
     ("--pipeline-model-parallel-size 2", "--num-layers is missing"),
     ("--num-layers x", "--num-layers: 'x' is no count of at least 1"),
     ("--num-layers 12 --tensor-model-parallel-size 2", "plans are of pipelines and of data parallelism"),
-    ("--num-layers 12 --micro-batch-size 1", "is 1, the profile is of 2 samples; profile with --batch 1"),
+    ("--num-layers 12 --micro-batch-size 1", "is 1, the profile is of 2 samples; profile with --microbatch 1"),
     ("--num-layers 12 --global-batch-size 9", "9 is no multiple of microbatches of 2 in each of 4"),
     ("--num-layers 12 --recompute-granularity selective", "selective recomputation is inside of layers"),
     ("--num-layers 12 --recompute-granularity full", "here it is 'full', 'None'"),

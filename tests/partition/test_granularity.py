@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases.chains import PUBLISHED, published, random_chain
 
-from pipeplan.api.asked import problem_of
+from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import Profile
 from pipeplan.cost.memory_model import weights_of
 from pipeplan.cost.saved import entering_bytes, for_weights_bytes, saved_bytes

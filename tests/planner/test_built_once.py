@@ -70,15 +70,15 @@ def test_a_grid_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluations == [make_grid_plan(asked).evaluation]
 
 
-@pytest.mark.parametrize("options", [[], ["--data-parallel", "2", "--batch", "16"]])
+@pytest.mark.parametrize(("name", "options"), [("plan", []), ("grid", ["--data-parallel", "2", "--batch", "16"])])
 def test_the_command_writes_and_prints_one_evaluation(
-    options: list[str], tmp_path: Path, pipeplan: Command, monkeypatch: pytest.MonkeyPatch
+    name: str, options: list[str], tmp_path: Path, pipeplan: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(profile_text(problem().chain))
     graphs, evaluations = constructions(monkeypatch, StageGraph), constructions(monkeypatch, Evaluation)
     path = str(tmp_path / "plan.json")
-    code, out, _ = pipeplan("plan", str(profile), "--gpus", "4", "--mem", "1GB", *options, "-o", path, "--json")
+    code, out, _ = pipeplan(name, str(profile), "--gpus", "4", "--mem", "1GB", *options, "-o", path, "--json")
     weights = "flush" if options else "2bw"  # beside it are figures of other weights, of plans of their own
     (own,) = [result for result in evaluations if result.graph.policy.weights == weights]
     assert code == 0

@@ -11,7 +11,7 @@ import pytest
 from cases.chains import random_chain, random_platform
 
 import pipeplan as pp
-from pipeplan.api.asked import problem_of
+from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import as_profile
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput, Infeasible

@@ -29,7 +29,7 @@ def plan_file(pipeplan, tmp_path):
     chain = straight().chain
     slow = tuple(replace(x, forward_ns=10**6 * x.forward_ns, backward_ns=10**6 * x.backward_ns) for x in chain.layers)
     profile.write_text(profile_text(replace(chain, layers=slow)))
-    asked = ["--gpus", "4", "--mem", "16GB", "--no-replicas", "--no-checkpointing", "--algorithm", "balance"]
+    asked = ["--gpus", "4", "--mem", "16GB", "--no-replicas", "--checkpointing", "none", "--algorithm", "balance"]
     code, _, err = pipeplan("plan", str(profile), *asked, "-o", str(plan))
     assert code == 0, err
     return str(plan)

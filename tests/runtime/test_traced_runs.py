@@ -427,7 +427,19 @@ def test_from_the_profile_to_the_trained_model(tmp_path, monkeypatch):
     profile, plan, trained = tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "trained.pt"
     model = ["--data", "cases.traced:images"]
     for arguments in (
-        ["profile", "cases.traced:residual", *model, "--batch", 4, "--steps", 1, "--granularity", "1%", "-o", profile],
+        [
+            "profile",
+            "cases.traced:residual",
+            *model,
+            "--microbatch",
+            4,
+            "--steps",
+            1,
+            "--granularity",
+            "1%",
+            "-o",
+            profile,
+        ],
         ["plan", profile, "--gpus", 2, "--mem", "1GB", "--weights", "flush", "--accumulate", 4, "-o", plan],
         ["run", plan, "--model", "cases.traced:residual", *model, "--steps", 3, "--save", trained, "--json"],
     ):

@@ -41,7 +41,7 @@ def torch_csv(asked: Asked) -> str:
     if program.apart:
         raise CannotExpress(
             f"torch-csv: stage {min(program.apart)} recomputes in passes of its own, which torch has none of; export "
-            "another --schedule, or plan with --no-checkpointing"
+            "another --schedule, or plan with --checkpointing none"
         )
     if program.batch > 1:
         raise CannotExpress(f"torch-csv: one backward covers {program.batch} microbatches here, and one in torch")
@@ -151,7 +151,7 @@ def torch_split(asked: Asked) -> str:
     if found.recompute.rule != "none":
         raise CannotExpress(
             "torch-split: pipeline() traces the model, and nothing there recomputes; --to torch-csv writes stages that "
-            "do, or plan with --no-checkpointing"
+            "do, or plan with --checkpointing none"
         )
     name = SCHEDULES[asked.kind(found.shape)]
     own = OWN.format(name=name, stages="stages" if found.shape.chunks > 1 else "stages[0]")
@@ -170,7 +170,7 @@ def torch_stages(asked: Asked) -> str:
         return _module(asked, layers, csv, "PipelineStage", "_PipelineScheduleRuntime", layers=True)
     if any(stage.checkpoint for stage in asked.stages):
         raise CannotExpress(
-            "torch-csv: pipeline() traces the model, and nothing there recomputes; plan with --no-checkpointing"
+            "torch-csv: pipeline() traces the model, and nothing there recomputes; plan with --checkpointing none"
         )
     return _module(asked, _traced(asked), csv, "SplitPoint, pipeline", "_PipelineScheduleRuntime")
 
@@ -179,7 +179,7 @@ def _traced(asked: Asked) -> str:
     if asked.plan.chain.order is not None:
         raise CannotExpress(
             "torch-split: pipeline() runs a model's layers in the model's own order, and the plan's stand in another; "
-            "plan with --order given"
+            "plan with -O order=given"
         )
     chain, names = asked.plan.chain, []
     units = {unit.start: unit for unit in whole_blocks(chain)}

@@ -65,8 +65,8 @@ def _microbatches(source: Source, shape: Shape) -> int:
     micro = options.count("micro-batch-size", each)
     if micro != each:
         raise BadInput(
-            f"{source.path}: --micro-batch-size is {micro}, the profile is of {each} samples; profile with --batch "
-            f"{micro}"
+            f"{source.path}: --micro-batch-size is {micro}, the profile is of {each} samples; profile with "
+            f"--microbatch {micro}"
         )
     whole = options.count("global-batch-size", micro * shape.pipelines)
     if whole % (micro * shape.pipelines):

@@ -10,12 +10,11 @@ import warnings
 from dataclasses import dataclass
 from math import inf
 from traceback import walk_tb
-from typing import Any, Literal
+from typing import Any
 
+from ...choices import Solver as Solver
 from ...errors import PipeplanError
 from ...scratch import scratch_folder
-
-Solver = Literal["cbc", "highs"]
 
 STOP_S = 2.0  # that HiGHS may take to notice that it shall stop; its thread ends nobody's process
 TOLERANCE = 1e-6  # what a solver's arithmetic is trusted to, relative

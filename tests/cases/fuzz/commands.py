@@ -31,6 +31,7 @@ AMOUNTS = {
     "N,..": ["1", "1,2,4", "8", "4-6", "0", "1-4096", "2-1", "1,,2", "3,3"],
     "COUNTS": ["1", "2,4", "1-4", "0", "2-1", "5000", "1,,2", "2,2", "-1-2"],
     "COUNTS|NAMES": ["4,4", "2,2,2,2", "1,3", "8", "3,3,2", "l4", "block1,block2", "0,8", "4,,4", "99999999,1"],
+    "N|NxN": ["2", "4", "1x2", "8", "2x2", "3", "0", "5000", "2x", "x8", "2x4096", "1-4"],
     "N|NXN": ["2", "4", "1x2", "8", "2x2", "3", "0", "5000", "2x", "x8", "2x4096", "1-4"],
     "SIZE|auto": ["auto", "1MB", "0.1GB", "1GB", "auto1", "-1GB", "1e17B", "2"],
     "PATTERN=NAME,..": [r"block(\d+)=layers.\1", "(.*)=\\1", "x=y,head=lm_head", "(=x", "=", "a=b=c", "[bold]=1"],
@@ -58,7 +59,8 @@ AMOUNTS = {
     "MODEL": ["zoo:gpt-tiny", "zoo:gpt-tiny,blocks=2", "zoo:gpt-tiny,blocks=-1", "zoo:gpt-tiny,nope=1",
               "zoo:nope", "gpt-tiny", "json:dumps", "missing_module:build", "json:nothing", ":", "a:b:c",
               "zoo:gpt-tiny,tied=true", "zoo:gpt-tiny,loss=fused", "zoo:gpt-tiny,loss=x"],
-    "KEY=VALUE": ["mode=released", "straight=true", "charge=tight", "split=true", "mode=x", "=", "straight", "a=b=c"],
+    "NAME=VALUE": ["gap=1%", "order=given", "jobs=2", "gap=x", "runs=-1",
+                   "mode=released", "straight=true", "charge=tight", "split=true", "mode=x", "=", "straight", "a=b=c"],
     "MODULE:FUNCTION": ["json:dumps", "missing_module:data", "::", "json:"],
     "NAME[,OPTION=VALUE...]": ["AdamW,weight_decay=0.01", "StepLR,step_size=10", "SGD,momentum=nan", "Nope",
                                "SGD,lr=", ","],
@@ -88,8 +90,6 @@ FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--
 
 
 FREE = {
-    ("plan", "--algorithm-mode"),
-    ("plan", "--charge"),
     ("profile", "--name"),
     ("run", "--monitor"),
 }  # any text may be meant

@@ -124,7 +124,7 @@ def test_what_fails_in_code_is_told_with_its_line(
     arguments: list[str], words: str, line: str, folder: Path, pipeplan: Command
 ) -> None:
     model, *rest = arguments
-    code, out, err = pipeplan("profile", f"failing:{model}", "--batch", "2", "--steps", "1", "-q", *rest)
+    code, out, err = pipeplan("profile", f"failing:{model}", "--microbatch", "2", "--steps", "1", "-q", *rest)
     assert (code, out) == (1, "")
     assert err.startswith("error: ")
     assert words in err

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeplan import zoo
-from pipeplan.api.asked import problem_of
+from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import read_profile
 from pipeplan.cost.roofline import Constants, Product, product_share, timed
 from pipeplan.errors import BadInput, CodeFailed
