@@ -13,10 +13,11 @@ import pytest
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Schedule, ScheduleKind, Stage
+from pipeplan.planner.drained.own_gpus import search_own_gpus
 from pipeplan.planner.drained.recompute import fitting_run
 from pipeplan.planner.drained.run import any_run, drained_run
-from pipeplan.planner.drained.search import EFFORTS, DrainedSearch
 from pipeplan.planner.drained.timing import alternating, retimed
+from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import compare_schedules
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
@@ -161,12 +162,12 @@ def test_a_schedule_that_is_asked_for_gets_the_stages_that_drain_soonest_under_i
     chain = _chain(random.Random(1), 5, 20)
     policy = Policy(weights="flush", accumulate=6)
     problem = Problem(chain, Platform.flat(4, 420, 10**9), policy, checkpointing="none")
-    search = DrainedSearch(problem, ("1f1b",), EFFORTS["normal"])
-    search.run()
+    search = Incumbent(problem, Settings())
+    search_own_gpus(search, ("1f1b",), "normal")
     found = make_plan(problem, schedule="1f1b").evaluation
     assert search.best is not None
     assert found.makespan_ns is not None
-    assert found.makespan_ns <= search.best.makespan_ns
+    assert found.makespan_ns <= search.best.cost
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -192,8 +193,8 @@ def test_the_search_comes_near_what_trying_all_finds(seed: int) -> None:
                         run = drained_run(problem, stages, kind)
                         if run is not None and (best is None or run.makespan_ns < best):
                             best = run.makespan_ns
-    search = DrainedSearch(problem, ("flush", "1f1b"), EFFORTS["normal"])
-    search.run()
+    search = Incumbent(problem, Settings())
+    search_own_gpus(search, ("flush", "1f1b"), "normal")
     assert best is not None
     assert search.best is not None
-    assert best <= search.best.makespan_ns <= 1.02 * best
+    assert best <= search.best.cost <= 1.02 * best

@@ -141,7 +141,7 @@ def _part(device: Device, parts: int) -> Device:
 
 
 @dataclass(frozen=True)
-class Placed:
+class Layout:
     """Stage s on ``groups[s]``, which may hold several, each holding ``held[s]`` microbatches on every device."""
 
     tables: Tables
@@ -266,7 +266,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Shares(Placed):
+class Shares(Layout):
     """Stages on GPUs of their own, next to each other, that run ``ahead`` forwards before their first backward."""
 
     ahead: tuple[int, ...]

@@ -21,10 +21,9 @@ from ...partition.layer_orders.layer_order import EFFORTS, Ordered, best_ordered
 from ...plan import Bound, ScheduleKind
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
 from ...schedule.kinds import KINDS, kinds_for
+from ..drained.own_gpus import search_own_gpus
 from ..drained.plan import ALTERNATING
-from ..drained.search import EFFORTS as DRAINED_EFFORTS
-from ..drained.search import DrainedSearch
-from ..periodic.incumbent import MARGIN, Settings
+from ..periodic.incumbent import MARGIN, Incumbent, Settings
 from ..periodic.interval import at_interval
 from ..plan import Planned
 
@@ -127,13 +126,13 @@ def _drained_order(problem: Problem, effort: str, given: Planned | None) -> tupl
     between = between_all(problem, EFFORTS[effort])
     if between is None:
         return _periodic_order(problem, effort, given)
-    search = DrainedSearch(between, ALTERNATING, DRAINED_EFFORTS["quick"])
-    search.run()
+    found = Incumbent(between, Settings())
+    search_own_gpus(found, ALTERNATING, "quick")
     before = None if given is None else given.evaluation.period_ns * (problem.policy.accumulate or 1)
     assert isinstance(between.chain, IdealChain), "stages are between ideals"
-    if search.best is None or not _shorter(search.best.makespan_ns, before):
+    if found.best is None or not _shorter(found.best.cost, before):
         return None
-    return between.chain.placed(search.best.stages)[0]
+    return between.chain.placed(found.best.allocation.stages)[0]
 
 
 def _periodic_order(problem: Problem, effort: str, given: Planned | None) -> tuple[int, ...] | None:
