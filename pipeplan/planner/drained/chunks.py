@@ -25,8 +25,8 @@ from ...schedule.occupancy import homes_of
 from ..periodic.incumbent import Incumbent
 from .recompute import fitting_run, uses_by_group
 from .run import Run
-from .search import EFFORTS, Found, Space
-from .tables import Layout, Split, Tables, near, tables_of
+from .search import EFFORTS, Found, Memo, Space
+from .tables import Layout, Split, near
 
 _TRIED = 4  # splits that are simulated at a time
 _MOVES = 6  # of its cuts, about the best ones, that are simulated of a run
@@ -51,19 +51,20 @@ class Placement:
         return tuple(own[rank] for rank in homes_of(self.kind, shape.ranks, shape.chunks))
 
 
-def search_chunks(incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: str) -> None:
+def search_chunks(incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: str, tables: Memo | None = None) -> None:
     """Let equal pipelines under some kinds of schedules be the best."""
     row = EFFORTS[effort]
-    Chunks(incumbent, kinds, row.chunk_steps, row.chunks).search(row.chunk_climbs)
+    Chunks(incumbent, kinds, row.chunk_steps, tables, row.chunks).search(row.chunk_climbs)
 
 
 class Chunks(Space):
     """Equal pipelines, with at most ``chunks`` stages on each GPU where the schedule has several."""
 
-    def __init__(self, incumbent: Incumbent, kinds: Iterable[ScheduleKind], most: int, chunks: int) -> None:
-        super().__init__(incumbent, kinds, most)
+    def __init__(
+        self, incumbent: Incumbent, kinds: Iterable[ScheduleKind], most: int, tables: Memo | None, chunks: int
+    ) -> None:
+        super().__init__(incumbent, kinds, most, tables)
         self.chunks = chunks
-        self._tables: dict[int, Tables | None] = {}
 
     def starts(self) -> list[Found]:
         """Return the soonest few of every placement, of those that have hope."""
@@ -84,11 +85,12 @@ class Chunks(Space):
         relaxed = time_model.relative(self.problem)
         speed = max(device.speed for device in relaxed.platform.devices)
         for kind in self.kinds:
-            for ranks in range(2, min(gpus, len(self.problem.chain)) + 1):
+            for ranks in range(1, min(gpus, len(self.problem.chain)) + 1):
                 for chunks in self._chunks(kind, ranks):
                     if too_long(4 * ranks * chunks - 2, Schedule(kind, count)) is not None:
                         continue
-                    for pipelines in range(1, gpus // ranks + 1 if self.problem.replicas else 2):
+                    least = 2 if ranks == 1 else 1  # where sums of gradients may be hidden
+                    for pipelines in range(least, gpus // ranks + 1 if self.problem.replicas else 2):
                         if count % pipelines == 0:
                             floor = int(count * work_ns(relaxed) / speed / (ranks * pipelines))
                             yield Placement(floor, kind, Shape(ranks, pipelines, chunks))
@@ -98,13 +100,15 @@ class Chunks(Space):
         several = simulated is not None and simulated.homes is not None
         for chunks in range(2, self.chunks + 1) if several else (1,):
             stages = len(homes_of(kind, ranks, chunks))
-            if stages == ranks * chunks and stages <= len(self.problem.chain):
+            if stages == ranks * chunks > 1 and stages <= len(self.problem.chain):
                 yield chunks
 
     def _probe(self, placement: Placement) -> Iterator[Found]:
         """Yield some splits, made to fit the memory: those of stages as equal as can be, and where cuts go from the
         best of them."""
-        tables = next((found for parts in (1, placement.shape.chunks) if (found := self._of(parts)) is not None), None)
+        tables = next(
+            (found for parts in (1, placement.shape.chunks) if (found := self.tables(parts)) is not None), None
+        )
         if tables is None:
             return
         groups = placement.groups()
@@ -196,11 +200,6 @@ class Chunks(Space):
             found[most] += np.maximum(more, 0)
             found[stages] += own[stages][:, None] * np.minimum(np.maximum(more, -total), 0) // max(total, 1)
         return found
-
-    def _of(self, parts: int) -> Tables | None:
-        if parts not in self._tables:
-            self._tables[parts] = tables_of(self.problem, parts)
-        return self._tables[parts]
 
 
 def _most_hopeful(placement: Placement) -> tuple[int, bool, int]:

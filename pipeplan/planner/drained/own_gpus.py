@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import chain, combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise, permutations, product
 from math import gcd
 
 import numpy as np
@@ -22,10 +22,11 @@ from ...plan import ScheduleKind
 from ...schedule.one_f_one_b import forwards_ahead
 from ..periodic.incumbent import Incumbent
 from .run import Run
-from .search import EFFORTS, Found, Space
-from .tables import SLACK, Shares, Split, Tables, near, tables_of
+from .search import EFFORTS, Found, Memo, Space
+from .tables import SLACK, Shares, Split, Tables, near
 
 _FEW = 8  # GPUs of which every way to share them is looked at
+_FEW_ORDERED = 4  # GPUs that differ of which every order is looked at
 _REPLICAS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _TABLES = 3 * 10**8  # entries of tables, of each step of the dynamic program, beyond which nothing is searched
 _PERIODS = (Fraction(1), Fraction(21, 20), Fraction(6, 5))  # of patterns, in shortest ones: longer ones hold less
@@ -36,40 +37,69 @@ _MAKE, _SIMULATE = 100, 300  # what a step to be made and one to be simulated co
 _Timed = tuple[int, int, Split, Shares]  # about the time of a mini-batch (ns), stages, their cuts, and the GPUs
 
 
-def search_own_gpus(incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: str) -> None:
+def search_own_gpus(
+    incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: str, tables: Memo | None = None
+) -> None:
     """Let stages that drain soonest with forwards and backwards in turn be the best."""
-    OwnGpus(incumbent, kinds, EFFORTS[effort].own_steps, EFFORTS[effort].starts).search(EFFORTS[effort].climbs)
+    row = EFFORTS[effort]
+    OwnGpus(incumbent, kinds, row.own_steps, tables, row.starts).search(row.climbs)
 
 
 class OwnGpus(Space):
     """Stages on GPUs of their own, of which so many ways to share the GPUs are simulated at first, ``most_starts``."""
 
-    def __init__(self, incumbent: Incumbent, kinds: Iterable[ScheduleKind], most: int, most_starts: int) -> None:
-        super().__init__(incumbent, kinds, most)
+    def __init__(
+        self,
+        incumbent: Incumbent,
+        kinds: Iterable[ScheduleKind],
+        most: int,
+        tables: Memo | None,
+        most_starts: int,
+    ) -> None:
+        super().__init__(incumbent, kinds, most, tables)
         self.most_starts = most_starts
 
     def starts(self) -> list[Found]:
         """Return the best run of each way to share the GPUs that promises most."""
-        tables = tables_of(self.problem) if self.kinds else None
+        tables = self.tables(1) if self.kinds else None
         if tables is None:
             return []
         timed: list[_Timed] = []
-        for replicas in self._shares(tables):
-            self.steps += _MAKE * self._count(replicas)
+        for groups in self._groups(tables):
+            self.steps += _MAKE * self._count(tuple(map(len, groups)))
             if 2 * self.steps > self.most:
                 break
-            timed += self._starts(tables, replicas)
-        ran: dict[tuple[int, ...], Found] = {}
+            timed += self._starts(tables, groups)
+        ran: dict[tuple[tuple[int, ...], ...], Found] = {}
         for _, _, split, shares in sorted(timed, key=lambda x: x[:3])[: self.most_starts]:
             for found in self._runs(shares, split):
-                known = ran.get(shares.replicas)
+                known = ran.get(shares.groups)
                 if known is None or found.makespan_ns < known.makespan_ns:
-                    ran[shares.replicas] = found
+                    ran[shares.groups] = found
         return list(ran.values())
 
-    def _starts(self, tables: Tables, replicas: tuple[int, ...]) -> Iterator[_Timed]:
+    def _groups(self, tables: Tables) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Yield the GPUs of stages: in the listed order, and where they differ slowest or fastest first, and of few in
+        every order."""
+        devices = self.problem.platform.devices
+        kinds = [devices.index(x) for x in devices]
+        listed = tuple(range(len(devices)))
+        slowest = tuple(sorted(listed, key=lambda d: (devices[d].speed, devices[d].memory_bytes)))
+        every = permutations(listed) if len(listed) <= _FEW_ORDERED else ()
+        orders = (listed, slowest, slowest[::-1], *every)[: None if len(set(kinds)) > 1 else 1]
+        seen = set()
+        for order, replicas in product(orders, list(self._shares(tables))):
+            ends = accumulate(replicas, initial=0)
+            groups = tuple(tuple(sorted(order[low:high])) for low, high in pairwise(ends))
+            alike = tuple(tuple(sorted(kinds[d] for d in group)) for group in groups)
+            if alike not in seen:
+                seen.add(alike)
+                yield groups
+
+    def _starts(self, tables: Tables, groups: tuple[tuple[int, ...], ...]) -> Iterator[_Timed]:
         """Yield the most hopeful splits of GPUs shared so: one by 1F1B, and some by patterns."""
-        shares = Shares.of(tables, replicas, forwards_ahead(replicas))
+        replicas = tuple(map(len, groups))
+        shares = Shares.of(tables, groups, forwards_ahead(replicas))
         splits = list(shares.starts())
         if not splits:
             return

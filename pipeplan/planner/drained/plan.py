@@ -26,7 +26,7 @@ from .limits import ENOUGH, LimitSearch
 from .own_gpus import search_own_gpus
 from .proposals import holding, move, moved, widened, with_special
 from .run import drained_run
-from .search import until_ended
+from .search import once, until_ended
 
 ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
 
@@ -68,12 +68,14 @@ def plan_drained(
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
         status = run_search(_simplest_first(moved(propose)) if kind in ALTERNATING else propose, incumbent)
+    tables = once(problem)
     searches: dict[str, Callable[[Incumbent], None]] = {
-        "stages on GPUs of their own": partial(search_own_gpus, kinds=alternating, effort=effort),
-        "equal pipelines": partial(search_chunks, kinds=others, effort=effort),
+        "stages on GPUs of their own": partial(search_own_gpus, kinds=alternating, effort=effort, tables=tables),
+        "equal pipelines": partial(search_chunks, kinds=others, effort=effort, tables=tables),
     }
     if kinds:
         searches["other schedules"] = partial(_under_others, kinds=kinds)
+        searches["by messages"] = partial(_by_arrival, kinds=kinds)
     for phase, search in searches.items():
         status = status or _with_best(incumbent, phase, search)
     return incumbent, status
@@ -87,6 +89,21 @@ def _simplest_first(propose: Propose) -> Propose:
         propose(incumbent)
 
     return proposed
+
+
+def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
+    """Let stages that were tried, and some near the best, beat it where GPUs decide as they go, which any may share."""
+    problem = incumbent.problem
+    for kind in (kind for kind in kinds if KINDS[kind].by_arrival):
+        limits = LimitSearch(Schedule(kind, problem.policy.accumulate), problem.platform)
+        walk = Incumbent(problem, incumbent.settings, limits=limits, start=incumbent.best)
+        try:
+            walk.try_all(map(Allocation, incumbent.seen))
+            move(walk)
+        finally:
+            found, incumbent.best = incumbent.best, walk.best
+        if incumbent.best is not found:
+            _under_others(incumbent, kinds)
 
 
 def _within_limits(incumbent: Incumbent, effort: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Protocol, TypeVar
 
 from ...deadline import OutOfTime
@@ -11,7 +12,7 @@ from ...plan import ScheduleKind, Stage
 from ...problem import Problem
 from ..periodic.incumbent import Incumbent
 from .run import Run, any_run
-from .tables import Layout, Split
+from .tables import Layout, Split, Tables, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,22 @@ class Found:
         return self.run.makespan_ns
 
 
+Memo = Callable[[int], Tables | None]
+
+
+def once(problem: Problem) -> Memo:
+    """Return the tables by the parts of a GPU's memory that a stage may fill, each made when first asked for."""
+    return cache(partial(tables_of, problem))
+
+
 class Space:
     """Configurations of stages that run under some ``kinds`` of schedules, and the steps that were spent on them, of
-    ``most`` in all; what runs is the ``incumbent``'s to keep."""
+    ``most`` in all; what runs is the ``incumbent``'s to keep. Some share their ``tables``."""
 
-    def __init__(self, incumbent: Incumbent, kinds: Iterable[ScheduleKind], most: int) -> None:
+    def __init__(
+        self, incumbent: Incumbent, kinds: Iterable[ScheduleKind], most: int, tables: Memo | None = None
+    ) -> None:
+        self.tables = tables or once(incumbent.problem)
         self.incumbent, self.problem, self.kinds, self.most = incumbent, incumbent.problem, tuple(kinds), most
         self.microbatches = self.problem.policy.accumulate or 1
         self.steps = 0
