@@ -57,6 +57,12 @@ def search_chunks(incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: s
     Chunks(incumbent, kinds, row.chunk_steps, tables, row.chunks).search(row.chunk_climbs)
 
 
+def searches(kind: ScheduleKind) -> bool:
+    """Whether a kind of schedule searches for its order, which takes long."""
+    simulated = KINDS[kind].simulated
+    return simulated is not None and simulated.searches
+
+
 class Chunks(Space):
     """Equal pipelines, with at most ``chunks`` stages on each GPU where the schedule has several."""
 
@@ -158,8 +164,7 @@ class Chunks(Space):
         return NEVER if self._cutoff is None else self._cutoff + self._cutoff // _HOPE
 
     def _run(self, kind: ScheduleKind, stages: tuple[Stage, ...]) -> Run | None:
-        simulated = KINDS[kind].simulated
-        each = _SEARCH if simulated is not None and simulated.searches else _SIMULATE
+        each = _SEARCH if searches(kind) else _SIMULATE
         return self.simulated(stages, kind, each * (self.microbatches // len(stages[0].devices)) * 4 * len(stages))
 
     def near(self, here: Found, tried: set[Split]) -> Iterator[Found]:

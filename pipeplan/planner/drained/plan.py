@@ -21,7 +21,7 @@ from ...schedule.simulate import STEP_S, simulate
 from ...schedule.timeline import flush_makespan_ns
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from ..simulated.other_schedules import schedule_stages
-from .chunks import search_chunks
+from .chunks import search_chunks, searches
 from .limits import ENOUGH, LimitSearch
 from .own_gpus import search_own_gpus
 from .proposals import holding, move, moved, widened, with_special
@@ -64,7 +64,7 @@ def plan_drained(
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
     alternating = [name for name in searched if name in ALTERNATING]
-    others = [name for name in searched if name not in ALTERNATING and (not kinds or not _searches(name))]
+    others = [name for name in searched if name not in ALTERNATING and (not kinds or not searches(name))]
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
         status = run_search(_simplest_first(moved(propose)) if kind in ALTERNATING else propose, incumbent)
@@ -175,7 +175,7 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     if limit is None:
         run = drained_run(problem, stages, kind)
         return None if run is None else run.scheduled
-    if _searches(kind):
+    if searches(kind):
         schedule = replace(schedule, limit=limit.usual(graph)[0])
     limits = LimitSearch(schedule, problem.platform)
     if limits.refuses(graph) is not None:
@@ -184,11 +184,6 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     if choice is None or structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None
     return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)
-
-
-def _searches(kind: ScheduleKind) -> bool:
-    simulated = KINDS[kind].simulated
-    return simulated is not None and simulated.searches
 
 
 def _with_best(incumbent: Incumbent, phase: str, search: Callable[[Incumbent], None]) -> str | None:
