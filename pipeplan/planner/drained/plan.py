@@ -69,14 +69,14 @@ def plan_drained(
     if incumbent.limits is None or not incumbent.limits.places:
         status = run_search(_simplest_first(moved(propose)) if kind in ALTERNATING else propose, incumbent)
     tables = once(problem)
-    searches: dict[str, Callable[[Incumbent], None]] = {
+    phases: dict[str, Callable[[Incumbent], None]] = {
         "stages on GPUs of their own": partial(search_own_gpus, kinds=alternating, effort=effort, tables=tables),
         "equal pipelines": partial(search_chunks, kinds=others, effort=effort, tables=tables),
     }
     if kinds:
-        searches["other schedules"] = partial(_under_others, kinds=kinds)
-        searches["by messages"] = partial(_by_arrival, kinds=kinds)
-    for phase, search in searches.items():
+        phases["other schedules"] = partial(_under_others, kinds=kinds)
+        phases["by messages"] = partial(_by_arrival, kinds=kinds)
+    for phase, search in phases.items():
         status = status or _with_best(incumbent, phase, search)
     return incumbent, status
 
