@@ -16,7 +16,6 @@ from ...cost.layer_orders import several_orders
 from ...deadline import OutOfTime
 from ...errors import Infeasible
 from ...partition.contiguous.contiguous import contiguous
-from ...partition.layer_orders.ideal_chain import IdealChain
 from ...partition.layer_orders.layer_order import EFFORTS, Ordered, best_ordered, between_all, orders_matter
 from ...plan import Bound, ScheduleKind
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
@@ -126,13 +125,12 @@ def _drained_order(problem: Problem, effort: str, given: Planned | None) -> tupl
     between = between_all(problem, EFFORTS[effort])
     if between is None:
         return _periodic_order(problem, effort, given)
-    found = Incumbent(between, Settings())
+    found = Incumbent(replace(problem, chain=between), Settings())
     search_own_gpus(found, ALTERNATING, "quick")
     before = None if given is None else given.evaluation.period_ns * (problem.policy.accumulate or 1)
-    assert isinstance(between.chain, IdealChain), "stages are between ideals"
     if found.best is None or not _shorter(found.best.cost, before):
         return None
-    return between.chain.placed(found.best.allocation.stages)[0]
+    return between.order_through(end for stage in found.best.allocation.stages for end in stage.ends)
 
 
 def _periodic_order(problem: Problem, effort: str, given: Planned | None) -> tuple[int, ...] | None:
