@@ -141,7 +141,8 @@ def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(
     monkeypatch.setattr("pipeplan.schedule.v_limit.SEARCH_STEPS", 2000)
     layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20) for i in range(8))
     policy = Policy(weights="flush", accumulate=6)
-    problem = Problem(Chain("even", layers, 5), Platform.flat(2, 210, 10**9), policy, checkpointing="none")
+    platform = Platform.flat(2, 210, 10**9)
+    problem = Problem(Chain("even", layers, 5), platform, policy, replicas=False, checkpointing="none")
     vee = make_plan(problem, schedule="zbv", effort="quick")
     free = make_plan(problem, schedule="v-limit", effort="quick")
     assert vee.evaluation.makespan_ns is not None
