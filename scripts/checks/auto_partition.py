@@ -23,7 +23,8 @@ from pipeplan.check.targets import GRIDS, Shape
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.files.profiles import read_profile
 from pipeplan.plan import Schedule, ScheduleKind, Stage
-from pipeplan.planner.drained.block_search import MOVES, BlockSearch
+from pipeplan.planner.drained.block_search import BlockSearch
+from pipeplan.planner.drained.search import EFFORTS
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.problem import Platform, Policy, Problem
 
@@ -85,7 +86,7 @@ def main() -> None:
                 search.configs = [config for config in search.configs if config.shape == shape]
                 if not search.configs:
                     continue
-                search.run(MOVES["normal"])
+                search.run(EFFORTS["normal"].block_steps)
                 assert search.best is not None
                 theirs = time_ns(search, shape, kind, proposed(module, search, shape, kind, count), count)  # type: ignore[arg-type]
                 ours = search.best.makespan_ns

@@ -28,8 +28,8 @@ from pipeplan.check.bounds.drained.separate import drained_bound
 from pipeplan.check.targets import TARGETS, Shape
 from pipeplan.plan import ScheduleKind
 from pipeplan.planner.drained.block_search import BlockSearch
-from pipeplan.planner.drained.search import EFFORTS, DrainedSearch
-from pipeplan.planner.periodic.incumbent import Settings
+from pipeplan.planner.drained.own_gpus import search_own_gpus
+from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 
 
 def main() -> None:
@@ -103,11 +103,11 @@ def bound_contiguous(seeds: range) -> None:
             if one.period_ns > -(-best // count):
                 print(f"{seed}: {one} is above the soonest, {best} / {count}")
         bounds.append(best / (bound.period_ns * count))
-        search = DrainedSearch(problem, ("flush", "1f1b"), EFFORTS["normal"])
-        search.run()
+        search = Incumbent(problem, Settings())
+        search_own_gpus(search, ("flush", "1f1b"), "normal")
         straight = min((ns for kind, ns in times.items() if kind in ("flush", "1f1b")), default=None)
         if straight is not None and search.best is not None:
-            plans.append(search.best.makespan_ns / straight)
+            plans.append(search.best.cost / straight)
         elif straight is not None:
             print(f"{seed}: nothing was found where {straight} is possible")
     print(f"{len(bounds)} instances: soonest / bound {geometric_mean(bounds):.3f} in the geometric mean")

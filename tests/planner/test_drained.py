@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
+from cases.chains import random_chain, random_platform
 
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
+from pipeplan.errors import Infeasible
 from pipeplan.plan import Schedule, ScheduleKind, Stage
+from pipeplan.planner.drained.chunks import searches
+from pipeplan.planner.drained.own_gpus import search_own_gpus
 from pipeplan.planner.drained.recompute import fitting_run
 from pipeplan.planner.drained.run import any_run, drained_run
-from pipeplan.planner.drained.search import EFFORTS, DrainedSearch
 from pipeplan.planner.drained.timing import alternating, retimed
+from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import compare_schedules
-from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Policy, Problem
 from pipeplan.schedule.kinds import kinds_for, plan_timeline
 from pipeplan.schedule.memory import most_held
 from pipeplan.schedule.programs.interleaved import interleaved
@@ -108,13 +114,35 @@ def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under
     assert found.evaluation.period_ns <= min(run.per_microbatch_ns for run in runs if run.fits) + 1
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_the_open_question_is_never_worse_than_a_named_schedule_or_algorithm(seed: int) -> None:
+    """But for schedules that search for their order, under which the best stages alone are tried."""
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(3, 5), optimizer=seed % 3 == 0, saved=True)
+    if seed % 2:
+        layers = (replace(x, backward_weight_ns=rng.randint(0, x.backward_ns)) for x in chain.layers)
+        chain = replace(chain, layers=tuple(layers))
+    platform = random_platform(rng, rng.randint(2, 3), memory=(60, 200), duplex=True, latency=True, speeds=seed % 3 > 0)
+    checkpointing: Checkpointing = ("segments", "none", "stages")[seed % 3]
+    policy = Policy("flush", rng.randint(1, 5))
+    problem = Problem(chain, platform, policy, replicas=seed % 4 != 3, checkpointing=checkpointing)
+    named: list[dict[str, Any]] = [{"algorithm": name} for name in ("contiguous", "pipedream", "data-parallel")]
+    named += [{"schedule": kind} for kind in kinds_for("flush") if not searches(kind)]
+    found = {}
+    for options in ({}, *named):
+        with suppress(Infeasible):
+            found[str(options)] = make_plan(problem, **options).evaluation.makespan_ns
+    assert not found or found["{}"] == min(found.values()), found
+
+
 def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pipeplan.schedule.programs.v_limit.SEARCH_STEPS", 2000)
     layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20) for i in range(8))
     policy = Policy(weights="flush", accumulate=6)
-    problem = Problem(Chain("even", layers, 5), Platform.flat(2, 210, 10**9), policy, checkpointing="none")
+    platform = Platform.flat(2, 210, 10**9)
+    problem = Problem(Chain("even", layers, 5), platform, policy, replicas=False, checkpointing="none")
     vee = make_plan(problem, schedule="zbv", effort="quick")
     free = make_plan(problem, schedule="v-limit", effort="quick")
     assert vee.evaluation.makespan_ns is not None
@@ -161,12 +189,12 @@ def test_a_schedule_that_is_asked_for_gets_the_stages_that_drain_soonest_under_i
     chain = _chain(random.Random(1), 5, 20)
     policy = Policy(weights="flush", accumulate=6)
     problem = Problem(chain, Platform.flat(4, 420, 10**9), policy, checkpointing="none")
-    search = DrainedSearch(problem, ("1f1b",), EFFORTS["normal"])
-    search.run()
+    search = Incumbent(problem, Settings())
+    search_own_gpus(search, ("1f1b",), "normal")
     found = make_plan(problem, schedule="1f1b").evaluation
     assert search.best is not None
     assert found.makespan_ns is not None
-    assert found.makespan_ns <= search.best.makespan_ns
+    assert found.makespan_ns <= search.best.cost
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -192,8 +220,8 @@ def test_the_search_comes_near_what_trying_all_finds(seed: int) -> None:
                         run = drained_run(problem, stages, kind)
                         if run is not None and (best is None or run.makespan_ns < best):
                             best = run.makespan_ns
-    search = DrainedSearch(problem, ("flush", "1f1b"), EFFORTS["normal"])
-    search.run()
+    search = Incumbent(problem, Settings())
+    search_own_gpus(search, ("flush", "1f1b"), "normal")
     assert best is not None
     assert search.best is not None
-    assert best <= search.best.makespan_ns <= 1.02 * best
+    assert best <= search.best.cost <= 1.02 * best

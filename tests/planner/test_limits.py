@@ -133,7 +133,8 @@ def test_it_is_said_why_nothing_runs_with_several_stages_on_a_gpu(gpus, memory, 
 
 def test_flush_is_a_pattern_where_nothing_drains_sooner():
     assert make_plan(even(weights="flush", accumulate=8), schedule="flush").plan.schedule == Schedule("flush", 8)
-    assert make_plan(even(weights="flush", accumulate=8)).plan.schedule == Schedule("zbv", 8)
+    found = make_plan(even(weights="flush", accumulate=8))  # sums of gradients are hidden behind other stages
+    assert (found.plan.schedule, found.evaluation.makespan_ns) == (Schedule("breadth-first", 8), 488)
     alone = replace(even(weights="flush", accumulate=8), platform=Platform.flat(1, 10**9))
     assert make_plan(alone).plan.schedule == Schedule("flush", 8)
     assert make_plan(even(accumulate=1), schedule="pattern").plan.schedule == Schedule()

@@ -20,7 +20,6 @@ from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, time_model
 from ...cost.stage_graph import stage_graph
 from ...cost.stage_tables import StageTables
-from ...deadline import OutOfTime
 from ...errors import BadInput
 from ...partition.blocks import Activations, Pipe, Rule, moved
 from ...partition.cuts import legal_cuts
@@ -31,11 +30,11 @@ from ...schedule.occupancy import homes_of, most_held
 from ...schedule.programs.interleaved import occupancy
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
+from .search import climbed, until_ended
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at: more only send more
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
 FINALISTS = 4  # grids whose cuts are moved about
-MOVES = {"quick": 0, "normal": 2 * 10**5, "high": 4 * 10**6}  # steps that moves may simulate, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,31 +133,23 @@ class BlockSearch:
 
     def run(self, moves: int, first: Callable[[], None] = lambda: None) -> str | None:
         """Search all configurations; return why it ended early, or None. ``first`` is called behind the even splits."""
-        try:
-            with self.problem.deadline.insist():
-                self.settings.status.phase = "even splits"
-                self._try_even()
-                first()
-                self.settings.status.phase = "search"
-                for config in self.configs:
-                    if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
-                        break
-                    if config.shape.chunks > 1:
-                        self.bounds[config] = self.chunked_bound(config)
-                        if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
-                            continue
-                    if KINDS[config.kind].splits:
-                        self._probe_split(config)
+
+        def search() -> None:
+            self.settings.status.phase = "even splits"
+            self._try_even()
+            first()
+            self.settings.status.phase = "search"
+            for config in self.configs:
+                if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
+                    break
+                if config.shape.chunks > 1:
+                    self.bounds[config] = self.chunked_bound(config)
+                    if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
                         continue
-                    self._probe(config)
-                self._improve(moves)
-        except OutOfTime:
-            return "time limit"
-        except KeyboardInterrupt:
-            if self.cutoff_ns is None:
-                raise
-            return "interrupted"
-        return None
+                (self._probe_split if KINDS[config.kind].splits else self._probe)(config)
+            self._improve(moves)
+
+        return until_ended(self.problem, search, lambda: self.best is not None)
 
     def _try_even(self) -> None:
         """Simulate the split of every configuration whose stages take about equally long, with nothing recomputed and
@@ -309,12 +300,15 @@ class BlockSearch:
     def _improve(self, moves: int) -> None:
         """Move the cuts of the best configurations about while that helps, in so many simulated steps."""
         end = self.steps + moves
-        for config in sorted(self.finals, key=lambda c: self.finals[c].makespan_ns)[:FINALISTS]:
-            found: Found | None = self.finals[config]
-            while found is not None and found.makespan_ns > self.bounds.get(config, config.bound_ns):
-                near = takewhile(lambda _: self.steps < end, moved(found.split))
-                tried = (self._try_split(config, found.recompute, split) for split in near)
-                found = next(filter(None, tried), None)
+
+        def near(here: Found) -> Iterator[Found]:
+            config = here.config
+            if here.makespan_ns > self.bounds.get(config, config.bound_ns):
+                splits = takewhile(lambda _: self.steps < end, moved(here.split))
+                yield from filter(None, (self._try_split(config, here.recompute, split) for split in splits))
+
+        for found in sorted(self.finals.values(), key=lambda x: x.makespan_ns)[:FINALISTS]:
+            climbed(found, near)
 
     # --- where there is none ---
 

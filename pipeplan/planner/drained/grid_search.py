@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from ...deadline import OutOfTime
@@ -15,22 +16,13 @@ from ..periodic.explain import grid_shortfall, why_no_grid
 from ..periodic.incumbent import GRACE_S, Settings
 from .arrivals import batch_time
 from .pipelines import Pipelines, Proposal, Split
+from .search import EFFORTS, until_ended
 from .space import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
 
 _PROBES = 2  # splits of each configuration at first
 _NEAR = 0.06  # how much slower than the best a configuration may be to get more
 _OPEN = 6  # configurations whose tables are kept
 _FINALISTS = 4  # configurations whose stages are moved about
-
-
-@dataclass(frozen=True, slots=True)
-class GridEffort:
-    """How many steps of pipelines local moves may simulate, in all."""
-
-    steps: int
-
-
-EFFORTS = {"quick": GridEffort(0), "normal": GridEffort(10**6), "high": GridEffort(2 * 10**7)}
 
 
 def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal") -> Outcome:
@@ -42,20 +34,10 @@ def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal")
     it with the best so far.
     """
     search = _Search(asked, settings)
-    try:
-        with asked.problem.deadline.insist():
-            search.probe()
-            search.deepen()
-            search.improve(EFFORTS[effort].steps)
-            search.settle()
-            search.bound()
-        stopped = "time limit" if search.late else None
-    except OutOfTime:
-        stopped = "time limit"
-    except KeyboardInterrupt:
-        if search.best is None:
-            raise
-        stopped = "interrupted"
+    stopped = until_ended(
+        asked.problem, partial(search.run, EFFORTS[effort].grid_steps), lambda: search.best is not None
+    )
+    stopped = stopped or ("time limit" if search.late else None)
     if stopped == "time limit" and search.best is None:
         search.try_simplest()
     return search.outcome(stopped)
@@ -80,6 +62,14 @@ class _Search:
         late = self.asked.problem.deadline.passed
         self.late |= late
         return late
+
+    def run(self, steps: int) -> None:
+        """Search with so many steps for local moves."""
+        self.probe()
+        self.deepen()
+        self.improve(steps)
+        self.settle()
+        self.bound()
 
     def probe(self) -> None:
         """Simulate a few splits of every configuration that can become the best, or that of its grid of all GPUs."""

@@ -10,7 +10,7 @@ from itertools import chain
 
 from ...check.validate import structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
-from ...deadline import Deadline, OutOfTime
+from ...deadline import Deadline
 from ...errors import BadInput
 from ...partition.balance import simplest
 from ...plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
@@ -21,13 +21,12 @@ from ...schedule.simulate import STEP_S, simulate
 from ...schedule.timeline import flush_makespan_ns
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from ..simulated.other_schedules import schedule_stages
+from .chunks import search_chunks, searches
 from .limits import ENOUGH, LimitSearch
-from .placed import EFFORTS as PLACED_EFFORTS
-from .placed import PlacedSearch
+from .own_gpus import search_own_gpus
 from .proposals import holding, move, moved, widened, with_special
 from .run import drained_run
-from .search import EFFORTS as ALTERNATING_EFFORTS
-from .search import DrainedSearch
+from .search import once, until_ended
 
 ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
 
@@ -60,18 +59,25 @@ def plan_drained(
         and incumbent.limits.places
         and KINDS[kind].limit is not None
     ):
-        return incumbent, _with_best(incumbent, partial(_within_limits, effort))
+        return incumbent, _with_best(incumbent, "stages placed alike", partial(_within_limits, effort=effort))
     if effort is None or KINDS[kind].limit is not None:
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
     alternating = [name for name in searched if name in ALTERNATING]
-    others = [name for name in searched if name not in ALTERNATING and (not kinds or not _searches(name))]
+    others = [name for name in searched if name not in ALTERNATING and (not kinds or not searches(name))]
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
         status = run_search(_simplest_first(moved(propose)) if kind in ALTERNATING else propose, incumbent)
-    searches = [partial(_alternating, alternating, effort), partial(_on_pipelines, others, effort)]
-    for search in [*searches, partial(_under_others, kinds)] if kinds else searches:
-        status = status or _with_best(incumbent, search)
+    tables = once(problem)
+    phases: dict[str, Callable[[Incumbent], None]] = {
+        "stages on GPUs of their own": partial(search_own_gpus, kinds=alternating, effort=effort, tables=tables),
+        "equal pipelines": partial(search_chunks, kinds=others, effort=effort, tables=tables),
+    }
+    if kinds:
+        phases["other schedules"] = partial(_under_others, kinds=kinds)
+        phases["by messages"] = partial(_by_arrival, kinds=kinds)
+    for phase, search in phases.items():
+        status = status or _with_best(incumbent, phase, search)
     return incumbent, status
 
 
@@ -85,33 +91,35 @@ def _simplest_first(propose: Propose) -> Propose:
     return proposed
 
 
-def _alternating(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
-    """Let stages that drain soonest with forwards and backwards in turn beat the best so far."""
-    incumbent.settings.status.phase = "stages on GPUs of their own"
-    search = DrainedSearch(incumbent.problem, kinds, ALTERNATING_EFFORTS[effort])
-    _take(incumbent, search if kinds else None)
+def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
+    """Let stages that were tried, and some near the best, beat it where GPUs decide as they go, which any may share."""
+    problem = incumbent.problem
+    for kind in (kind for kind in kinds if KINDS[kind].by_arrival):
+        limits = LimitSearch(Schedule(kind, problem.policy.accumulate), problem.platform)
+        walk = Incumbent(problem, incumbent.settings, limits=limits, start=incumbent.best)
+        try:
+            walk.try_all(map(Allocation, incumbent.seen))
+            move(walk)
+        finally:
+            found, incumbent.best = incumbent.best, walk.best
+        if incumbent.best is not found:
+            _under_others(incumbent, kinds)
 
 
-def _on_pipelines(kinds: Sequence[ScheduleKind], effort: str, incumbent: Incumbent) -> None:
-    """Let equal pipelines under other kinds of schedules beat the best so far."""
-    incumbent.settings.status.phase = "equal pipelines"
-    _take(incumbent, PlacedSearch(incumbent.problem, kinds, PLACED_EFFORTS[effort], incumbent.best_ns))
-
-
-def _within_limits(effort: str, incumbent: Incumbent) -> None:
+def _within_limits(incumbent: Incumbent, effort: str) -> None:
     """Let stages be placed as a schedule with a limit places them, cut and recomputed as is best under those without
     one that place them alike, or not recomputed; at the limit that is best."""
     limits, problem = incumbent.limits, incumbent.problem
     assert limits is not None, "it is a schedule with one"
-    incumbent.settings.status.phase = "stages placed alike"
     for alike in _placed_alike(limits.schedule.kind):
-        search = PlacedSearch(problem, [alike], PLACED_EFFORTS[effort], None)
+        free = Incumbent(problem, Settings())
         try:
-            search.run()
+            search_chunks(free, [alike], effort)
         finally:
-            if search.best is not None:
-                for stages in (search.best.stages, tuple(replace(x, checkpoint=()) for x in search.best.stages)):
-                    incumbent.try_(Allocation(stages))
+            if free.best is not None:
+                stages = free.best.allocation.stages
+                incumbent.try_(Allocation(stages))
+                incumbent.try_(Allocation(tuple(replace(x, checkpoint=()) for x in stages)))
 
 
 def _placed_alike(kind: ScheduleKind) -> list[ScheduleKind]:
@@ -123,20 +131,9 @@ def _placed_alike(kind: ScheduleKind) -> list[ScheduleKind]:
     return [name for name, row in rows if row and row.homes is own.homes and set(row.options) == options]
 
 
-def _take(incumbent: Incumbent, search: DrainedSearch | PlacedSearch | None) -> None:
-    if search is None:
-        return
-    try:
-        search.run()
-    finally:
-        if search.best is not None:
-            incumbent.take(search.best.scheduled)
-
-
-def _under_others(kinds: Sequence[ScheduleKind], incumbent: Incumbent) -> None:
+def _under_others(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
     """Let the best's stages, or balanced ones on its GPUs, under every kind beat it, as they are simulated when others
     are asked for; until none does."""
-    incumbent.settings.status.phase = "other schedules"
     seen: set[tuple[ScheduleKind, tuple[Stage, ...]]] = set()
     before: Scheduled | None = None
     while incumbent.best is not before:
@@ -178,7 +175,7 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     if limit is None:
         run = drained_run(problem, stages, kind)
         return None if run is None else run.scheduled
-    if _searches(kind):
+    if searches(kind):
         schedule = replace(schedule, limit=limit.usual(graph)[0])
     limits = LimitSearch(schedule, problem.platform)
     if limits.refuses(graph) is not None:
@@ -189,23 +186,10 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)
 
 
-def _searches(kind: ScheduleKind) -> bool:
-    simulated = KINDS[kind].simulated
-    return simulated is not None and simulated.searches
-
-
-def _with_best(incumbent: Incumbent, search: Callable[[Incumbent], None]) -> str | None:
+def _with_best(incumbent: Incumbent, phase: str, search: Callable[[Incumbent], None]) -> str | None:
     """Let a search of its own beat the best so far; return why that ended early, or None."""
-    try:
-        with incumbent.problem.deadline.insist():
-            search(incumbent)
-    except OutOfTime:
-        return "time limit"
-    except KeyboardInterrupt:
-        if incumbent.best is None:
-            raise
-        return "interrupted"
-    return None
+    incumbent.settings.status.phase = phase
+    return until_ended(incumbent.problem, partial(search, incumbent), lambda: incumbent.best is not None)
 
 
 def plan_nf1b(

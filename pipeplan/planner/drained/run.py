@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...check.validate import structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage, in_order
-from ...problem import Problem
+from ...problem import Platform, Problem
 from ...schedule.kinds import KINDS, program_of_kind, refused
 from ...schedule.memory import run_uses
 from ...schedule.pattern import DeviceUse, in_flight, starts_of
@@ -84,15 +84,17 @@ def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> 
     if structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None
     if pattern is None and problem.platform.shared_level is None:
-        graph, count = _alone(graph, count)
+        graph, count = _alone(graph, count, problem.platform)
     timeline = simulate(program_of_kind(graph, Schedule(kind, count), pattern, count), deadline=problem.deadline)
     uses = () if pattern is not None else tuple(run_uses(timeline, problem.platform))
     return Run(flush_makespan_ns(timeline), stages, kind, pattern, timeline, uses)
 
 
-def _alone(graph: StageGraph, microbatches: int) -> tuple[StageGraph, int]:
+def _alone(graph: StageGraph, microbatches: int, platform: Platform) -> tuple[StageGraph, int]:
     """Return one of equal pipelines with its share of the microbatches, if stages make some that are alike."""
-    counts = {graph.resources[stage.resource].replicas for stage in graph.stages}
-    if len(counts) > 1 or microbatches % max(counts):
+    resources = [graph.resources[stage.resource] for stage in graph.stages]
+    counts = {resource.replicas for resource in resources}
+    memories = [{platform.devices[d].memory_bytes for d in resource.devices} for resource in resources]
+    if len(counts) > 1 or microbatches % max(counts) or max(map(len, memories)) > 1:
         return graph, microbatches
     return graph.first_replicas(), microbatches // max(counts)

@@ -142,7 +142,7 @@ def _part(device: Device, parts: int) -> Device:
 
 
 @dataclass(frozen=True)
-class Placed:
+class Layout:
     """Stage s on ``groups[s]``, which may hold several, each holding ``held[s]`` microbatches on every device."""
 
     tables: Tables
@@ -267,22 +267,20 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Shares(Placed):
-    """Stages on GPUs of their own, next to each other, that run ``ahead`` forwards before their first backward."""
+class Shares(Layout):
+    """Stages on GPUs of their own that run ``ahead`` forwards before their first backward."""
 
     ahead: tuple[int, ...]
 
     @staticmethod
-    def of(tables: Tables, replicas: Sequence[int], ahead: Sequence[int]) -> Shares:
-        """Return those of stages with so many ``replicas``."""
-        ends = np.cumsum([0, *replicas]).tolist()
-        groups = tuple(tuple(range(low, high)) for low, high in pairwise(ends))
-        held = tuple(min(a, ceil_div(tables.microbatches, r)) for a, r in zip(ahead, replicas, strict=True))
-        return Shares(tables, groups, held, tuple(ahead))
+    def of(tables: Tables, groups: Sequence[tuple[int, ...]], ahead: Sequence[int]) -> Shares:
+        """Return those of stages on these ``groups``."""
+        held = tuple(min(a, ceil_div(tables.microbatches, len(g))) for a, g in zip(ahead, groups, strict=True))
+        return Shares(tables, tuple(groups), held, tuple(ahead))
 
     def with_ahead(self, ahead: Sequence[int]) -> Shares:
         """Return the same with other forwards ahead."""
-        return Shares.of(self.tables, self.replicas, ahead)
+        return Shares.of(self.tables, self.groups, ahead)
 
     @property
     def replicas(self) -> tuple[int, ...]:

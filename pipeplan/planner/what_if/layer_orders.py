@@ -20,10 +20,9 @@ from ...partition.layer_orders.layer_order import EFFORTS, Ordered, best_ordered
 from ...plan import Bound, ScheduleKind
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
 from ...schedule.kinds import KINDS, kinds_for
+from ..drained.own_gpus import search_own_gpus
 from ..drained.plan import ALTERNATING
-from ..drained.search import EFFORTS as DRAINED_EFFORTS
-from ..drained.search import DrainedSearch
-from ..periodic.incumbent import MARGIN, Settings
+from ..periodic.incumbent import MARGIN, Incumbent, Settings
 from ..periodic.interval import at_interval
 from ..plan import Planned
 
@@ -126,12 +125,12 @@ def _drained_order(problem: Problem, effort: str, given: Planned | None) -> tupl
     between = between_all(problem, EFFORTS[effort])
     if between is None:
         return _periodic_order(problem, effort, given)
-    search = DrainedSearch(replace(problem, chain=between), ALTERNATING, DRAINED_EFFORTS["quick"])
-    search.run()
+    found = Incumbent(replace(problem, chain=between), Settings())
+    search_own_gpus(found, ALTERNATING, "quick")
     before = None if given is None else given.evaluation.period_ns * (problem.policy.accumulate or 1)
-    if search.best is None or not _shorter(search.best.makespan_ns, before):
+    if found.best is None or not _shorter(found.best.cost, before):
         return None
-    return between.order_through(end for stage in search.best.stages for end in stage.ends)
+    return between.order_through(end for stage in found.best.allocation.stages for end in stage.ends)
 
 
 def _periodic_order(problem: Problem, effort: str, given: Planned | None) -> tuple[int, ...] | None:

@@ -17,7 +17,8 @@ from ...names import shown
 from ...plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ...problem import MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Problem, Weights
 from ...version import __version__
-from ..drained.block_search import MOVES, BlockSearch
+from ..drained.block_search import BlockSearch
+from ..drained.search import EFFORTS
 from ..periodic.incumbent import Settings
 from ..plan import Planned, make_plan
 
@@ -78,7 +79,7 @@ def make_target_plan(
         if found is not None and search.best is not None:
             found(planned("interrupted"))  # which it is where nothing comes behind it
 
-    stopped = search.run(MOVES[effort], first)
+    stopped = search.run(EFFORTS[effort].block_steps, first)
     if search.best is None:
         raise Infeasible(search.why_none(stopped))
     return planned(stopped)
@@ -93,7 +94,7 @@ def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) 
     """Return a period (ns) below which the target ``name`` has no plan of a problem, None where nothing fits; with
     ``kind`` none under that schedule."""
     search = BlockSearch(problem, name, TARGETS[name], TARGETS[name].kinds if kind is None else (kind,), Settings())
-    search.run(MOVES["normal"])
+    search.run(EFFORTS["normal"].block_steps)
     if search.best is None:
         return None
     return ceil_div(search.bound_ns(kind), problem.policy.accumulate or 1)
