@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -12,6 +12,7 @@ class Status:
 
     Of a search also how many allocations were looked at, its ``best`` plan in words, the ns below which there is no
     plan, and on how many allocations the integer program's solver failed. ``part`` says which of several tasks it is.
+    ``notes`` are sentences to show beside what was found.
     """
 
     phase: str | Callable[[], str] = "search"
@@ -20,6 +21,7 @@ class Status:
     candidates: int = 0
     floor_ns: int | None = None
     unsolved: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def say(self, phase: str | Callable[[], str]) -> None:
         """Take what begins now."""

@@ -32,9 +32,8 @@ def search(find: Callable[..., PlanResult], output: str | None, as_json: bool, v
 
     about = status()
     found = find(progress=about.improved, status=about)
-    failed = unsolved(about)
-    if failed is not None:
-        click.echo(f"note: {failed}", err=True)
+    for note in filter(None, (unsolved(about), *dict.fromkeys(about.notes))):
+        click.echo(f"note: {note}", err=True)
     text = found.text() if as_json or output is not None else ""
     if output is not None:
         write_text(output, text)

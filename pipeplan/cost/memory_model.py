@@ -148,9 +148,13 @@ def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, repli
     return ceil_div(eighths * _state_copy(policy, weight_bytes, parameters, replicas), 8)
 
 
-def has_state(policy: Policy) -> bool:
-    """Whether the optimizer keeps anything beside weights and gradient."""
-    return bool(policy.state_eighths) or policy.precision == "mixed"
+def depends_on_replicas(policy: Policy) -> bool:
+    """Whether a stage's :func:`versioned_bytes` are others with more replicas, as its bytes themselves say.
+
+    Where a bucket of the state is on the device at a time, only stages of few parameters differ.
+    """
+    counts = policy.bucket_parameters, 2**20
+    return any(versioned_bytes(policy, 4 * x, x, 1) != versioned_bytes(policy, 4 * x, x, 1, 2) for x in counts)
 
 
 def _state_copy(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int) -> IntLike:

@@ -67,7 +67,7 @@ def memory_counts(problem: Problem) -> range:
     policy = problem.policy
     if not problem.replicas:
         return range(1, 2)
-    if policy.zero and memory_model.has_state(policy):
+    if memory_model.depends_on_replicas(policy):
         return range(1, len(problem.platform) + 1)
     if not memory_model.versions_grow(policy):
         return range(1, 2)

@@ -5,7 +5,7 @@ Takes and returns values; the clock belongs to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -15,9 +15,9 @@ from ..check.bounds import any_bound, follows
 from ..check.bounds.drained.placed import placed_bounds
 from ..check.bounds.drained.separate import drained_bounds
 from ..check.evaluate import Evaluation, gap
-from ..check.validate import check, class_violations
+from ..check.validate import bound_violations, check, class_violations
 from ..deadline import OutOfTime
-from ..errors import BadInput, Infeasible
+from ..errors import BadInput, Infeasible, InvalidPlan
 from ..partition import ALGORITHMS
 from ..partition.contiguous.claims import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
@@ -144,7 +144,7 @@ def _planned(
             policy=problem.policy,
             allocation=allocation,
             pattern=scheduled.pattern,
-            lower_bounds=(*(x for x in of_class if not follows(x, of_any)), of_any),
+            lower_bounds=(),
             provenance=Provenance(
                 algorithm,
                 options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
@@ -156,7 +156,12 @@ def _planned(
             ),
             schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
         )
-        return Candidate(problem, scheduled, plan, check(plan))
+        evaluation = check(plan)
+        bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
+        plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
+        if broken := bound_violations(plan, evaluation.period_ns):
+            raise InvalidPlan(broken)
+        return Candidate(problem, scheduled, plan, evaluation)
 
     if robust is None:
         chosen = composed(problem, incumbent.best)
@@ -166,6 +171,18 @@ def _planned(
     provenance = chosen.plan.provenance
     told = replace(provenance, options={**provenance.options, "robust": figures})
     return Planned(replace(chosen.plan, provenance=told), chosen.evaluation)
+
+
+def _standing(bounds: Iterable[Bound], period: int, notes: list[str]) -> Iterator[Bound]:
+    """Yield the bounds that a plan of ``period`` ns leaves standing; note in a sentence each that it refutes."""
+    for bound in bounds:
+        if bound.period_ns <= period:
+            yield bound
+        else:
+            notes.append(
+                f"a lower bound of {bound.period_ns} ns for class {bound.allocation} is wrong and left out: the plan, "
+                f"which is valid, takes {period} ns; please report it"
+            )
 
 
 def _why_none(incumbent: Incumbent, algorithm: str) -> str:

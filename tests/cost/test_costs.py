@@ -2,17 +2,20 @@ import itertools
 import random
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 from math import ceil
 
 import numpy as np
 import pytest
-from cases.chains import random_chain
+from cases.chains import random_chain, random_problem
 from cases.plans import random_checkpoint
 from oracles.schedules import emulated_activations, weights_table
 
+from pipeplan.choices import OPTIMIZERS
 from pipeplan.cost import memory_model, time_model
 from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.in_flight import fixed_bytes, memory_counts
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 
@@ -357,3 +360,31 @@ def test_replicas_share_what_megatrons_distributed_optimizer_does(own, shared):
 def test_gradients_are_half_in_mixed_precision():
     assert memory_model.gradient_bytes(Policy(), 400, 100) == 400
     assert memory_model.gradient_bytes(Policy(precision="mixed"), 400, 100) == 200
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_memory_is_the_same_beyond_the_counts_of_replicas_that_are_looked_at(seed):
+    """Searches have a table of memory for each of the counts, and read the last one for all beyond: every policy."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randint(1, 4), rng.randint(1, 6), weights=("flush", "2bw", "stash", "latest"))
+    own, shared = rng.choice(((None, None), (None, None), (5, 0), (2, 4), (8, 8)))
+    policy = replace(
+        problem.policy,
+        accumulate=rng.choice((None, 1, 2, 5)),
+        optimizer=rng.choice(tuple(OPTIMIZERS)),
+        precision=rng.choice(("fp32", "mixed", "autocast")),
+        zero=rng.choice((0, 1)),
+        offload=own is None and rng.random() < 0.3,
+        bucket_parameters=rng.choice((1, 2, 3, 5, 10**6)),
+        ema=rng.random() < 0.3,
+        pipelines=rng.choice((1, 1, 3)),
+        bytes_per_parameter=None if own is None or shared is None else own + shared,
+        shared_bytes_per_parameter=shared,
+    )
+    problem = replace(problem, policy=policy)
+    last, count = memory_counts(problem)[-1], len(problem.chain)
+    for start, stop in combinations(range(count + 1), 2):
+        for replicas in range(last, len(problem.platform) + 1):
+            for in_flight in (1, 2, 5):
+                held = fixed_bytes(problem, start, stop, in_flight, replicas)
+                assert held == fixed_bytes(problem, start, stop, in_flight, last), (start, stop, replicas)

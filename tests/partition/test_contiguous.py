@@ -416,3 +416,25 @@ def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(
             assert pattern.period_ns == truth[0]
             assert pattern_violations(graph, pattern) == []
     assert slower > 3
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_replicas_that_share_bytes_per_parameter_equal_brute_force(block: int) -> None:
+    """What another engine holds of a parameter may depend on the replicas, whatever the optimizer keeps."""
+    replicated = 0
+    for seed in range(40 * block, 40 * block + 40):
+        problem = varied_problem(seed)
+        own, shared = random.Random(seed).choice(((1, 2), (2, 1), (1, 0), (2, 4)))
+        policy = replace(
+            problem.policy,
+            optimizer=("sgd", "momentum")[seed % 2],
+            offload=False,
+            zero=1,
+            bytes_per_parameter=own + shared,
+            shared_bytes_per_parameter=shared,
+        )
+        problem = replace(problem, policy=policy, replicas=True)
+        truth, found = contiguous_optimum(problem, as_listed=True), smallest_period(problem, as_listed=True)
+        assert (found and found.claimed_period_ns) == (truth and truth[0]), seed
+        replicated += truth is not None and any(stage.replicas > 1 for stage in truth[1])
+    assert replicated > 5

@@ -14,6 +14,9 @@ from pipeplan.errors import Infeasible
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition import ALGORITHMS
 from pipeplan.partition.granularity import merge_articulation
+from pipeplan.plan import Bound
+from pipeplan.planner import plan as planning
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
@@ -192,3 +195,17 @@ def test_a_sum_over_stages_that_binds_is_the_period_and_the_simulated_one() -> N
     assert [x for x in violations(shorter) if "of gradient all-reduce per microbatch" in x]
     roomy = make_plan(problem).evaluation.period_ns
     assert roomy == 60, "the first and the last stage are on one GPU and sum nothing"
+
+
+def test_a_bound_that_a_plan_refutes_costs_the_bound_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(random_chain(random.Random(1), 4), Platform.flat(2, 10**6))
+    expected = make_plan(problem)
+    wrong = Bound("any", True, "stages", expected.evaluation.period_ns + 1, any_interval=True)
+    monkeypatch.setattr(planning, "any_bound", lambda *_: wrong)
+    settings = Settings()
+    found = make_plan(problem, settings=settings)
+    assert found.evaluation == expected.evaluation
+    assert wrong not in found.plan.lower_bounds
+    assert violations(found.plan) == []
+    (note,) = settings.status.notes
+    assert note.startswith(f"a lower bound of {wrong.period_ns} ns for class any is wrong and left out")

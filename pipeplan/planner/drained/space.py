@@ -101,7 +101,8 @@ def grid_problem(
     given = profiles(chains, fixed_ns)
     chosen = tuple(sorted(set(sizes or given.measured)))
     policy = replace(problem.policy, accumulate=None, coarsening=COARSENING if overlap else None)
-    either = offload is None and memory_model.has_state(policy) and policy.bytes_per_parameter is None
+    movable = memory_model.host_bytes(replace(policy, offload=True), 4, 1) > 0
+    either = offload is None and movable and policy.bytes_per_parameter is None
     offloads = (False, True) if either else (bool(offload),)
     scaled = given.assumption(chosen)
     assumptions = [] if scaled is None else [scaled]

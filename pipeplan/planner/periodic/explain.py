@@ -268,8 +268,8 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
             found.append(f"with --weights {weights}")
     if problem.policy.optimizer != "sgd" and not problem.policy.offload and _fits(problem, offload=True):
         found.append("with --offload")
-    shareable = problem.most_replicas > 1 and memory_model.has_state(problem.policy)
-    if shareable and not problem.policy.zero and _fits(problem, zero=1):
+    shares = memory_model.depends_on_replicas(replace(problem.policy, zero=1))
+    if problem.most_replicas > 1 and shares and not problem.policy.zero and _fits(problem, zero=1):
         found.append("with --zero 1")
     return found
 
