@@ -38,7 +38,7 @@ def smaller_intervals(found: Incumbent, widen: bool) -> Iterator[tuple[int, Sche
     """
     assert found.best is not None
     problem, best = found.problem, found.best
-    longest = best.cost + best.cost // CLOSE
+    longest = best.cost + max(best.cost // CLOSE, 1)  # shares of updates are rounded up
     for interval, scheduled in _of_stages(found, best, longest):
         yield interval, scheduled
     if not widen:
@@ -72,9 +72,9 @@ def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tupl
     least = smallest(possible, most_replicas(stages), ENDLESS)
     assert least is not None, "at the limit it is reached"
     if best.status is None:
-        scheduled = _scheduled(found, allocation, least[0], longest)
-        assert scheduled is not None, "stages on devices of their own can whatever they may"
-        yield least[0], scheduled
+        sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], ENDLESS)
+        assert sooner is not None, "at the limit it is reached"
+        yield sooner
         return
     same = smallest(as_before, least[0], ENDLESS)
     assert same is not None, "at the limit it is reached"
