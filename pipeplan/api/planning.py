@@ -102,8 +102,10 @@ def plan(
     if for_ is not None:
         _refuse_with_target(for_, algorithm, stated is not None, kind, limit, asked)
         asked["weights"] = "flush"
-    elif schedule is not None and asked.get("weights") is None and _drains(schedule):
-        asked["weights"] = "flush"
+    elif schedule is not None and asked.get("weights") is None:
+        of_schedule = ("flush",) if schedule == BEST else KINDS[schedule].weights
+        if len(of_schedule) == 1:
+            asked["weights"] = of_schedule[0]
     status = status or Status()
     merging(asked.get("granularity", "auto"), asked.get("blocks"))  # refuses before anything is read
     (given,), deadline = given_profiles(profile, asked, [microbatch], status, deadline)
@@ -281,11 +283,6 @@ def _refuse_with_grid(asked: Asked) -> None:
         raise BadInput("--data-parallel and --no-replicas contradict each other; --data-parallel 1 has none")
     if asked.get("vertical_sync"):
         raise BadInput("--data-parallel plans message-driven pipelines that drain; leave out --vertical-sync")
-
-
-def _drains(schedule: str) -> bool:
-    """Whether a schedule goes with weights that are flushed and with no others."""
-    return schedule == BEST or KINDS[schedule].weights == ("flush",)  # type: ignore[index]  # one of them, as checked
 
 
 def _refuse_other_weights(option: str, asked: Asked, why: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from cases.chains import published, random_chain, random_platform
 
+import pipeplan as pp
 from pipeplan.check.evaluate import evaluate, gap
 from pipeplan.check.validate import violations
 from pipeplan.errors import Infeasible
@@ -212,3 +213,7 @@ def test_a_bound_that_a_plan_refutes_costs_the_bound_and_is_told(monkeypatch: py
     assert violations(found.plan) == []
     (note,) = settings.status.notes
     assert note.startswith(f"a lower bound of {wrong.period_ns} ns for class any is wrong and left out")
+
+
+def test_a_schedule_of_one_policy_says_the_weights() -> None:
+    assert pp.plan("example:gpt-tiny", gpus=2, mem="16GB", schedule="nf1b").plan.policy.weights == "latest"
