@@ -5,10 +5,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import networkx as nx
 import pytest
 from cases.patience import SECONDS
+
+from pipeplan.choices import DRAINED, Weights
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
 NOUNS = "choices version errors integers names units deadline status scratch problem plan"
@@ -128,6 +131,16 @@ def test_modules_import_from_the_rooms_that_the_law_names(module):
             assert room_of(name) in LAW[own].split(), f"{module} (room {own}) imports {name} (room {room_of(name)})"
 
 
+def test_nobody_compares_the_names_of_weights_policies():
+    """What follows from a policy is in its row; the name of one that drains is also that of a kind of schedule."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare | ast.match_case):
+                named = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & set(get_args(Weights))
+                allowed = {DRAINED} if "weights" not in ast.unparse(node) else set()
+                assert named <= allowed, f"{module}: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if any(inside(m, room) for room in TORCH_FREE)])
 def test_what_is_lowered_and_measured_can_be_read_without_torch(module):
     assert "!torch" not in imports(module)
@@ -157,6 +170,28 @@ def test_no_two_modules_import_each_other():
     """Inside a room the law allows any direction, but not circles."""
     arrows = ((module, name) for module in MODULES for name in imports(module) if name in MODULES and name != module)
     assert list(nx.simple_cycles(nx.DiGraph(arrows))) == []
+
+
+def folder_of(module, inside):
+    """The folder, or the file, of a package's own that a module is in."""
+    return module.removeprefix(f"{inside}.").split(".")[0]
+
+
+@pytest.mark.parametrize("package", ["partition"])
+def test_no_two_folders_import_each_other(package):
+    own = [module for module in MODULES if module.startswith(f"{package}.")]
+    arrows = {(folder_of(module, package), folder_of(name, package)) for module in own for name in imports(module)
+              if name.startswith(f"{package}.")}  # fmt: skip
+    assert list(nx.simple_cycles(nx.DiGraph((one, other) for one, other in arrows if one != other))) == []
+
+
+@pytest.mark.parametrize("package", ["partition", "check", "planner"])
+def test_what_a_package_hands_on_hides_none_of_its_modules(package):
+    """Else ``import pipeplan.a.b as c`` gives a function for the module b, or fails."""
+    tree = ast.parse(MODULES[package].read_text())
+    own = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    assert not own & {alias.asname or alias.name for node in nodes for alias in node.names}
 
 
 def test_help_is_instant():

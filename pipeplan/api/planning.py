@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from ..check.targets import TARGETS
-from ..choices import BEST
+from ..choices import BEST, DRAINED
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.plans import load_plan
@@ -101,9 +101,9 @@ def plan(
         raise BadInput(f"--schedule best orders passes for itself; leave out {'--robust' if for_ is None else '--for'}")
     if for_ is not None:
         _refuse_with_target(for_, algorithm, stated is not None, kind, limit, asked)
-        asked["weights"] = "flush"
+        asked["weights"] = DRAINED
     elif schedule is not None and asked.get("weights") is None:
-        of_schedule = ("flush",) if schedule == BEST else KINDS[schedule].weights
+        of_schedule = (DRAINED,) if schedule == BEST else KINDS[schedule].weights
         if len(of_schedule) == 1:
             asked["weights"] = of_schedule[0]
     status = status or Status()
@@ -173,7 +173,7 @@ def grid(
     deadline = deadline_of(time_limit)
     refuse_others(effort=effort)
     _refuse_with_grid(asked)
-    batch, asked["batch"], asked["weights"] = asked.get("batch"), ANY, "flush"
+    batch, asked["batch"], asked["weights"] = asked.get("batch"), ANY, DRAINED
     if not isinstance(batch, int):
         raise BadInput("--data-parallel plans for a batch; say its samples with --batch")
     merged = merging(asked.get("granularity", "auto"), asked.get("blocks"))
@@ -286,5 +286,5 @@ def _refuse_with_grid(asked: Asked) -> None:
 
 
 def _refuse_other_weights(option: str, asked: Asked, why: str) -> None:
-    if asked.get("weights") not in (None, "flush"):
+    if asked.get("weights") not in (None, DRAINED):
         raise BadInput(f"{option} {why}, which is --weights flush, not {asked.get('weights')}")

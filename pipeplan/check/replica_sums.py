@@ -22,7 +22,7 @@ def sums_beside(graph: StageGraph, tied: object, uses: Sequence[DeviceUse]) -> d
     """
     policy, on = graph.policy, [stage.resource for stage in graph.stages]
     replicated = [s for s, resource in enumerate(on) if graph.resources[resource].replicas > 1]
-    if tied or not replicated or policy.weights not in ("flush", "2bw"):
+    if tied or not replicated or not policy.updates_together:
         return {}
     if policy.drains:
         several = [s for s in replicated if policy.precision != "fp32" or on.count(on[s]) > 1]
@@ -45,5 +45,5 @@ def waiting_period_ns(graph: StageGraph, tied: object, pattern: Pattern, platfor
     """Return the time per microbatch (ns) of a ``pattern`` that never drains, with what its updates wait for."""
     if not summing(graph):
         return pattern.period_ns
-    uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform) if graph.policy.weights == "2bw" else []
+    uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform) if graph.policy.updates_together else []
     return summed_period_ns(graph, pattern, sums_beside(graph, tied, uses))

@@ -10,10 +10,10 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
-from ..partition.devices.grouped import coarseness
+from ..partition.contiguous.grouped import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
-from ..problem import Chain, Level, Platform, Policy, Weights
+from ..problem import Chain, Level, Platform, Policy
 from ..schedule.weight_versions import lateness
 from ..units import format_bandwidth, format_bytes, format_ns
 
@@ -229,14 +229,6 @@ def ordering(plan: Plan) -> list[str]:
         return []
     gap = "proved best" if bound == value else f"gap {value / bound - 1:.2%}"
     return [f"orders      no other order of these stages drains before {format_ns(bound)}: {gap}"]
-
-
-MEANING: dict[Weights, str] = {
-    "2bw": "two versions of them, gradients one update late, so that the pipeline never drains",
-    "stash": "a version for each update that a microbatch in flight misses, never drained",
-    "latest": "one version, forward and backward on the newest",
-    "flush": "one version, the pipeline drains before every update",
-}
 
 
 def updates(plan: Plan, result: Evaluation) -> str:

@@ -202,7 +202,7 @@ class Incumbent:
 
     def _waiting_floor(self, graph: StageGraph) -> int:
         """Return what the sums that updates surely wait for need: under 2bw that hangs on the memory left."""
-        return 0 if graph.policy.weights == "2bw" else waiting_floor_ns(graph)
+        return 0 if graph.policy.updates_together else waiting_floor_ns(graph)
 
     def try_(self, allocation: Allocation) -> bool:
         """Schedule an allocation that wasn't tried before, as far as it can become the best; return whether it did."""

@@ -191,7 +191,7 @@ def evenly_shared(problem: Problem, allocation: Allocation) -> bool:
     if len(stages) > 1 or stages[0].replicas < len(platform) or len(set(platform.devices)) > 1:
         return False
     graph = stage_graph(problem.chain, platform, problem.policy, stages)
-    floor, waits = graph.period_floor_ns, problem.policy.weights != "2bw" and waiting_floor_ns(graph)
+    floor, waits = graph.period_floor_ns, not problem.policy.updates_together and waiting_floor_ns(graph)
     return floor > max(graph.sync_periods_ns) and floor >= waits
 
 
