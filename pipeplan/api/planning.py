@@ -147,8 +147,10 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
     if target is not None:
         _refuse_with_target(target, said, stated is not None)
         said["weights"] = DRAINED
-    elif schedule is not None and said["weights"] is None and _drains(schedule):
-        said["weights"] = DRAINED
+    elif schedule is not None and said["weights"] is None:
+        of_schedule = (DRAINED,) if schedule == BEST else KINDS[schedule].weights
+        if len(of_schedule) == 1:
+            said["weights"] = of_schedule[0]
     settings = Settings(
         said["solver"], gap=GAP if gap is None else gap, jobs=said["jobs"], progress=progress, status=status
     )
@@ -296,8 +298,3 @@ def _refuse_with_target(target: str, said: Planning, stated: bool) -> None:
         raise BadInput(f"--for {target} recomputes as that can; leave out --checkpointing, or say none")
     if weights not in (None, DRAINED):
         raise BadInput(f"--for drains the pipelines after every mini-batch, which is --weights flush, not {weights}")
-
-
-def _drains(schedule: str) -> bool:
-    """Whether a schedule goes with weights that are flushed and with no others."""
-    return schedule == BEST or KINDS[schedule].drains  # type: ignore[index]  # one of them, as checked

@@ -18,6 +18,8 @@ from ..schedule.program import unroll
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.steady import SteadyRun
 from ..schedule.timeline import flush_makespan_ns
+from ..schedule.update_sums import summed_period_ns
+from .replica_sums import sums_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +46,30 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
         return evaluate_simulated(graph, plan.schedule, plan.platform, NEVER)
     assert plan.pattern is not None
     starts, period = starts_of(plan.pattern), plan.pattern.period_ns
-    makespan = None
+    makespan, uses = None, tuple(device_uses(graph, starts, period, plan.platform))
     if kind.drains:
         assert plan.schedule.microbatches is not None
         makespan = flush_makespan_ns(simulate(unroll(graph, plan.pattern, plan.schedule.microbatches)))
     return Evaluation(
         graph=graph,
-        period_ns=period if makespan is None else ceil_div(makespan, plan.schedule.mini_batch),
+        period_ns=(
+            summed_period_ns(graph, plan.pattern, sums_beside(graph, plan.chain.tied, uses))
+            if makespan is None
+            else ceil_div(makespan, plan.schedule.mini_batch)
+        ),
         makespan_ns=makespan,
-        devices=tuple(device_uses(graph, starts, period, plan.platform)),
+        devices=uses,
         most_in_flight=most_in_flight(graph, starts, period),
         groups=tuple(groups(graph, plan.pattern)),
     )
+
+
+def summed_beside(plan: Plan) -> dict[int, int]:
+    """Return the stages of ``plan`` whose replicas sum gradients while passes go on: see :func:`sums_beside`."""
+    graph, uses = graph_of(plan), list[DeviceUse]()
+    if plan.pattern is not None and not plan.policy.drains:
+        uses = device_uses(graph, starts_of(plan.pattern), plan.pattern.period_ns, plan.platform)
+    return sums_beside(graph, plan.chain.tied, uses)
 
 
 @lru_cache(maxsize=16)

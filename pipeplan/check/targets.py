@@ -132,9 +132,7 @@ class Expressed:
 
 def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     """Return ``stages`` in the terms of the target ``name``; CannotExpress says what it has no words for."""
-    last = chain.layers[-1]
-    if last.name == LOSS_NAME and last.weight_bytes:
-        raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
+    refuse_loss(chain, name)
     target = TARGETS[name]
     shape = _shape(name, stages)
     units = target.units(chain)
@@ -160,6 +158,13 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
         f"{name}: stage {s} recomputes {_ranges(stages[s].checkpoint)}; there all stages recompute "
         f"{' or '.join(_RULES[rule] for rule in target.rules)} (plan with --for {name}, or --checkpointing none)"
     )
+
+
+def refuse_loss(chain: Chain, name: str) -> None:
+    """Raise CannotExpress where the loss has weights, for which no target has a place."""
+    last = chain.layers[-1]
+    if last.name == LOSS_NAME and last.weight_bytes:
+        raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
 
 
 def refuse_parted(chain: Chain, stages: Sequence[Stage], name: str) -> None:
@@ -236,7 +241,7 @@ def whole_blocks(chain: Chain) -> tuple[Unit, ...]:
     What begins with no module, such as a sum that a model's forward writes out, is with what comes before it.
     """
     count, units = len(chain), list[Unit]()
-    first = next((i for i, layer in enumerate(chain.layers) if layer.module != ""), 0)
+    first = next((i for i, layer in enumerate(chain.layers[: chain.modules]) if layer.module != ""), 0)
     for i, layer in enumerate(chain.layers[first : chain.modules], first):
         found = None if ".." in layer.name else BLOCK.fullmatch(layer.name)
         own = units and found and units[-1].block and units[-1].name == found[1]
@@ -247,6 +252,24 @@ def whole_blocks(chain: Chain) -> tuple[Unit, ...]:
             units.append(Unit(found[1] if found else layer.name, start, i + 1, i + 1, found is not None))
     units[-1] = replace(units[-1], stop=count)
     return tuple(units)
+
+
+def nameable(chain: Chain) -> tuple[Unit, ...]:
+    """Return whole blocks that torchtitan's splitter may have a name for: a module, or an entry of a list of modules.
+
+    A port may call them otherwise; but what begins in no module, or in a list inside of a list's entry, it can't name.
+    """
+    units = whole_blocks(chain)
+    odd = next((unit for unit in units if unit.start < unit.modules_stop and not _NAME.fullmatch(unit.name)), None)
+    if odd is not None:
+        raise CannotExpress(
+            f"torchtitan: layer {odd.start} ({shown(odd.name)}) is neither a module nor an entry of a list of modules, "
+            "which is all that its splitter has names for"
+        )
+    return units
+
+
+_NAME = re.compile(r"(?:.*\.)?[A-Za-z_]\w*(?:\.\d+)?")
 
 
 def module_of(chain: Chain, unit: Unit) -> str:
@@ -353,7 +376,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         what="torchtitan",
         source="pytorch/torchtitan at b5bcd76c: distributed/pipeline_parallel.py, activation_checkpoint.py",
         kinds=("1f1b", "interleaved", "interleaved-zb", "zbv"),
-        units=whole_blocks,
+        units=nameable,
         rules=("none", "every"),
         recomputes=lambda unit: unit.block,
         refuses=_torch,

@@ -383,7 +383,7 @@ def with_interval(found: Planned, interval: int) -> Planned:
     plan = found.plan
     assert plan.pattern is not None
     problem = Problem(plan.chain, plan.platform, plan.policy)
-    best = Scheduled(plan.pattern.period_ns, plan.allocation, plan.pattern)
+    best = Scheduled(found.evaluation.period_ns, plan.allocation, plan.pattern)
     other = rescheduled(problem, best, interval)
     bounds = tuple(bound for bound in plan.lower_bounds if bound.any_interval)
     policy = at_interval(problem, interval).policy

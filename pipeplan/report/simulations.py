@@ -109,6 +109,7 @@ def _rates(simulation: Simulation, figures: Mapping[str, Any]) -> list[str]:
     if not simulation.drained:
         if period_ns is None:
             return ["period   too few microbatches for a steady state"]
+        planned = f", {format_ns(simulation.promised.period_ns)} planned" if own else ""
         return [f"period   {format_ns(period_ns)} reached in the middle{planned}"]
     whole = simulation.timeline.program.microbatches == plan.schedule.microbatches
     promised = f", {format_ns(simulation.promised.period_ns)} planned" if own and whole else ""

@@ -41,7 +41,6 @@ from .words import (
     unknown_between,
     updates,
     waited_data,
-    waited_sums,
 )
 
 
@@ -123,7 +122,6 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     if idle:
         yield f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)}, on which there is no stage"
     yield from _titled("note", kept_together(plan.chain, plan.policy) if len(plan.platform) > 1 else None)
-    yield from _titled("note", waited_sums(plan, result))
     yield from _titled("note", waited_data(plan, result))
     yield from _titled("note", unknown_between(plan.chain) if kind.splits else None)
     status = plan.provenance.solver_status

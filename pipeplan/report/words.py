@@ -7,7 +7,6 @@ from typing import Any
 
 from ..check.bounds import bounded
 from ..check.evaluate import Evaluation, evaluate, gap
-from ..check.replica_sums import exposed_sums
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
@@ -147,21 +146,6 @@ def late_gradients(plan: Plan, result: Evaluation) -> str | None:
     several = len(set(means)) > 1
     first = f"{means[0]:.2f} in stage 0, {means[-1]:.2f} in the last" if len(means) > MOST_MEANS else ""
     return f"{text}; by stage {first or ' '.join(f'{x:.2f}' for x in means)}" if several else text
-
-
-def waited_sums(plan: Plan, result: Evaluation) -> str | None:
-    """Return for which sum over replicas updates wait longest, where that is 1% of the period or more."""
-    exposed = max(exposed_sums(plan, result), key=lambda x: x.waited_ns, default=None)
-    if exposed is None or 100 * exposed.waited_ns < plan.interval * result.period_ns:
-        return None
-    more = exposed.waited_ns / plan.interval
-    text = f"each update of stage {exposed.stage} waits up to {format_ns(exposed.waited_ns)} for its replicas' sum of "
-    text += f"{format_ns(exposed.sum_ns)}, {format_ns(more)} for a microbatch, which the period doesn't count"
-    if exposed.interval is not None:
-        return f"{text}; --accumulate {exposed.interval} leaves passes to hide it"
-    if plan.policy.updates_together and not plan.chain.tied:
-        return f"{text}; there is no room for a second gradient"
-    return text
 
 
 def waited_data(plan: Plan, result: Evaluation) -> str | None:

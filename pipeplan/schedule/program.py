@@ -85,6 +85,16 @@ class Lane:
     rule: Callable[[], Decide] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum over replicas of ``stage``: ``ns`` from the end of the last of ``after`` on; ``before`` wait for it."""
+
+    stage: int
+    ns: int
+    after: tuple[Step, ...]
+    before: tuple[Step, ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """Lanes that run ``microbatches`` microbatches through ``graph``; together they hold every step exactly once.
@@ -97,6 +107,8 @@ class Program:
     ``fused`` are steps that follow each other in a lane and run as one operation: it starts when all that they need is
     there, and what they make leaves at its end. They are the two parts of a backward, or a forward and those, which run
     together: ``overlap`` is the share of the shorter of the two that this hides.
+
+    ``sums`` are those that updates wait for while nothing drains.
     """
 
     graph: StageGraph
@@ -109,6 +121,7 @@ class Program:
     fused: tuple[tuple[Step, ...], ...] = ()
     overlap: Fraction = Fraction(0)
     apart: frozenset[int] = frozenset()
+    sums: tuple[Sum, ...] = ()
 
     @cached_property
     def operations(self) -> tuple[Work, ...]:

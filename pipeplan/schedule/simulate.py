@@ -42,7 +42,8 @@ def simulate(program: Program, duration_ns: Times | None = None, deadline: Deadl
     A step needs its predecessor on the path (the backward of a batch all of its microbatches' last forwards, the weight
     part its input part, a recomputation the forward and the backward that), a place under the program's ``limit``, and
     its lane. A stage with replicas starts at most ``update_interval`` forwards per ``update_interval * sync_period`` of
-    its devices: their all-reduces overlap with work but share one network. A lane that decides hears of steps as soon
+    its devices: their all-reduces overlap with work but share one network. What waits for one of the program's ``sums``
+    starts when that is over. A lane that decides hears of steps as soon
     as their arrival is known. Raises PipeplanError when the order deadlocks, OutOfTime at the ``deadline``.
     """
     return _ProgramRun(program, duration_ns, deadline).timeline()
@@ -90,6 +91,7 @@ class _ProgramRun:
         self.steps = 0
         self._prepare_lanes()
         self._prepare_rules()
+        self._prepare_sums()
 
     def _prepare_fused(self) -> None:
         """List the steps of each operation that has several, and shorten those where it hides one behind another."""
@@ -176,6 +178,31 @@ class _ProgramRun:
                 for m in range(interval, count):
                     self.waiting[m * length + position] += 1
 
+    def _prepare_sums(self) -> None:
+        """List which sums each step comes before, and how many steps each waits for."""
+        self.summed: dict[int, list[int]] = {}
+        self.missing, self.summed_ns = [len(x.after) for x in self.program.sums], [0] * len(self.program.sums)
+        for number, one in enumerate(self.program.sums):
+            for step in one.after:
+                self.summed.setdefault(step.microbatch * self.length + step.position, []).append(number)
+            for step in one.before:
+                self.waiting[step.microbatch * self.length + step.position] += 1
+
+    def _sum(self, index: int, end: int) -> None:
+        """Let what waits for sums go on whose last gradient is made at ``end``."""
+        for number in self.summed[index]:
+            self.missing[number] -= 1
+            self.summed_ns[number] = max(self.summed_ns[number], end)
+            if self.missing[number]:
+                continue
+            one = self.program.sums[number]
+            for step in one.before:
+                other = step.microbatch * self.length + step.position
+                self.starts[other] = max(self.starts[other], self.summed_ns[number] + one.ns)
+                self.waiting[other] -= 1
+                if not self.waiting[other]:
+                    self._arrives(other)
+
     def timeline(self) -> Timeline:
         length, covers = self.length, [work.covers for work in self.program.operations]
         for lane in self.program.lanes:
@@ -227,6 +254,7 @@ class _ProgramRun:
         starts, waiting, durations, following = self.starts, self.waiting, self.durations, self.following
         after, joins, queue, leaders = self.after, self.joins, self.queue, self.leaders
         comers, events, free, deciding = self.comers, self.events, self.free, self.deciding
+        summed = self.summed
         done = 0
         while True:
             if not queue:
@@ -255,6 +283,8 @@ class _ProgramRun:
             end = start + durations[index]
             if leaders and index in leaders:
                 end = self._end_together(index)
+            if summed and index in summed:
+                self._sum(index, end)
             other = following[index]
             if other >= 0:
                 if starts[other] < end:

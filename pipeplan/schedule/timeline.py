@@ -104,14 +104,28 @@ class Timeline:
     def steady_period_ns(self) -> float | None:
         """Return the mean period of the middle of the run, or None when there are too few microbatches for one.
 
-        The window leaves out a quarter at each end and spans whole rounds of the replicas.
+        The window leaves out a quarter at each end and spans whole rounds of the replicas. Where updates wait for sums
+        it is a round of updates in the middle, and the period that of the operation that is slowest there: others can
+        be ahead of it for some time.
         """
         count = self.program.microbatches
+        if self.program.sums:
+            return self._slowest_ns()
         window = (count // 2) // self._round * self._round
         if window == 0:
             return None
         first = count // 4
         return self.period_ns(first, first + window)
+
+    def _slowest_ns(self) -> float | None:
+        """Return the longest time between equal operations of two rounds of updates, per microbatch."""
+        ends = {x.after[-1].microbatch + 1 for x in self.program.sums}
+        again, count = lcm(min(ends), self._round), self.program.microbatches
+        first = (count - 2 * again) * 3 // 4
+        if first < 0:
+            return None
+        rows = zip(self.start_ns[first : first + again], self.start_ns[first + again : first + 2 * again], strict=True)
+        return max(there - here for one, other in rows for here, there in zip(one, other, strict=True)) / again
 
     @cached_property
     def _round(self) -> int:

@@ -1,6 +1,6 @@
 """What becomes of a model that is only profiled and planned, by default or for another framework? A cell for each.
 
-    python scripts/checks/first_contact.py [--only NAME...] [--results FILE.json] [--markdown]
+    python scripts/checks/first_contact.py [--only NAME...] [--results FILE.json] [--markdown] [--jobs N]
                                            [--megatron DIR] [--torchtitan DIR] [--deepspeed DIR]
 
 Sixty of the models of models.py, evenly chosen, and three ordinary ones of a user's own are profiled; then ``plan`` for
@@ -8,10 +8,11 @@ two GPUs, without further options and ``--for`` each framework, and two updates 
 three good outcomes:
 
 trained: as plain torch trains it. Of weights that are late by design these are the losses and the state of the first
-update, which reads the first weights; of replicas without buffers, which are each one's own.
+update, which reads the first weights. Plain training of replicas has buffers and a sum of gradients for each, and what
+draws random numbers is compared with one process.
 accepted: the framework's own code takes the export, too. torch's is installed, others are asked where DIR is a
 checkout; a model of torchtitan has names of its own, for which --rename stands here, and is only ``exported``.
-never: refused in one sentence before anything is searched.
+never: refused in one sentence before anything is searched; or by torch itself, which doesn't take the model whole.
 
 Anything else is ``FAILED``. Seconds are those from the start of a run to the end of its first update, the longest of a
 model's runs. With --results rows are added to FILE, and models that stand there are left out; --markdown prints its
@@ -24,10 +25,12 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.distributed.pipelining import pipeline
 from torch.nn import functional
 
 from pipeplan.api.exporting import exported
@@ -52,8 +56,8 @@ from scripts.checks.exports import ACCEPT, Case
 from scripts.checks.model_tasks import Task, of_row
 from scripts.checks.model_tasks import names as listed
 from scripts.checks.model_tasks import task as listed_task
-from scripts.checks.models import BATCH, EQUAL, RATE, STEPS, _built, differences, parser_of, plainly, tabulate
-from scripts.checks.torch_pipeline import first_line
+from scripts.checks.models import BATCH, EQUAL, RATE, STEPS, _built, _loss, differences, parser_of, tabulate
+from scripts.checks.torch_pipeline import first_line, split_up
 from scripts.checks.written.row import Row as Written
 from scripts.checks.written.row import normal, numbers
 
@@ -188,33 +192,90 @@ class Trial:
         folder = Path() if name == "torch" else self.folders.get(name)
         if folder is None or name == "torchtitan":  # whose models are its own
             return ", exported"
+        if name == "torch":
+            refused = self.whole()
+            if refused:
+                return f", but torch takes no part of it: {refused}"
         case = Case(self.name, lambda: self.chain, lambda: _built(self.task)[0], self.task.data(0, 0))
         with redirect_stdout(StringIO()):
             ACCEPT[WRITERS[name]](folder, text, case)
         return ", accepted"
 
+    def whole(self) -> str:
+        """Return what torch's pipelining says where it doesn't even take the model in one piece."""
+        model, (given, keywords, _) = _built(self.task)[0], split_up(self.task.data(0, 0))
+        try:
+            pipeline(model, given, keywords)
+        except Exception as error:
+            return first_line(error)
+        return ""
+
+    def plainly(self, made: Plan, steps: int, count: int) -> tuple[list[float], dict[str, Any]]:
+        """Train plainly, or what draws on one process; return the losses and the state."""
+        if self.task.draws:
+            alone = plan(self.chain, gpus=1, mem="16GB", weights="flush", accumulate=count).plan
+            return self.run(alone, steps)[:2]
+        replicas = {stage.replicas for stage in made.allocation.stages}
+        return replicated(self.task, steps, count, max(replicas) if len(made.allocation.stages) == 1 else 1)
+
+    def run(self, made: Plan, steps: int) -> tuple[list[float], dict[str, Any], float]:
+        """Return the losses, the state and the seconds of a run on a process for each GPU."""
+        number = names().index(self.name)
+        spec = ModelSpec(*(f"scripts.checks.first_contact:{kind}_{number}" for kind in ("build", "data")))
+        with tempfile.TemporaryDirectory() as folder:
+            path, began = Path(folder, "trained.pt"), time.perf_counter()
+            report = run_plan(made, spec, RunOptions(steps=steps, lr=RATE, save=path))
+            return list(report.losses), torch.load(path), time.perf_counter() - began
+
     def trained(self, made: Plan) -> str:
         """Run two updates on two processes, and compare them with plain training."""
-        number, count = names().index(self.name), made.policy.update_interval()
-        spec = ModelSpec(*(f"scripts.checks.first_contact:{kind}_{number}" for kind in ("build", "data")))
+        count = made.interval
         if count > LONGEST:
             return f"FAILED: an update is {count} microbatches"
         late = "" if made.policy.drains else f", later ones {made.policy.weights}"
         for steps in (1, STEPS) if late else (STEPS,):
-            with tempfile.TemporaryDirectory() as folder:
-                path, began = Path(folder, "trained.pt"), time.perf_counter()
-                report = run_plan(made, spec, RunOptions(steps=steps, lr=RATE, save=path))
-                passed = time.perf_counter() - began
-                state = torch.load(path)
+            own, state, passed = self.run(made, steps)
             if steps == 1 or not late:
-                losses, plain, model = plainly(self.task, steps, count)
-                if any(stage.replicas > 1 for stage in made.allocation.stages):  # each counts its own in buffers
-                    plain = {name: plain[name] for name, _ in model.named_parameters()}
-                found = differences(report.losses, losses, state, plain)
+                losses, plain = self.plainly(made, steps, count)
+                if len(made.allocation.stages) > 1 and any(stage.replicas > 1 for stage in made.allocation.stages):
+                    known = dict(_built(self.task)[0].named_parameters())  # each counts its own in buffers
+                    plain = {name: x for name, x in plain.items() if name in known}
+                found = differences(own, losses, state, plain)
                 if max(found) > EQUAL:
                     return f"FAILED: trained otherwise, losses by {found[0]:.0e}, state by {found[1]:.0e}"
             self.row.seconds = max(self.row.seconds, round(passed / steps, 1))
         return f"trained{late}"
+
+
+def replicated(found: Task, steps: int, count: int, replicas: int) -> tuple[list[float], dict[str, Any]]:
+    """Train as :func:`plainly`, microbatches dealt out to ``replicas`` with buffers and sums of gradients of their own;
+    return the losses and the first one's state."""
+    models = [_built(found) for _ in range(replicas)]
+    for model, _ in models[1:]:
+        for name, parameter in models[0][0].named_parameters(remove_duplicate=False):
+            owner, _, last = name.rpartition(".")
+            part = model.get_submodule(owner)
+            if last in part._parameters:
+                part._parameters[last] = parameter
+    model, loss = models[0]
+    own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+    weights = [*model.parameters(), *own]
+    optimizer, losses = torch.optim.SGD(weights, lr=RATE), [0.0] * (steps * count)
+    for step in range(steps):
+        sums: list[list[Tensor | None]] = []
+        for r, (replica, _) in enumerate(models):
+            optimizer.zero_grad()
+            for m in range(step * count, (step + 1) * count):
+                if m % replicas == r:
+                    value = _loss(replica, loss, found.data(m, 0))
+                    losses[m] = float(value.detach())
+                    (value / count).backward()
+            sums.append([x.grad for x in weights])
+        for weight, parts in zip(weights, zip(*sums, strict=True), strict=True):
+            given = [part for part in parts if part is not None]
+            weight.grad = sum(given[1:], given[0]) if given else None
+        optimizer.step()
+    return losses, model.state_dict()
 
 
 def tried(name: str, folders: dict[str, Path | None]) -> Row:
@@ -268,11 +329,13 @@ def main() -> None:
         parser.add_argument(
             f"--{name}", type=lambda x: Path(x).absolute(), metavar="DIR", help="a checkout of its source"
         )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models at a time, each in its process")
     given = parser.parse_args()
     given.results = given.results and given.results.absolute()
     os.chdir(Path(__file__).parents[2])
     folders: dict[str, Path | None] = {name: getattr(given, name) for name in ("megatron", "torchtitan", "deepspeed")}
-    tabulate(given, lambda name: tried(name, folders), markdown, names)
+    with ProcessPoolExecutor(given.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+        tabulate(given, partial(tried, folders=folders), markdown, names, pool.map)
 
 
 if __name__ == "__main__":

@@ -261,8 +261,12 @@ def tabulate(
     tried: Callable[[str], Any],
     table: Callable[[list[dict[str, Any]]], str],
     names: Callable[[], Iterable[str]] = names,
+    over: Callable[..., Iterable[Any]] = map,
 ) -> None:
-    """Print, and add to --results, the rows that ``tried`` makes of the models asked for; or the file's ``table``."""
+    """Print, and add to --results, the rows that ``tried`` makes of the models asked for; or the file's ``table``.
+
+    ``over`` calls it with each of them, as ``map`` does.
+    """
     there = given.results is not None and given.results.exists()
     done: dict[str, dict[str, Any]] = (
         {row["model"]: row for row in json.loads(given.results.read_text())} if there else {}
@@ -271,10 +275,8 @@ def tabulate(
         print(table([done[name] for name in names() if name in done]))
         return
     torch.set_num_threads(1)
-    for name in names():
-        if (name in done and not given.only) or (given.only and not any(part in name for part in given.only)):
-            continue
-        row = tried(name)
+    asked = [name for name in names() if (any(part in name for part in given.only) if given.only else name not in done)]
+    for name, row in zip(asked, over(tried, asked), strict=True):
         print(row, flush=True)
         if given.results is not None:
             done[name] = asdict(row)

@@ -45,12 +45,16 @@ def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
         problem = small_problem(rng, full)
         best = optimum(problem)
         try:
-            found = evaluate(make_plan(problem, settings=HIGHS).plan).period_ns
+            plan = make_plan(problem, settings=HIGHS).plan
         except Infeasible:
             assert best is None
             continue
         assert best is not None
+        assert plan.pattern is not None
+        found = evaluate(plan).period_ns
         assert found >= best >= any_bound(problem).period_ns
+        if found > plan.pattern.period_ns:
+            continue  # updates wait, which the optimum of patterns doesn't know
         compared += 1
         reached += found == best
     assert reached >= 57

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from ...check.replica_sums import waiting_period_ns
 from ...check.validate import structure_violations
 from ...cost.group_bound import group_bound, may_reach
 from ...cost.stage_cost import Known, least_load_ns
@@ -25,6 +26,7 @@ from ...schedule.periodic.ilp import IlpStatus, schedule_ilp
 from ...schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ...schedule.periodic.solvers import Solver, SolverLimits
 from ...schedule.periodic.turns import settle
+from ...schedule.update_sums import waiting_floor_ns
 from ...status import Status
 from ..drained.limits import LimitSearch
 
@@ -37,11 +39,6 @@ MOST_KNOWN = 50_000  # stages whose costs are remembered
 GRACE_S = 2.0  # for simple plans where the time limit left none
 Cost = Callable[[StageGraph, Pattern, Deadline], int]
 Watch = Callable[[tuple[Stage, ...], int, Pattern | None], None]
-
-
-def period_cost(graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:
-    """Return the pattern's period: the cost of a plan that never drains."""
-    return pattern.period_ns
 
 
 def unsolved(status: Status) -> str | None:
@@ -96,6 +93,8 @@ class Scheduled:
 class Incumbent:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
 
+    Without ``cost`` it is what a microbatch takes under the pattern, with the sums that updates wait for.
+
     ``start`` is a plan to begin with. With ``limits`` they run without a pattern, and their cost is that of the limit
     that is chosen.
 
@@ -114,7 +113,7 @@ class Incumbent:
         self,
         problem: Problem,
         settings: Settings,
-        cost: Cost = period_cost,
+        cost: Cost | None = None,
         limits: LimitSearch | None = None,
         start: Scheduled | None = None,
     ) -> None:
@@ -143,7 +142,13 @@ class Incumbent:
     @property
     def periodic(self) -> bool:
         """Whether an allocation costs the period of its pattern, so that bounds on periods are bounds on costs."""
-        return self.cost is period_cost and self.limits is None
+        return self.cost is None and self.limits is None
+
+    def cost_ns(self, graph: StageGraph, pattern: Pattern) -> int:
+        """Return the cost of a scheduled graph of the problem."""
+        if self.cost is not None:
+            return self.cost(graph, pattern, self.problem.deadline)
+        return waiting_period_ns(graph, self.problem.chain.tied, pattern, self.problem.platform)
 
     @property
     def near_bound(self) -> bool:
@@ -187,9 +192,17 @@ class Incumbent:
             return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
             return graph.period_floor_ns if graph.separate else None
-        if self.best is not None and not may_reach(graph, self._worth(len(graph.stages)) - 1):
-            return None
-        return group_bound(graph)
+        floor = self._waiting_floor(graph)
+        if self.best is not None:
+            worth = self._worth(len(graph.stages)) - 1
+            if floor > worth or not may_reach(graph, worth):
+                return None
+        bound = group_bound(graph)
+        return None if bound is None else max(bound, floor)
+
+    def _waiting_floor(self, graph: StageGraph) -> int:
+        """Return what the sums that updates surely wait for need: under 2bw that hangs on the memory left."""
+        return 0 if graph.policy.updates_together else waiting_floor_ns(graph)
 
     def try_(self, allocation: Allocation) -> bool:
         """Schedule an allocation that wasn't tried before, as far as it can become the best; return whether it did."""
@@ -227,9 +240,11 @@ class Incumbent:
 
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
         cutoff = self._worth(len(graph.stages)) if self.periodic and self.best is not None else None
+        if cutoff is not None and self._waiting_floor(graph) >= cutoff:
+            return None
         pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
-            cost = self.cost(graph, pattern, self.problem.deadline)
+            cost = self.cost_ns(graph, pattern)
             if self.watch is not None:
                 self.watch(allocation.stages, cost, pattern)
             return Scheduled(cost, allocation, pattern, status)

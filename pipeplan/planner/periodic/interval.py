@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ...check.replica_sums import waiting_period_ns
 from ...cost.group_bound import group_bound, may_reach
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import smallest
@@ -37,7 +38,7 @@ def smaller_intervals(found: Incumbent, widen: bool) -> Iterator[tuple[int, Sche
     """
     assert found.best is not None
     problem, best = found.problem, found.best
-    longest = best.cost + best.cost // CLOSE
+    longest = best.cost + max(best.cost // CLOSE, 1)  # shares of updates are rounded up
     for interval, scheduled in _of_stages(found, best, longest):
         yield interval, scheduled
     if not widen:
@@ -66,18 +67,19 @@ def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tupl
 
     def as_before(interval: int) -> Pattern | None:
         pattern = _retimed(problem, best.allocation, first, interval)
-        return pattern if pattern is not None and pattern.period_ns <= longest else None
+        return pattern if pattern is not None and _cost_ns(problem, stages, pattern, interval) <= longest else None
 
     least = smallest(possible, most_replicas(stages), ENDLESS)
     assert least is not None, "at the limit it is reached"
     if best.status is None:
-        scheduled = _scheduled(found, allocation, least[0], longest)
-        assert scheduled is not None, "stages on devices of their own can whatever they may"
-        yield least[0], scheduled
+        sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], ENDLESS)
+        assert sooner is not None, "at the limit it is reached"
+        yield sooner
         return
     same = smallest(as_before, least[0], ENDLESS)
     assert same is not None, "at the limit it is reached"
-    yield same[0], replace(best, cost=same[1].period_ns, allocation=allocation, pattern=same[1])
+    cost = _cost_ns(problem, stages, same[1], same[0])
+    yield same[0], replace(best, cost=cost, allocation=allocation, pattern=same[1])
     sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], same[0] - 1)
     if sooner is not None:
         yield sooner
@@ -90,9 +92,15 @@ def _graph(problem: Problem, stages: tuple[Stage, ...], interval: int | None) ->
 def _scheduled(found: Incumbent, allocation: Allocation, interval: int, longest: int) -> Scheduled | None:
     """Return the best schedule of ``allocation`` with this interval if its period is at most ``longest`` ns."""
     pattern, status = found.schedule(_graph(found.problem, allocation.stages, interval), longest + 1)
-    if pattern is None or pattern.period_ns > longest:
+    if pattern is None:
         return None
-    return Scheduled(pattern.period_ns, allocation, pattern, status)
+    cost = _cost_ns(found.problem, allocation.stages, pattern, interval)
+    return None if cost > longest else Scheduled(cost, allocation, pattern, status)
+
+
+def _cost_ns(problem: Problem, stages: tuple[Stage, ...], pattern: Pattern, interval: int | None) -> int:
+    """Return what a microbatch takes under ``pattern`` with an update every ``interval``."""
+    return waiting_period_ns(_graph(problem, stages, interval), problem.chain.tied, pattern, problem.platform)
 
 
 def _retimed(problem: Problem, allocation: Allocation, pattern: Pattern, interval: int | None) -> Pattern | None:
@@ -116,7 +124,7 @@ def rescheduled(problem: Problem, best: Scheduled, interval: int | None) -> Sche
     if pattern is None:
         return None
     allocation = Allocation(best.allocation.stages) if updates_cost_time(problem) else best.allocation
-    return Scheduled(pattern.period_ns, allocation, pattern, best.status)
+    return Scheduled(_cost_ns(problem, allocation.stages, pattern, interval), allocation, pattern, best.status)
 
 
 class Alike:

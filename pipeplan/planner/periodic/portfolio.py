@@ -24,6 +24,7 @@ from ...partition.moves.wander import wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
 from ...schedule.periodic.ilp import IlpStatus
+from ...schedule.update_sums import waiting_floor_ns
 from ...status import Status
 from ..drained.proposals import on_less_memory
 from .incumbent import Incumbent, Scheduled, Settings
@@ -185,12 +186,13 @@ def _walk(
 
 
 def evenly_shared(problem: Problem, allocation: Allocation) -> bool:
-    """Whether all layers are on all of equal devices, bound by their work: what is near takes more."""
+    """Whether all layers are on all of equal devices, bound by their work alone: what is near takes more."""
     stages, platform = allocation.stages, problem.platform
     if len(stages) > 1 or stages[0].replicas < len(platform) or len(set(platform.devices)) > 1:
         return False
     graph = stage_graph(problem.chain, platform, problem.policy, stages)
-    return graph.period_floor_ns > max(graph.sync_periods_ns)
+    floor, waits = graph.period_floor_ns, not problem.policy.updates_together and waiting_floor_ns(graph)
+    return floor > max(graph.sync_periods_ns) and floor >= waits
 
 
 def places(problem: Problem) -> int:
@@ -252,7 +254,8 @@ def _starts(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) 
 def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
     """Yield the best contiguous allocation and leave with ``incumbent`` the bound that its search has proved.
 
-    Where segments are too many for a proof, the exact optimum of whole-stage recomputation is proposed as well.
+    Where segments are too many for a proof, the exact optimum of whole-stage recomputation is proposed as well; and
+    where updates wait for replicas' sums, which the search doesn't know, that of single GPUs.
     """
     problem, proved = incumbent.problem, False
     for allocation in contiguous(problem):
@@ -262,6 +265,9 @@ def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
         yield allocation
     if problem.checkpointing == "segments" and not proved:
         yield from contiguous(replace(problem, checkpointing="stages"))
+    best = incumbent.best
+    if best is not None and best.pattern is not None and incumbent.periodic and best.cost > best.pattern.period_ns:
+        yield from contiguous(replace(problem, replicas=False))
 
 
 def proved_special(problem: Problem) -> int | None:

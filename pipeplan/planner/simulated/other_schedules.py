@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
+from ...check.evaluate import summed_beside
 from ...choices import BEST, DRAINED
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...errors import BadInput
@@ -20,6 +21,7 @@ from ...problem import WEIGHTS, Platform, Policy, Problem
 from ...schedule.kinds import endless, graph_of, kind_of, loop, named, shown_microbatches, too_long
 from ...schedule.program import Program, pipelines, unroll
 from ...schedule.programs.nf1b import DEFAULT_BATCH
+from ...schedule.update_sums import shown_with_sums, with_sums
 from ...schedule.written.actions import Written, deadlock, incomplete
 from ...schedule.written.program import order_of, unfit, written_program
 
@@ -53,7 +55,8 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
             )
         graph = graph_of(plan)
         _refuse_endless(graph, microbatches)
-        return unroll(graph, plan.pattern, microbatches)
+        program = unroll(graph, plan.pattern, microbatches)
+        return program if kind_of(plan).drains else with_sums(program, plan.pattern, summed_beside(plan))
     if schedule == own_schedule(plan):
         plans = {"limit": plan.schedule.limit, "order": plan.schedule.order}
         given = {option: value for option, value in plans.items() if option in entry.options} | given
@@ -175,5 +178,9 @@ def default_microbatches(plan: Plan, schedule: str, options: Mapping[str, Any] |
     named = (options or {}).get("batch")
     if named and drains(plan, schedule):
         return int(named)
+    if schedule == own_schedule(plan) and plan.pattern is not None and not kind_of(plan).drains:
+        summed = shown_with_sums(graph_of(plan), plan.pattern)
+        if summed is not None:
+            return summed
     batch = mini_batch(plan, schedule, options)
     return -(-shown_microbatches(plan) // batch) * batch

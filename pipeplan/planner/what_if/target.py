@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...check.bounds import any_bound
-from ...check.targets import TARGETS, CannotExpress, Target, Unit
+from ...check.targets import TARGETS, CannotExpress, Target, Unit, refuse_loss
 from ...check.validate import check
 from ...choices import DRAINED
 from ...deadline import OutOfTime
@@ -47,6 +47,7 @@ def make_target_plan(
     if problem.policy.accumulate is None:
         every = MICROBATCHES_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=every))
+    refuse_loss(problem.chain, name)
     problem = as_run_by(problem, name)
     all_kinds = TARGETS[name].kinds
     search = BlockSearch(problem, name, TARGETS[name], kinds or all_kinds, settings or Settings())

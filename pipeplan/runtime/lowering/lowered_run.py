@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import gcd, lcm
 
-from ...check.evaluate import evaluate
-from ...check.replica_sums import summed_beside
+from ...check.evaluate import evaluate, summed_beside
 from ...check.shared_weights import tied_violations
 from ...cost.shared_weights import first_on_devices, lending_stages, summed_stages
 from ...cost.stage_graph import StageGraph
