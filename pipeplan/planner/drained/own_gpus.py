@@ -18,7 +18,7 @@ import numpy as np
 from ...integers import NEVER, Ints, ceil_div, smallest
 from ...partition.tables.split_paths import up_to
 from ...plan import ScheduleKind
-from ...schedule.one_f_one_b import forwards_ahead
+from ...schedule.programs.one_f_one_b import forwards_ahead
 from ..periodic.incumbent import Incumbent
 from .run import Run
 from .search import EFFORTS, Found, Memo, Space
