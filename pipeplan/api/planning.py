@@ -28,6 +28,7 @@ from ..units import parse_time
 from .asked import ANY, Asked, Effort, Order, deadline_of, problem_of, refuse_others
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
+from .tensor import best_degree, parts
 
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 
@@ -75,6 +76,7 @@ def plan(
     with the same plan for any number. ``progress`` hears of each improvement, ``status`` says at any time what is going
     on. BadInput for what contradicts.
     """
+    given_as = {name: value for name, value in locals().items() if name not in ("profile", "asked", "time_limit")}
     from ..planner.least_late import least_late
     from ..planner.periodic.stated import STATED
     from ..planner.plan import make_plan
@@ -107,6 +109,14 @@ def plan(
     status = status or Status()
     merging(asked.get("granularity", "auto"), asked.get("blocks"))  # refuses before anything is read
     (given,), deadline = given_profiles(profile, asked, [microbatch], status, deadline)
+    tensor = asked.pop("tensor", None)
+    if tensor is not None or given.chain.variants:
+        asked.pop("sequence_parallel", None)
+
+        def of_degree(part: Profile, until: Deadline) -> PlanResult:
+            return plan(part, **{**given_as, "microbatch": None, "time_limit": until}, **asked)
+
+        return best_degree(parts(given, tensor), of_degree, deadline, status)
     until = deadline.part(2) if schedule == BEST else deadline
     problem, assumptions = problem_of(given, **asked, segments=algorithm == AUTO, deadline=until)
     if schedule == BEST and not problem.policy.drains:
@@ -212,7 +222,9 @@ def given_profiles(
         status.phase = "estimate"
     began = time.monotonic()
     about = asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision")
-    found = [as_profile(profile, *about, size) for size in sizes]
+    found = [
+        as_profile(profile, *about, size, asked.get("tensor"), asked.get("sequence_parallel", False)) for size in sizes
+    ]
     status.phase = "search"
     return found, deadline.later(time.monotonic() - began) if is_name(profile) else deadline
 

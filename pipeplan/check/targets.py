@@ -96,7 +96,8 @@ class Target:
     ``kinds`` of schedules it runs; ``units(chain)`` are what it doesn't cut (CannotExpress says why there are none);
     ``recomputes(unit)`` says which of them it can, under one of the ``rules``, in segments of ``longest`` at most.
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
-    the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
+    the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own. ``tensor``: it runs
+    layers on groups of GPUs.
     """
 
     what: str
@@ -109,6 +110,7 @@ class Target:
     longest: int | None = None
     ties: bool = False
     engine: Engine | None = None
+    tensor: bool = False
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
         """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
@@ -136,6 +138,8 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
     target = TARGETS[name]
+    if chain.tensor > 1 and not target.tensor:
+        raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
     shape = _shape(name, stages)
     units = target.units(chain)
     ends = {0, *(unit.stop for unit in units)}
@@ -348,6 +352,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: unit.block,
         refuses=_megatron,
         ties=True,
+        tensor=True,
     ),
     "torchtitan": Target(
         what="torchtitan",
@@ -359,6 +364,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         refuses=_torch,
         longest=1,
         engine="torch",
+        tensor=True,
     ),
     "deepspeed": Target(
         what="DeepSpeed",

@@ -331,6 +331,11 @@ def command(
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(plan)
+    if loaded.chain.tensor > 1:
+        raise BadInput(
+            f"{plan}: {loaded.chain.tensor} GPUs run each layer together, which pipeplan plans but doesn't run; "
+            "pipeplan export gives the plan to Megatron-LM or torchtitan"
+        )
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
     from ..report.run import announced, elsewhere, print_dry_run, print_report, progress_printer

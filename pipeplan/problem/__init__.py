@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, LOSS_NAME, Chain, connected
-from .layers import Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
+from .chain import AUTOCAST, LOSS_NAME, Chain, Variant, connected
+from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
     CLIPPED_TOGETHER,
@@ -34,8 +34,10 @@ __all__ = [
     "TOGETHER",
     "Chain",
     "Checkpointing",
+    "Collective",
     "Device",
     "Engine",
+    "Exchange",
     "Layer",
     "LayerTimes",
     "LayerWork",
@@ -49,6 +51,7 @@ __all__ = [
     "SharedWeights",
     "Sums",
     "WeightNeeds",
+    "Variant",
     "Weights",
     "Zero",
     "connected",
