@@ -19,7 +19,7 @@ from cases.patience import SECONDS
 
 from pipeplan.cli import COMMANDS
 from scripts import make_cli_docs
-from scripts.figures import weights
+from scripts.studies import weights
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -150,7 +150,8 @@ def test_the_page_of_the_command_line_is_what_help_says() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the checkout to the blocks, which share it, with the modules that the README shows."""
     made = tmp_path_factory.mktemp("docs")
-    (made / "profiles").symlink_to(ROOT / "profiles")
+    for name in ("profiles", "scripts"):
+        (made / name).symlink_to(ROOT / name)
     for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL):
         (made / name).write_text(code)
     return made

@@ -57,7 +57,6 @@ LAW = {
     "runtime.engine": f"{NOUNS} cost schedule schedule.periodic check files runtime.processes.own_processes {RUNTIME}",
     "runtime.processes": f"{NOUNS} runtime.processes.own_processes runtime.engine {RUNTIME}",
     "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.measure",
-    "papers": f"{NOUNS} zoo cost schedule check partition planner files report",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic schedule.synthesis check partition planner files runtime "
     f"runtime.processes.surroundings runtime.processes runtime.engine runtime.profiler {RUNTIME} report",
     "cli": "*",
@@ -69,8 +68,8 @@ OUTSIDE = {
     "networkx": "problem schedule files partition",
     "torch": "runtime zoo",
     "click": "cli",
-    "rich": "report papers",
-    "matplotlib": "report papers",
+    "rich": "report",
+    "matplotlib": "report",
     "numba": "",
     "msgspec": "files runtime.measure.trace_file runtime.training.state.checkpoint",
 }

@@ -291,6 +291,8 @@ def _refuse_with_grid(asked: Asked) -> None:
         raise BadInput("--data-parallel updates weights once per --batch; leave out --accumulate")
     if asked.get("no_replicas"):
         raise BadInput("--data-parallel and --no-replicas contradict each other; --data-parallel 1 has none")
+    if asked.get("tensor") is not None:
+        raise BadInput("--data-parallel plans pipelines of single GPUs; leave out --tensor")
     if asked.get("vertical_sync"):
         raise BadInput("--data-parallel plans message-driven pipelines that drain; leave out --vertical-sync")
 

@@ -133,6 +133,8 @@ def as_profile(
                 f"them), or measure it first: pipeplan profile {shown(given)} -o profile.json"
             )
         dtype = HALF[precision or "fp32"]
+        if precision == "mixed" and dtype not in accelerator(gpu).tflops:  # older GPUs have the other half
+            dtype = "float16"
         found = profile(
             given,
             gpu=gpu,

@@ -169,9 +169,9 @@ class PlanResult:
         return told.getvalue().rstrip("\n")
 
     def __repr__(self) -> str:
-        stages = self.plan.allocation.stages
+        stages, platform = self.plan.allocation.stages, self.plan.platform
         return (
-            f"<PlanResult {shown(self.plan.chain.name)} on {len(self.plan.platform) * self.plan.platform.width} GPUs: {len(stages)} "
+            f"<PlanResult {shown(self.plan.chain.name)} on {len(platform.whole or platform)} GPUs: {len(stages)} "
             f"stage{'' if len(stages) == 1 else 's'}, period {format_ns(self.period_ns)}, bound "
             f"{format_ns(self.bound_ns)}, gap {self.gap:.2%}>"
         )

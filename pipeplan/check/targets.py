@@ -96,8 +96,8 @@ class Target:
     ``kinds`` of schedules it runs; ``units(chain)`` are what it doesn't cut (CannotExpress says why there are none);
     ``recomputes(unit)`` says which of them it can, under one of the ``rules``, in segments of ``longest`` at most.
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
-    the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own. ``tensor``: it runs
-    layers on groups of GPUs.
+    the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
+    ``tensor``: it runs layers on groups of GPUs.
     """
 
     what: str

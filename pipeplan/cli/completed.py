@@ -46,12 +46,6 @@ def _profiles() -> Iterable[str]:
     return (f"{PREFIX}{name}" for name in examples())
 
 
-def _transformers() -> Iterable[str]:
-    from ..zoo.sizes import TRANSFORMERS
-
-    return TRANSFORMERS
-
-
 def _schedules() -> Iterable[str]:
     from ..schedule.registry import schedules
 
@@ -74,7 +68,6 @@ def _knobs() -> Iterable[str]:
 GPU = Named(_gpus, files=True)
 MODEL = Named(_models)
 PROFILE = Named(lambda: (*_models(), *_profiles()), files=True)
-TRANSFORMER = Named(_transformers)
 SCHEDULE = Named(_schedules)
 RUN_SCHEDULE = Named(lambda: (*PLANNED, "pipedream", BEST), files=True)
 WRITTEN = Named(lambda: (*_schedules(), "all", BEST), files=True)

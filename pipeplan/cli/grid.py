@@ -111,7 +111,7 @@ def plan_grid(
     find = partial(
         grid,
         profile,
-        pipelines=None if data_parallel == "auto" else _pipelines(data_parallel),
+        pipelines=pipelines_of(data_parallel),
         microbatches=parse_counts(microbatch, "--microbatch") if microbatch else None,
         profiles=microbatch_profile,
         layer_overhead=layer_overhead or "0",
@@ -121,7 +121,10 @@ def plan_grid(
     search(find, output, as_json)
 
 
-def _pipelines(text: str) -> int:
+def pipelines_of(text: str) -> int | None:
+    """Return the number of pipelines that --data-parallel says, None for any; BadInput for what is no number."""
+    if text == "auto":
+        return None
     if not (text.isascii() and text.isdecimal() and 0 < len(text) < 7 and int(text)):
         raise BadInput(f"--data-parallel: '{shown(text, 40)}' is neither auto nor a positive number of pipelines")
     return int(text)

@@ -10,12 +10,12 @@ WIDEST = 30  # columns of a name that has its text beside it
 FEW = 6  # options of a command that need no headings
 OTHERS = "Options"
 GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere comes under the command's own heading
-    "Model": "model data name granularity blocks layers hidden heads sequence vocabulary untied microbatch "
-    "microbatch-profile layer-overhead",
-    "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers inter peak share",
-    "Training": "weights accumulate batch tokens optimizer no-decay groups lr scheduler warmup clip-norm clipped ema "
+    "Model": "model data name granularity blocks microbatch microbatch-profile layer-overhead",
+    "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers tensor "
+    "sequence-parallel",
+    "Training": "weights accumulate batch samples optimizer no-decay groups lr scheduler warmup clip-norm clipped ema "
     "averaged precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
-    "checkpointing no-checkpointing ac bucket-size coarsening",
+    "checkpointing no-checkpointing bucket-size coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort gap order solver jobs schedule limit "
     "time-limit",
     "A plan that is stated": "split split-at replicas on recompute",
@@ -27,14 +27,13 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",
     "Target": "",
     OTHERS: "",
-    "Output": "output best json csv trace text table width links time-points all recalibrated debug quiet dry-run help",
+    "Output": "output best json csv trace text width links all recalibrated debug quiet dry-run help",
 }
 OWN = {  # command -> its own heading
     "profile": "Measuring",
     "run": "Run",
     "simulate": "Simulation",
     "synthesize": "The order",
-    "timeprest": "Simulation",
     "export": "Target",
     "import": "Target",
 }
@@ -42,8 +41,6 @@ OURS = {  # command -> options that mean there what its own heading says
     "simulate": "schedule limit batch",
     "synthesize": "limit gpus",
     "run": "schedule limit",
-    "timeprest": "limit vertical-sync",
-    "estimate": "limit",
     "profile": "optimizer data",
     "export": "schedule",
 }

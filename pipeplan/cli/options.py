@@ -284,6 +284,21 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
 }
 
 
+TENSOR = {
+    "tensor": click.option(
+        "--tensor",
+        metavar="any|N,N,..",
+        help="Tensor parallelism: N GPUs of a server run each layer together. Of several degrees plan takes the best; "
+        "any: all that the profile has, or that a model estimated by its name has up to 8.  [default: 1]",
+    ),
+    "sequence_parallel": click.option(
+        "--sequence-parallel",
+        is_flag=True,
+        help="With --tensor, of a model estimated by its name: what is between products is parted along the sequence.",
+    ),
+}
+
+
 def problem_options(command: Command, without: Sequence[str] = (), **other: Callable[[Any], Any]) -> Command:
     """Add the options of :data:`PROBLEM` but those ``without``; ``other`` ones replace theirs."""
     for name, option in reversed(PROBLEM.items()):
@@ -303,9 +318,16 @@ def knobs_of(texts: Iterable[str], **old: Any) -> dict[str, Any]:
     return found
 
 
+def tensor_options(command: Command) -> Command:
+    """Add what says how many GPUs run each layer together."""
+    for option in reversed(TENSOR.values()):
+        command = option(command)
+    return command
+
+
 def asked_of(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options of :data:`PROBLEM` out of a command's; return them as :class:`..api.asked.Asked` has them."""
-    asked = {name: options.pop(name) for name in PROBLEM if name in options and name != "profile"}
+    asked = {name: options.pop(name) for name in (*PROBLEM, *TENSOR) if name in options and name != "profile"}
     if asked.pop("no_checkpointing", False):
         if asked.get("checkpointing") not in (None, "none"):
             raise click.UsageError(

@@ -26,6 +26,7 @@ from .options import (
     knobs_of,
     problem_options,
     refuse_without,
+    tensor_options,
 )
 from .search import search, search_options
 from .stated import NAMES as STATED
@@ -98,6 +99,7 @@ GRID = ("microbatch_profile", "layer_overhead", "overlap")  # mean nothing but f
 @click.option(
     "-v", "--verbose", is_flag=True, help="Say what binds: the condition that the bound on all plans follows from."
 )
+@tensor_options
 @stated_options
 @search_options
 def command(

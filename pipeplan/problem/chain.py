@@ -45,9 +45,8 @@ class Chain:
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
     microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
-    layers are the part of one of so many ranks that run each layer together, ``sequence_parallel`` along the sequence between
-    products, too. ``variants`` are the same layers in such parts, each a chain that names nothing but its layers'
-    costs.
+    layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
+    products is parted along the sequence, too. ``variants`` are the same layers at the costs of such parts.
     """
 
     name: str

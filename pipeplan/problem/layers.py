@@ -76,8 +76,8 @@ class Layer:
     ``work`` is what its times were made of, if they are estimated; ``weight_needs`` what its weights' gradients need
     when they are computed later, None where that isn't known. ``module`` is what the model calls the module whose call
     begins with the layer, None where that is ``name``, and empty where none begins there. ``exchanges`` are what the
-    ranks of a group send each other in it, where the layer is one rank's part and its times are without them; ``idle_ns`` is how
-    long an estimated device waits for its host in the forward and in the backward meanwhile.
+    ranks of a group send each other in it, where the layer is one rank's part and its times are without them;
+    ``idle_ns`` is how long an estimated device waits for its host in the forward and in the backward meanwhile.
     """
 
     name: str

@@ -72,8 +72,8 @@ class _GatheredProducts(torch.autograd.Function):
 
 
 class Group(NamedTuple):
-    """A group of ``ranks`` that run each layer together; with ``sequence_parallel`` what is between products is spread along the
-    sequence as well."""
+    """A group of ``ranks`` that run each layer together; with ``sequence_parallel`` what is between products is spread
+    along the sequence as well."""
 
     ranks: int = 1
     sequence_parallel: bool = False
@@ -146,7 +146,7 @@ class PartHead(nn.Linear):
         return self.group.products(x, [self])[0]
 
 
-def head(hidden: int, vocabulary: int, group: Group = Group()) -> PartHead:
+def head(hidden: int, vocabulary: int, group: Group) -> PartHead:
     """Return the layer from hidden states to logits."""
     linear = PartHead(hidden, vocabulary, group)
     nn.init.normal_(linear.weight, std=0.02)

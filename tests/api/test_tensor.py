@@ -7,6 +7,7 @@ import pytest
 import pipeplan as pp
 from pipeplan.api.tensor import parts
 from pipeplan.cost.collectives import collective_ns, with_exchanges
+from pipeplan.check.targets import CannotExpress
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Exchange, Level, Platform
 from pipeplan.zoo.sizes import TRANSFORMERS
@@ -128,5 +129,5 @@ def test_degrees_that_a_model_or_a_profile_has_not_are_refused(profiled):
 def test_exports_name_the_degree_or_say_that_they_cannot(profiled):
     found = pp.plan(profiled, **WHERE, tensor=4, for_="megatron", effort="quick")
     assert "--tensor-model-parallel-size 4 --sequence-parallel" in found.export("megatron")
-    with pytest.raises(pp.CannotExpress, match="4 GPUs run each layer together"):
+    with pytest.raises(CannotExpress, match="4 GPUs run each layer together"):
         found.export("deepspeed")

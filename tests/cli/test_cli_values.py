@@ -52,7 +52,6 @@ def test_no_number_is_of_a_type_that_takes_any() -> None:
     [
         ("plan", "p.json", "--gpus", "2", "--mem", "1GB", "--granularity", "9" * 5000 + "%"),
         ("compare", "p.json", "--gpus", "9" * 5000, "--mem", "1GB"),
-        ("timeprest", "--workers", "9" * 5000, "--microbatches", "2"),
         ("run", "p.json", "--coarsening", "9" * 5000),
         ("run", "p.json", "--timeout", "0"),
         ("run", "p.json", "--timeout", "0ns"),

@@ -32,8 +32,8 @@ def megatron(source: Source) -> Imported:
     for name in OTHERS:
         if options.count(name, 1) > 1:
             raise BadInput(
-                f"{source.path}: --{name} {options.count(name)}: plans are of pipelines, of data parallelism and of tensor "
-                "parallelism; profile the part of a layer that one GPU has, and leave the option out"
+                f"{source.path}: --{name} {options.count(name)}: plans are of pipelines, of data parallelism and of "
+                "tensor parallelism; profile the part of a layer that one GPU has, and leave the option out"
             )
     ranks = options.count("pipeline-model-parallel-size", 1)
     if source.gpus % ranks:

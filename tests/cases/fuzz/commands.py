@@ -68,7 +68,7 @@ AMOUNTS = {
 }  # fmt: skip
 NEEDED = {"grid": ["--batch", "--gpus", "--mem"], "plan": ["--gpus", "--mem"], "compare": ["--gpus", "--mem"],
           "import": ["--gpus", "--mem"],
-          "estimate": ["--model", "--gpus", "--inter"], "timeprest": ["--workers", "--microbatches"],
+          "estimate": ["--gpus", "--gpu"],
           "calibrate": ["--measured"]}  # fmt: skip
 LITTLE = {  # how much is asked of what takes as long as it is asked to
     "--microbatches": 64, "--runs": 4, "--gpus": 8, "--batch": 256, "--inter": 4, "--chunks": 4, "--workers": 8,

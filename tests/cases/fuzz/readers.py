@@ -78,8 +78,8 @@ READERS: dict[str, tuple[str, ...]] = {
         "diff {plan} - --json --recalibrated out.json",
     ),
     "accelerator": (
-        "estimate --model gpt2-small --gpus 2 --inter 2 --peak 100 --gpu {}",
-        "estimate --model gpt2-small --gpus 4 --inter 2 --peak 100 --gpu {} --json",
+        "plan even.json --gpus 2 --gpu {}",
+        "plan even.json --gpus 2 --gpu {} --json",
     ),
     "checkpoint": ("",),
 }

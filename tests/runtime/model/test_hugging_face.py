@@ -112,22 +112,6 @@ def test_what_has_no_loss_is_refused():
         named("BertModel,num_hidden_layers=1,hidden_size=8,num_attention_heads=2,vocab_size=9").data(1)(0, 0)
 
 
-def test_the_sizes_of_gpts_and_llamas_are_read_for_closed_formulas(pipeplan):
-    from pipeplan.runtime.model.build.transformer_sizes import sizes_of
-    from pipeplan.zoo.sizes import TRANSFORMERS, Llama
-
-    assert sizes_of("LlamaForCausalLM") == TRANSFORMERS["llama-7b"]  # which are its defaults
-    assert sizes_of("GPT2LMHeadModel") == TRANSFORMERS["gpt2-small"]
-    small = sizes_of(LLAMA)
-    assert (small.groups, small.feed_forward, small.vocabulary) == (2, 24, 29)
-    assert isinstance(small, Llama)
-    assert small.parameters == sum(x.numel() for x in named(LLAMA)(1)[0].parameters())
-    code, out, _ = pipeplan("estimate", "--model", "hf:GPT2LMHeadModel", "--json")
-    assert (code, json.loads(out)["model"]["hidden"]) == (0, 768)
-    code, _, err = pipeplan("estimate", "--model", "hf:ViTForImageClassification")
-    assert (code, "is vit, no GPT or Llama" in err) == (2, True)
-
-
 def test_what_is_saved_as_the_library_names_it_is_loaded_by_the_library(tmp_path):
     from transformers import GPT2LMHeadModel
 

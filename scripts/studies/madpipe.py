@@ -1,6 +1,6 @@
 """Redraw Figures 6, 7 and 8 of MadPipe for any profiles: PNG and the CSV that they are drawn from.
 
-Usage: python scripts/figures/madpipe.py PROFILE... [--gpus 2,4,8] [--mem 3GB,4GB] [--bandwidth 12GB/s,24GB/s] [-o out]
+Usage: python -m scripts.studies.madpipe PROFILE... [--gpus 2,4,8] [--mem 3GB,4GB] [--bandwidth 12GB/s,24GB/s] [-o out]
 
 Figure 6: period against memory for the first profile, dashed what the dynamic program claims, solid what is scheduled.
 Figure 7: geometric mean over GPUs and bandwidths of each algorithm's period over the portfolio's, one line per network.

@@ -1,6 +1,6 @@
 """Predict Figures 10 and 11 of Myelin, days of training and share of peak, from the model: PNG and CSV.
 
-    python scripts/figures/myelin.py [--efficiency 54%] [--bandwidth 1.613GB/s] [-o out]
+    python -m scripts.studies.myelin.figures [--efficiency 54%] [--bandwidth 1.613GB/s] [-o out]
 
 Figure 10: the four networks of Table I on 48 to 384 V100s as Table II tunes them, 300e9 tokens in batches of 16384.
 Figure 11: the 12B network on 48 to 384 GPUs, batches of 4096 to 32768.
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unprofiled import predicted_time
-
-from pipeplan.papers.transformer import Grid, share_seconds, training_days
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.sizes import TRANSFORMERS
+
+from .formulas import Grid, share_seconds, training_days
+from .unprofiled import predicted_time
 
 PEAK = 125e12  # flop/s of a V100 in half precision
 TOKENS = 3 * 10**11

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from matplotlib.patches import Patch, Rectangle
 
-from ..report.figures import COLOURS, LATER, make_figure, save_figure
-from .timeprest import Analysis
-from .timeprest_report import cells
+from pipeplan.report.figures import COLOURS, LATER, make_figure, save_figure
+
+from .analysis import Analysis
+from .report import cells
 
 FILL = {("F", 1): COLOURS["F"], ("F", 0): LATER["F"], ("B", 1): COLOURS["B"]}
 NAMES = {

@@ -15,18 +15,18 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil
 
-from ..cost.stage_graph import StageGraph, stage_graph
-from ..errors import BadInput
-from ..integers import smallest
-from ..plan import Stage
-from ..problem import Chain, Layer, Platform, Policy, Weights
-from ..schedule.memory import most_held
-from ..schedule.nf1b import nf1b
-from ..schedule.one_f_one_b import one_f_one_b
-from ..schedule.program import Step
-from ..schedule.simulate import simulate
-from ..schedule.timeline import Timeline
-from ..schedule.weight_versions import Use, kept, used, weight_policy
+from pipeplan.cost.stage_graph import StageGraph, stage_graph
+from pipeplan.errors import BadInput
+from pipeplan.integers import smallest
+from pipeplan.plan import Stage
+from pipeplan.problem import Chain, Layer, Platform, Policy, Weights
+from pipeplan.schedule.memory import most_held
+from pipeplan.schedule.nf1b import nf1b
+from pipeplan.schedule.one_f_one_b import one_f_one_b
+from pipeplan.schedule.program import Step
+from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import Timeline
+from pipeplan.schedule.weight_versions import Use, kept, used, weight_policy
 
 MOST_PASSES = 300_000  # of microbatches through workers; simulating takes many seconds beyond
 FAR = 64  # workers up to which a version difference of 1 is looked for

@@ -1,6 +1,6 @@
 """Every shipped profile on 2, 4 and 8 GPUs, with two memories, under four policies: the portfolio beside its baselines.
 
-    python scripts/figures/profiles.py [PROFILE ...] [--gpus 2,4,8] [--interval 64] [--jobs 2] [-o docs/profiles.md]
+    python -m scripts.studies.profiles [PROFILE ...] [--gpus 2,4,8] [--interval 64] [--jobs 2] [-o docs/profiles.md]
 
 Roomy is 16 GB; tight is a quarter more than the least with which 2bw has a plan on so many GPUs. All plans of a row
 update weights at one interval, those under ``latest`` after 4 microbatches, since it holds all of a mini-batch. Rows
@@ -36,7 +36,7 @@ Of each [profile](glossary.md#profile) the [period](glossary.md#period) in ms pe
 search), links of {bandwidth:g} GB/s, an update every {interval} microbatches (under `latest`, which holds all
 microbatches of an update at once, every {mini_batch}), [segments](glossary.md#segment) may be recomputed; `-` where the
 algorithm has no plan that fits. The [gap](glossary.md#gap) is that of `auto` to the
-[bound](glossary.md#lower-bound) of class any. Made by `python scripts/figures/profiles.py`; the shortest period of a
+[bound](glossary.md#lower-bound) of class any. Made by `python -m scripts.studies.profiles`; the shortest period of a
 row is bold. `gpipe` [drains](glossary.md#drain) and stands under that policy alone.
 """
 

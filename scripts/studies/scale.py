@@ -1,6 +1,6 @@
 """Measure `pipeplan plan` on long chains and many GPUs: CPU seconds and peak memory, as a table and two pictures.
 
-Usage: python scripts/figures/scale.py [--layers 100,1000,10000] [--gpus 8,64,1024] [--mem 80GB] [-o FOLDER] [...]
+Usage: python -m scripts.studies.scale [--layers 100,1000,10000] [--gpus 8,64,1024] [--mem 80GB] [-o FOLDER] [...]
 
 Random chains (0.3 to 9 ms a layer, weights of 1 to 20 MB, 10 to 200 MB kept for the backward), each planned by a
 process of its own with default options, and others that follow. Writes seconds.png and memory.png into the folder, if
@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pipeplan.files.profiles import profile_text
 from scripts.bench.contiguous import random_chain

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeplan.papers.transformer import MIXED, Grid, batch_flops, stage_memories
 from pipeplan.plan import Stage
 from pipeplan.planner.drained.arrivals import batch_time
 from pipeplan.problem import Platform, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
-from scripts.figures.unprofiled import transformer_chain
+from scripts.studies.myelin.formulas import MIXED, Grid, batch_flops, stage_memories
+from scripts.studies.myelin.unprofiled import transformer_chain
 
 MODEL = TRANSFORMERS["myelin-12b"]
 

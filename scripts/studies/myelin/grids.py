@@ -1,6 +1,6 @@
 """Plan Myelin's weak scaling, Table II: the grids that the planner picks for its networks against the published ones.
 
-    python scripts/figures/grid.py [--models myelin-12b,myelin-24b] [--between 1.613GB/s] [--effort quick] [-o out]
+    python -m scripts.studies.myelin.grids [--models myelin-12b,..] [--between 1.613GB/s] [--effort quick] [-o out]
 
 Networks of Table I on 48 to 384 V100s of 16 GB, six in a server, batches of 16384, Adam in mixed precision. For each:
 the published grid with the published microbatch, its layers spread evenly, with every ac that fits, limit G_inter as in
@@ -23,9 +23,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unprofiled import predicted_time, transformer_chain
-
-from pipeplan.papers.transformer import MIXED, Grid, layer_flops, share_seconds, stage_layers
 from pipeplan.plan import Stage
 from pipeplan.planner.drained.arrivals import batch_time
 from pipeplan.planner.drained.grid_search import search_grids
@@ -36,6 +33,9 @@ from pipeplan.planner.what_if.grid import segment_length
 from pipeplan.problem import Device, Level, Platform, Problem
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.sizes import TRANSFORMERS
+
+from .formulas import MIXED, Grid, layer_flops, share_seconds, stage_layers
+from .unprofiled import predicted_time, transformer_chain
 
 PEAK = 125e12  # flop/s of a V100 in half precision
 BATCH = 16384

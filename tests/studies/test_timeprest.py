@@ -6,6 +6,9 @@ The analysis reads the simulated schedule; closed forms stand here alone. Steady
 from __future__ import annotations
 
 import json
+import runpy
+import sys
+from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
 
@@ -13,7 +16,8 @@ import pytest
 from cases.schedules import staircase as drawn
 
 from pipeplan.errors import BadInput
-from pipeplan.papers.timeprest import (
+from pipeplan.schedule.program import Step
+from scripts.studies.timeprest.analysis import (
     BackwardTime,
     activations_of_1f1b,
     analyse,
@@ -24,8 +28,24 @@ from pipeplan.papers.timeprest import (
     parse_backward,
     table,
 )
-from pipeplan.papers.timeprest_report import cells, letters, staircase
-from pipeplan.schedule.program import Step
+from scripts.studies.timeprest.report import cells, letters, staircase
+
+Study = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def timeprest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Study:
+    """Run the study in this process: its exit code, what it prints, and its errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["timeprest", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_module("scripts.studies.timeprest", run_name="__main__")
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
 
 ALL = [(workers, count) for workers in range(2, 9) for count in range(2, 9)]
 
@@ -265,8 +285,8 @@ def test_labels():
     assert labels == [("1A", "F", 0), ("1B", "F", 0), ("1", "B", 0), ("2A", "F", 0), ("2B", "F", 0), ("2", "B", 1)]
 
 
-def test_the_command_prints_versions_sequences_and_memory(pipeplan):
-    code, out, err = pipeplan("timeprest", "--workers", "8", "--microbatches", "3")
+def test_the_command_prints_versions_sequences_and_memory(timeprest):
+    code, out, err = timeprest("--workers", "8", "--microbatches", "3")
     assert (code, err) == (0, "")
     assert "version difference  2: mini-batch k takes its gradient at the weights that k-2 made" in out
     assert "the paper's formula says 3" in out
@@ -280,38 +300,36 @@ def test_the_command_prints_versions_sequences_and_memory(pipeplan):
     assert [row[4] for row in rows] == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
-def test_the_command_without_vertical_sync_and_with_a_limit(pipeplan):
-    code, out, _ = pipeplan("timeprest", "--workers", "4", "--microbatches", "2", "--no-vertical-sync")
+def test_the_command_without_vertical_sync_and_with_a_limit(timeprest):
+    code, out, _ = timeprest("--workers", "4", "--microbatches", "2", "--no-vertical-sync")
     assert code == 0
     assert "version difference  1:" in out
     assert "paper's formula" not in out
-    code, out, _ = pipeplan("timeprest", "--workers", "4", "--microbatches", "30", "--backward-time", "1.37")
+    code, out, _ = timeprest("--workers", "4", "--microbatches", "30", "--backward-time", "1.37")
     assert code == 0
     assert "worker 1 1A" not in out  # too many columns for one time point
     assert "f1 = 33, f2 = 34.37" in out
     assert "start on k-2 (A to I), k-1 (J to AD)" in out
-    code, out, _ = pipeplan("timeprest", "--workers", "4", "--microbatches", "2", "--limit", "3")
+    code, out, _ = timeprest("--workers", "4", "--microbatches", "2", "--limit", "3")
     assert code == 0
     assert "version difference  1 or 2: mini-batch k takes its gradient at the weights that k-1 or k-2 made" in out
 
 
-def test_the_table(pipeplan):
-    code, out, err = pipeplan("timeprest", "--table")
+def test_the_table(timeprest):
+    code, out, err = timeprest("--table")
     assert (code, err) == (0, "")
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert "W N=2 N=3 N=4 N=5 N=6 N=7 N=8" in rows
     assert "6 2 (3) 2 2 1 1 1 1" in rows
     assert "8 3 (4) 2 (3) 2 2 2 1 1" in rows
     assert out.endswith("the paper's formula differs at (6,2), (8,2), (8,3)\n")
-    code, out, _ = pipeplan(
-        "timeprest", "--table", "--workers", "2,4-5", "--microbatches", "3", "--backward-time", "2N"
-    )
+    code, out, _ = timeprest("--table", "--workers", "2,4-5", "--microbatches", "3", "--backward-time", "2N")
     assert code == 0
     assert [line.split() for line in out.splitlines()][1:] == [["W", "N=3"], ["2", "2"], ["4", "3"], ["5", "4"]]
 
 
-def test_json(pipeplan):
-    code, out, _ = pipeplan("timeprest", "--workers", "4", "--microbatches", "4", "--backward-time", "2N", "--json")
+def test_json(timeprest):
+    code, out, _ = timeprest("--workers", "4", "--microbatches", "4", "--backward-time", "2N", "--json")
     assert code == 0
     data = json.loads(out)
     assert data["backward_time_points"] == 8
@@ -320,7 +338,7 @@ def test_json(pipeplan):
     assert [stage["activations"] for stage in data["stages"]] == [31, 22, 13, 4]
     assert [stage["activations_1f1b"] for stage in data["stages"]] == [16, 12, 8, 4]
     assert (data["most_workers_at_1"], data["fewest_microbatches_at_1"]) == (1, None)
-    code, out, _ = pipeplan("timeprest", "--table", "--workers", "6", "--microbatches", "2-3", "--json")
+    code, out, _ = timeprest("--table", "--workers", "6", "--microbatches", "2-3", "--json")
     assert code == 0
     found = [
         (row["version_difference"], row["paper_version_difference"], row["paper_holds"]) for row in json.loads(out)
@@ -328,17 +346,17 @@ def test_json(pipeplan):
     assert found == [(2, 3, False), (2, 2, True)]
 
 
-def test_the_picture_names_every_pass_and_its_weights(pipeplan, tmp_path):
+def test_the_picture_names_every_pass_and_its_weights(timeprest, tmp_path):
     path = tmp_path / "schedule.svg"
-    arguments = ("timeprest", "--workers", "4", "--microbatches", "4", "--time-points", "13", "-o", str(path))
-    code, out, _ = pipeplan(*arguments)
+    arguments = ("--workers", "4", "--microbatches", "4", "--time-points", "13", "-o", str(path))
+    code, out, _ = timeprest(*arguments)
     assert code == 0
     assert out.endswith(f"written to {path}\n")
     text = path.read_text()
     for word in ("worker 1", "worker 4", "3D", "w1", "backward"):
         assert f">{word}</text>" in text
     assert ">4A</text>" not in text
-    pipeplan(*arguments)
+    timeprest(*arguments)
     assert path.read_text() == text
 
 
@@ -356,8 +374,8 @@ def test_the_picture_names_every_pass_and_its_weights(pipeplan, tmp_path):
         ("--table -o run.png", "-o draws one schedule; --table has many"),
     ],
 )
-def test_bad_input_is_one_sentence(pipeplan, arguments, sentence):
-    code, out, err = pipeplan("timeprest", *arguments.split())
+def test_bad_input_is_one_sentence(timeprest, arguments, sentence):
+    code, out, err = timeprest(*arguments.split())
     assert (code, out) == (2, "")
     assert sentence in err
     assert "Traceback" not in err

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import sqrt
 
-from ..cost.memory_model import gradient_bytes, held_bytes, host_bytes, weights_bytes
-from ..errors import BadInput
-from ..integers import ceil_div
-from ..problem import Policy
-from ..units import format_bytes
-from ..zoo.sizes import Transformer
+from pipeplan.cost.memory_model import gradient_bytes, held_bytes, host_bytes, weights_bytes
+from pipeplan.errors import BadInput
+from pipeplan.integers import ceil_div
+from pipeplan.problem import Policy
+from pipeplan.zoo.sizes import Transformer
 
 MIXED = Policy("flush", optimizer="adam", precision="mixed")  # Myelin's training: 20 bytes per parameter
 
@@ -218,46 +217,6 @@ def stage_memories(model: Transformer, grid: Grid, policy: Policy) -> list[Memor
         cuts = (not first) + (not last)
         buffers = 2 * cuts * output_bytes(model, grid.microbatch)
         found.append(_memory(policy, grid.data, parameters, activations, buffers))
-    return found
-
-
-def remedies(model: Transformer, grid: Grid, policy: Policy, memory_bytes: int) -> list[str]:
-    """Return the single changes after which every stage fits into ``memory_bytes``, in words; more memory always does.
-
-    Another ac, state shared by the pipelines, offload, with another ac too, and the next number of stages that keeps
-    the GPUs and the microbatches of the batch whole (with ac as it is, or the lightest).
-    """
-
-    def peak(tried: Grid, under: Policy) -> int:
-        return max(memory.total_bytes for memory in stage_memories(model, tried, under))
-
-    light = replace(grid, checkpoint=lightest_checkpoint(model, grid))
-    found = [f"{format_bytes(peak(grid, policy))} of memory"]
-    fitting = [
-        ac
-        for ac in range(1, max(stage_layers(model.layers, grid.inter)) + 1)
-        if ac != grid.checkpoint and peak(replace(grid, checkpoint=ac), policy) <= memory_bytes
-    ]
-    if fitting:
-        least = "" if light.checkpoint == max(fitting) else f" ({light.checkpoint} takes the least)"
-        found.append(f"ac = {max(fitting)}{least}")
-    if not policy.zero and peak(grid, replace(policy, zero=1)) <= memory_bytes:
-        found.append("--zero 1")
-    if not policy.offload:
-        offloaded = replace(policy, offload=True)
-        if peak(grid, offloaded) <= memory_bytes:
-            found.append("offload")
-        elif peak(light, offloaded) <= memory_bytes:
-            found.append(f"offload with ac = {light.checkpoint}")
-    for inter in range(grid.inter + 1, min(grid.gpus, model.layers) + 1):
-        data = grid.gpus // inter
-        if inter * data == grid.gpus and grid.batch % (data * grid.microbatch) == 0:
-            more = replace(grid, inter=inter, data=data, checkpoint=None, limit=None)
-            for ac in (grid.checkpoint, lightest_checkpoint(model, more)):
-                tried = replace(more, checkpoint=ac)
-                if (ac or 1) <= max(stage_layers(model.layers, inter)) and peak(tried, policy) <= memory_bytes:
-                    kept = ac == grid.checkpoint
-                    return [*found, f"{inter} stages x {data}" + ("" if kept else f" with ac = {ac}")]
     return found
 
 

@@ -1,6 +1,6 @@
 """PipeDream's Figures 15, 16 and 17 from the published profiles: what the optimizer predicts, memory, and bytes sent.
 
-    python scripts/figures/pipedream_figures.py [15] [16] [17]
+    python -m scripts.studies.pipedream.figures [15] [16] [17]
 
 15: VGG-16 on 16 GPUs (4 x 4 of cluster A), every split into one to three stages of a grid of cuts and replicas: the
     throughput that the recurrence predicts against that of 1F1B-RR with NOAM microbatches in flight, simulated with
@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from pipedream_table1 import PROFILES, TABLE, platform_of, scaled
-
 from pipeplan.check.evaluate import evaluate
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
@@ -28,6 +26,8 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Platform, Policy, Problem
 from pipeplan.schedule.kinds import graph_of
+
+from .table1 import PROFILES, TABLE, platform_of, scaled
 
 AMPLE = 10**13
 BATCHES = {"vgg16": 64, "resnet50": 128, "gnmt": 64, "gnmt_large": 64}  # samples of a microbatch (section 5.1)

@@ -11,8 +11,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..report.looks import console, make_table, print_fitted
-from .timeprest import (
+from pipeplan.report.looks import console, make_table, print_fitted
+
+from .analysis import (
     NEAR,
     Analysis,
     BackwardTime,

@@ -1,6 +1,6 @@
 """PipeDream's Figure 18: pipeline depth against throughput and memory, for GNMT (and others) on four GPUs.
 
-    python scripts/figures/depth.py [PROFILE ...] [-o FIGURE]
+    python -m scripts.studies.depth [PROFILE ...] [-o FIGURE]
 
 For each profile (default: PipeDream's gnmt and resnet50) the model is cut into four straight
 stages by PipeDream's partitioner, and its 1F1B schedule is simulated with 1, 2, .. microbatches in flight at the input

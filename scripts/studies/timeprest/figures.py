@@ -1,7 +1,6 @@
-#!/usr/bin/env python
 """Redraw Figures 7(a), 7(b), 9(a), 9(b) and 10 of TiMePReSt from the simulated schedule, not by hand.
 
-Usage: scripts/figures/timeprest.py [-o FOLDER]
+Usage: python -m scripts.studies.timeprest.figures [-o FOLDER]
 
 Writes one PNG per figure and prints, for each, the version difference and what the paper says about the figure in its
 text, checked against the schedule. Figures 9(b) and 10 are one schedule (W = 5, N = 3); 10 is drawn for longer, until
@@ -16,8 +15,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from pipeplan.papers.timeprest import Analysis, analyse
-from pipeplan.papers.timeprest_figure import save_staircase
+from .analysis import Analysis, analyse
+from .staircase import save_staircase
 
 FIGURES = {"7a": (4, 2, 24), "7b": (4, 4, 24), "9a": (3, 3, 24), "9b": (5, 3, 24), "10": (5, 3, 48)}
 

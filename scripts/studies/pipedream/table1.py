@@ -1,6 +1,6 @@
 """PipeDream's Table 1: which speed-ups over data parallelism follow from the published profiles, and which don't?
 
-    python scripts/figures/pipedream_table1.py [--models vgg16,gnmt] [--markdown]
+    python -m scripts.studies.pipedream.table1 [--models vgg16,gnmt] [--markdown]
 
 Each row of the table whose network has a published profile, on its cluster: PCIe (10 GB/s) or NVLink (30 GB/s) inside
 servers, 10 or 25 Gbit/s between them. Times and activations are scaled from the profile's batch to that of section 5.1.
@@ -27,7 +27,7 @@ from pipeplan.partition.pipedream.released import released_period_ns
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
 
-PROFILES = Path(__file__).parents[2] / "profiles" / "published"
+PROFILES = Path(__file__).parents[3] / "profiles" / "published"
 CLUSTERS = {"A": (10.0, 1.25), "B": (30.0, 3.125)}  # GB/s inside a server and between servers (Table 2)
 BATCHES = {
     "vgg16": (128, 64),

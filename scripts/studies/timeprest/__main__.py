@@ -1,22 +1,25 @@
-"""``pipeplan timeprest``: what does TiMePReSt's schedule do to weights and memory, in unit time?"""
+"""``python -m scripts.studies.timeprest``: what does TiMePReSt's schedule do to weights and memory, in unit time?"""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
-from ..errors import BadInput
-from ..names import SENTENCE, shown
-from ..units import parse_counts
-from .grouped import GroupedCommand
-from .options import JSON, Count, Output
+from pipeplan.cli.options import JSON, Count, Output
+from pipeplan.errors import BadInput, PipeplanError
+from pipeplan.names import SENTENCE, shown
+from pipeplan.units import parse_counts
+
+from .analysis import analyse, parse_backward, table
+from .report import analysis_figures, print_analysis, print_table, threshold_figures
 
 MOST_SCHEDULES = 1000  # of a table
 DEFAULT_RANGE = "2-8"
 
 
-@click.command(cls=GroupedCommand)
+@click.command()
 @click.option("--workers", metavar="W", help="Workers, one stage each; with --table a range.  [with --table: 2-8]")
 @click.option("--microbatches", metavar="N", help="Per mini-batch; with --table a range.  [with --table: 2-8]")
 @click.option(
@@ -53,11 +56,8 @@ def command(
     Everything is read off the simulated schedule; the paper's formula stands beside it where it says something else.
 
     \b
-    Example: pipeplan timeprest --workers 4 --microbatches 4 --backward-time 2N
+    Example: python -m scripts.studies.timeprest --workers 4 --microbatches 4 --backward-time 2N
     """
-    from ..papers.timeprest import analyse, parse_backward, table
-    from ..papers.timeprest_report import analysis_figures, print_analysis, print_table, threshold_figures
-
     backward = parse_backward(backward_time, "--backward-time")
     if as_table:
         if output is not None:
@@ -83,7 +83,7 @@ def command(
     count = _one(microbatches, "--microbatches")
     analysis = analyse(_one(workers, "--workers"), count, backward.of(count), vertical_sync=vertical_sync, limit=limit)
     if output is not None:
-        from ..papers.timeprest_figure import save_staircase
+        from .staircase import save_staircase
 
         save_staircase(analysis, output, time_points)
     if as_json:
@@ -99,3 +99,11 @@ def _one(text: str, where: str) -> int:
     if len(counts) > 1:
         raise BadInput(f"{where}: {text!r} is more than one count; say --table")
     return counts[0]
+
+
+if __name__ == "__main__":
+    try:
+        command()
+    except PipeplanError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,7 +1,7 @@
 """Make the table of docs/synthesis.md: longest spans of synthesised orders beside the best public ones, with bounds.
 
-    python scripts/figures/synthesis.py --solver highs   (a quarter of an hour; --only 4,12 for one size)
-    python scripts/figures/synthesis.py --only 4,12,8 --picture docs/images/synthesised.svg
+    python -m scripts.studies.synthesis --solver highs   (a quarter of an hour; --only 4,12 for one size)
+    python -m scripts.studies.synthesis --only 4,12,8 --picture docs/images/synthesised.svg
 
 V placement, times of F, B and W of every chunk, at most so many chunk activations on a GPU. Public: V-Min, V-Half, ZB-V
 and the schedule search of "Pipeline Parallelism with Controllable Memory" (Qi et al. 2024), of its own scheduler.
@@ -10,11 +10,7 @@ and the schedule search of "Pipeline Parallelism with Controllable Memory" (Qi e
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from pipeplan.api.synthesizing import graph_of_times, synthesized
 from pipeplan.schedule.controlled import v_half, v_half_holds, v_min, v_min_holds

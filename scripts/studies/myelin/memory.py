@@ -1,6 +1,6 @@
 """Myelin's Figures 5 and 6: a batch of the 12B network by G_inter, and what the memory optimization gains.
 
-    python scripts/figures/myelin_memory.py
+    python -m scripts.studies.myelin.memory
 
 48 V100s, batches of 2048, microbatches of 1 (section V-B). Two ways to predict the pipeline phase from one number, the
 34.05 s that G_inter = 6 took, which fixes what a layer takes:
@@ -18,13 +18,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from unprofiled import predicted_time, transformer_chain
-
-from pipeplan.papers.transformer import Grid, stage_layers
 from pipeplan.plan import Stage
 from pipeplan.planner.drained.arrivals import batch_time
 from pipeplan.problem import Device, Level, Platform, Policy, Problem
 from pipeplan.zoo.sizes import TRANSFORMERS
+
+from .formulas import Grid, stage_layers
+from .unprofiled import predicted_time, transformer_chain
 
 MODEL, GPUS, BATCH, SERVER = TRANSFORMERS["myelin-12b"], 48, 2048, 6
 DEPTHS = (6, 12, 24, 48)

@@ -1,6 +1,6 @@
 """Draw which version of the weights every pass uses under each policy, on three equal GPUs, for docs/weights.md.
 
-    python scripts/figures/weights.py docs/images
+    python -m scripts.studies.weights docs/images
 
 writes ``weights-POLICY.svg``. Rows are GPUs, boxes passes with the numbers of their microbatches, colours versions. A
 backward takes twice a forward, and nothing takes time between GPUs. The pictures follow from the simulated schedules of

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "figures"))  # scripts import each other from their folder
-
-from scripts.figures import myelin_memory, pipedream_figures, pipedream_table1
+from scripts.studies.myelin import memory as myelin_memory
+from scripts.studies.pipedream import figures as pipedream_figures
+from scripts.studies.pipedream import table1 as pipedream_table1
 
 DOCS = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pipedream", "myelin"))
 QUICK = [row for row in pipedream_table1.TABLE if row.model in ("vgg16", "alexnet")]

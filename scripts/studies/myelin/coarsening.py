@@ -1,6 +1,6 @@
 """Myelin's Figure 8: the time to sum a gradient over replicas and step the optimizer, against the coarsening k.
 
-    python scripts/figures/coarsening.py [--parameters N] [--replicas R] [--bucket B] [--fp32] [--no-offload] [-o FILE]
+    python -m scripts.studies.myelin.coarsening [--parameters N] [--replicas R] [--bucket B] [--fp32] [-o FILE]
 
 R processes of this machine sum one gradient over gloo in chunks of k buckets and step Adam behind it, as a run does,
 for k = 1, 2, 4, .. and all. Beside it the prediction of ``costs.overlapped_ns`` from what was measured alone: the

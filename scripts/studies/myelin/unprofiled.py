@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeplan.cost.time_model import ring_all_reduce_ns
-from pipeplan.papers.transformer import (
+from pipeplan.problem import Chain, Layer, SharedWeights
+from pipeplan.zoo.sizes import Transformer
+
+from .formulas import (
     MIXED,
     Grid,
     block_bytes,
@@ -15,8 +18,6 @@ from pipeplan.papers.transformer import (
     output_bytes,
     stage_layers,
 )
-from pipeplan.problem import Chain, Layer, SharedWeights
-from pipeplan.zoo.sizes import Transformer
 
 MIXED_WEIGHT_BYTES = 4  # per parameter in fp32, as profiles count them; mixed precision is the policy's
 

@@ -11,7 +11,8 @@ import pytest
 from pipeplan.cost.memory_model import weights_bytes
 from pipeplan.cost.time_model import ring_all_reduce_ns
 from pipeplan.errors import BadInput
-from pipeplan.papers.transformer import (
+from pipeplan.zoo.sizes import TRANSFORMERS, Llama, Transformer
+from scripts.studies.myelin.formulas import (
     MIXED,
     Grid,
     activation_bytes,
@@ -27,14 +28,12 @@ from pipeplan.papers.transformer import (
     paper_checkpoint,
     printed_activation_bytes,
     printed_held_layers,
-    remedies,
     share_seconds,
     stage_layers,
     stage_memories,
     training_days,
 )
-from pipeplan.zoo.sizes import TRANSFORMERS, Llama, Transformer
-from scripts.figures.unprofiled import predicted_time
+from scripts.studies.myelin.unprofiled import predicted_time
 
 OFFLOAD = replace(MIXED, offload=True)
 SUMMIT = 16 * 10**9  # bytes of a V100
@@ -264,27 +263,6 @@ def test_fewer_microbatches_than_the_limit_hold_less_and_an_odd_segment_counts()
 
 
 # What would make it fit
-
-
-def test_remedies_hold() -> None:
-    model, grid = TRANSFORMERS["myelin-12b"], row_grid("myelin-12b")
-    needs, ac, stages = remedies(model, grid, OFFLOAD, SUMMIT)
-    assert needs == f"{max(totals('myelin-12b', grid)) / 1e9:.2f} GB of memory"
-    assert ac == "ac = 6 (2 takes the least)"
-    assert [max(totals("myelin-12b", replace(grid, checkpoint=n))) <= SUMMIT for n in (2, 6, 7)] == [True, True, False]
-    assert stages == "12 stages x 4 with ac = 2"
-    assert max(totals("myelin-12b", replace(grid, inter=12, data=4, checkpoint=2))) <= SUMMIT
-    assert "offload with ac = 2" in remedies(model, grid, MIXED, SUMMIT)
-    assert "offload" in remedies(model, replace(grid, checkpoint=4), MIXED, SUMMIT)
-    assert len(remedies(model, grid, OFFLOAD, 10**6)) == 1
-
-
-def test_the_next_number_of_stages_that_fits_is_found() -> None:
-    one, two = Grid(1, 4, 1, 8, 1), Grid(2, 2, 1, 8, 1)
-    room = max(x.total_bytes for x in stage_memories(SMALL, two, MIXED))
-    assert room < stage_memories(SMALL, one, MIXED)[0].total_bytes
-    assert "2 stages x 2" in remedies(SMALL, one, MIXED, room)
-    assert "2 stages x 2" not in remedies(SMALL, one, MIXED, room - 1)
 
 
 # Time

@@ -1,1 +1,0 @@
-"""What do the papers say that pipeplan implements, computed anew? Studies."""
