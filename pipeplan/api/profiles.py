@@ -261,7 +261,13 @@ def profile(
         return found
     if gpu is None or not isinstance(model, str):
         raise BadInput("--tensor: parts of layers are estimated, of models by their name; say --estimate")
-    same = {"gpu": gpu, "host_time": host_time, "microbatch": batch, "dtype": dtype, "optimizer": optimizer}
+    same: dict[str, Any] = {
+        "gpu": gpu,
+        "host_time": host_time,
+        "microbatch": batch,
+        "dtype": dtype,
+        "optimizer": optimizer,
+    }
     return with_variants(found, model, tensor, sequence_parallel, partial(profile, **same, name=name))
 
 

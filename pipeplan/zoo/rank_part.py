@@ -40,7 +40,7 @@ class _Exchanged(torch.autograd.Function):
         return exchange(x, forward, ranks) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]  # one
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, kind = ctx.asked
         return exchange(gradients[0], kind, ranks) if kind else gradients[0], None, None, None
 
@@ -56,7 +56,7 @@ class _GatheredProducts(torch.autograd.Function):
         return tuple(functional.linear(whole, weight) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]  # as many as products
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         whole = exchange(x, "all-gather", ctx.ranks, True) if any(ctx.needs_input_grad[2:]) else x
         of_input = None

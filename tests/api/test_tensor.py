@@ -6,8 +6,8 @@ import pytest
 
 import pipeplan as pp
 from pipeplan.api.tensor import parts
-from pipeplan.cost.collectives import collective_ns, with_exchanges
 from pipeplan.check.targets import CannotExpress
+from pipeplan.cost.collectives import collective_ns, with_exchanges
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Exchange, Level, Platform
 from pipeplan.zoo.sizes import TRANSFORMERS

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...cost.roofline import Constants, timed
 from ...errors import CodeFailed, PipeplanError
 from ...files.accelerators import Accelerator
-from ...problem import Exchange, PassWork
+from ...problem import Collective, Exchange, PassWork
 from ...version import __version__
 from ..clock import Clock
 from ..model.contract import Built, built_by
@@ -235,7 +235,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         self.compute_ns = self.memory_ns = 0.0
         self.kernels = self.operations = 0
         self.convolutions = False  # whether one was counted
-        self.exchanged: list[tuple[str, int, bool]] = []  # kind, bytes of the whole, hidden
+        self.exchanged: list[tuple[Collective, int, bool]] = []  # kind, bytes of the whole, hidden
 
     def mark(self) -> _Mark:
         """Return what was counted so far."""
