@@ -18,6 +18,7 @@ Ints = npt.NDArray[np.int64]
 IntLike = Any  # an int or an array of them
 Number = TypeVar("Number", int, Ints)
 Found = TypeVar("Found")
+NEVER = 2**61  # above every time (ns) and every size, and two of them still fit into an int64
 
 
 def plain(value: IntLike) -> IntLike:

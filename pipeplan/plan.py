@@ -5,7 +5,8 @@ Constructing these checks nothing, so that a bad plan can be shown and explained
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -33,6 +34,27 @@ class Stage:
     def replicas(self) -> int:
         """Number of devices that run the stage, each on every ``replicas``-th microbatch."""
         return len(self.devices)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it and its recomputed segments begin and end."""
+        return self.start, self.stop, *(end for segment in self.checkpoint for end in segment)
+
+
+def in_order(chain: Chain, stages: Sequence[Stage]) -> tuple[Chain, tuple[Stage, ...]]:
+    """Return ``chain`` with its layers in an order in which ``stages`` are ranges of them, and these ranges."""
+    found, place = chain.through(end for stage in stages for end in stage.ends)
+    if found is chain:
+        return chain, tuple(stages)
+    return found, tuple(
+        replace(
+            x,
+            start=place[x.start],
+            stop=place[x.stop],
+            checkpoint=tuple((place[first], place[last]) for first, last in x.checkpoint),
+        )
+        for x in stages
+    )
 
 
 @dataclass(frozen=True, slots=True)

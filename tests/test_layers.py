@@ -159,6 +159,28 @@ def test_no_two_modules_import_each_other():
     assert list(nx.simple_cycles(nx.DiGraph(arrows))) == []
 
 
+def folder_of(module, inside):
+    """The folder, or the file, of a package's own that a module is in."""
+    return module.removeprefix(f"{inside}.").split(".")[0]
+
+
+@pytest.mark.parametrize("package", ["partition"])
+def test_no_two_folders_import_each_other(package):
+    own = [module for module in MODULES if module.startswith(f"{package}.")]
+    arrows = {(folder_of(module, package), folder_of(name, package)) for module in own for name in imports(module)
+              if name.startswith(f"{package}.")}  # fmt: skip
+    assert list(nx.simple_cycles(nx.DiGraph((one, other) for one, other in arrows if one != other))) == []
+
+
+@pytest.mark.parametrize("package", ["partition", "check", "planner"])
+def test_what_a_package_hands_on_hides_none_of_its_modules(package):
+    """Else ``import pipeplan.a.b as c`` gives a function for the module b, or fails."""
+    tree = ast.parse(MODULES[package].read_text())
+    own = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+    assert not own & {alias.asname or alias.name for node in nodes for alias in node.names}
+
+
 def test_help_is_instant():
     """Importing the command line loads none of the heavy libraries, not even numpy."""
     heavy = ["numpy", "rich", "torch", "pulp", "networkx", "msgspec", "matplotlib"]

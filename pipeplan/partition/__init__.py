@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..plan import Allocation
-from .balance import balance, data_parallel
-from .contiguous.contiguous import contiguous
-from .madpipe.exact import madpipe
+from .balance import balance as balanced
+from .balance import data_parallel
+from .contiguous.contiguous import contiguous as best_contiguous
+from .madpipe.exact import madpipe as best_special
 from .madpipe.paper import madpipe_paper
-from .pipedream.paper import pipedream
+from .pipedream.paper import pipedream as best_replicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,13 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "contiguous": Algorithm(
-        contiguous,
+        best_contiguous,
         "exact best contiguous stages under memory, with replicas, checkpointing, levels, unequal devices",
         "MadPipe section 4.1, extended to replicas and checkpointing",
         optimal=True,
     ),
     "madpipe": Algorithm(
-        madpipe,
+        best_special,
         "exact over all plans with one special device of several stages, as MadPipe charges its memory",
         "MadPipe section 4.2, solved without a grid",
         options={"charge": ("full", "tight", "paper"), "split": (False, True)},
@@ -47,11 +48,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         madpipe_paper, "MadPipe's dynamic program on its published grid", "MadPipe section 4.2, Algorithm 1"
     ),
     "pipedream": Algorithm(
-        pipedream,
+        best_replicated,
         "hierarchical dynamic program with replicated stages, blind to memory in flight",
         "PipeDream section 3.1",
         options={"straight": (False, True), "mode": ("paper", "released")},
     ),
-    "balance": Algorithm(balance, "equal compute per device, one stage each", "baseline (block partition)"),
+    "balance": Algorithm(balanced, "equal compute per device, one stage each", "baseline (block partition)"),
     "data-parallel": Algorithm(data_parallel, "the whole model on every device", "baseline"),
 }

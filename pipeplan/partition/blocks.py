@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..cost import memory_model, time_model
-from ..integers import Ints, ceil_div, smallest
+from ..integers import NEVER, Ints, ceil_div, smallest
 from ..plan import Stage
 from ..problem import Chain, Device, Problem
 from .cuts import crossing_bytes, waits_ns
-from .tables.options import NEVER
 from .tables.split_paths import first_split, least_longest, shortest_split, up_to, walked
 
 _PRECISION = 4096  # a bound is found to this part

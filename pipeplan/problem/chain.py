@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -190,6 +190,11 @@ class Chain:
             shared=self.shared and tuple(replace(x, layers=moved(x.layers)) for x in self.shared),
             order=None if own == tuple(range(len(self))) else own,
         )
+
+    def through(self, ends: Iterable[int]) -> tuple[Chain, Mapping[int, int]]:
+        """Return the same network with its layers in an order that passes through the positions ``ends``, and which
+        position each is there: the same ones, where positions count layers."""
+        return self, {end: end for end in ends}
 
     def in_own_order(self) -> Chain:
         """Return the same network with its layers in the model's own order."""

@@ -11,7 +11,7 @@ from ..check.replica_sums import exposed_sums
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
-from ..partition.devices.grouped import coarseness
+from ..partition.contiguous.grouped import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
 from ..problem import Chain, Level, Platform, Policy, Weights

@@ -8,7 +8,7 @@ import pytest
 from cases.chains import random_chain, random_platform
 
 from pipeplan.cost.saved import storages
-from pipeplan.partition.tables.options import NEVER
+from pipeplan.integers import NEVER
 from pipeplan.plan import Stage
 from pipeplan.planner.drained.arrivals import batch_time
 from pipeplan.planner.drained.paths import drained_bound, least_drained_ns, pipeline_tables, splits

@@ -14,12 +14,12 @@ from pipeplan.check.validate import pattern_violations
 from pipeplan.cost import memory_model
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.integers import NEVER
 from pipeplan.partition.contiguous.claims import longest_period_ns, on_lowest_devices
 from pipeplan.partition.contiguous.contiguous import contiguous, feasible, smallest_period
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
 from pipeplan.partition.tables.device_counts import shortest_delays
-from pipeplan.partition.tables.options import NEVER
 from pipeplan.partition.tables.stages import stage_tables
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Policy, Problem, SharedWeights

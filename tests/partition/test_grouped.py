@@ -7,11 +7,10 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.integers import ceil_div
-from pipeplan.partition.contiguous import contiguous
+from pipeplan.partition.contiguous import contiguous, grouped
 from pipeplan.partition.contiguous.claims import claimed
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.partition.cuts import near_cuts
-from pipeplan.partition.devices import grouped
 from pipeplan.partition.moves.local_search import MANY_STAGES, local_search
 from pipeplan.partition.tables import stages as tables
 from pipeplan.plan import Allocation, Stage

@@ -9,11 +9,11 @@ from cases.dags import all_orders, best_of_all_orders, branches, free_problem, r
 
 from pipeplan.check.bounds import proof
 from pipeplan.cost import memory_model, time_model
-from pipeplan.cost.idle_layers import idle_layers
 from pipeplan.cost.layer_orders import ideals, members, several_orders
 from pipeplan.cost.saved import entering_bytes, inner_bytes, saved_bytes
 from pipeplan.partition.contiguous.contiguous import proved_none, smallest_period
 from pipeplan.partition.layer_orders.ideal_chain import IdealChain
+from pipeplan.partition.layer_orders.idle_layers import idle_layers
 from pipeplan.partition.layer_orders.layer_order import OrderEffort, best_ordered
 from pipeplan.partition.layer_orders.sifted import sifted
 from pipeplan.problem import Platform, Policy, Problem
@@ -87,10 +87,11 @@ def test_stages_between_ideals_cost_what_they_cost_in_an_order_through_both(save
 
 def sifted_periods(problem, truth):
     """Return the shortest period up to the true one, and below it, between the ideals that are left by sifting."""
-    between = replace(problem, chain=IdealChain.of(problem.chain, ideals(problem.chain, 10**6)))
+    between = IdealChain.of(problem.chain, ideals(problem.chain, 10**6))
     found = []
     for period in (truth, truth - 1):
-        left = sifted(between, period) if period else None
+        chain = sifted(problem, between, period) if period else None
+        left = None if chain is None else replace(problem, chain=chain)
         best = None if left is None else smallest_period(left, upper=period)
         found.append(best and best.claimed_period_ns)
         assert best or left is None or proved_none(left, period) or problem.checkpointing == "segments"

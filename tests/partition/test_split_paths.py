@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
+from pipeplan.integers import NEVER
 from pipeplan.partition.blocks import Pipe
-from pipeplan.partition.tables.options import NEVER
 from pipeplan.partition.tables.split_paths import first_split, least_longest, shortest_split
 
 

@@ -25,6 +25,7 @@ algorithms (``contiguous`` is its own bound); the planner assembles them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from ...cost import time_model
 from ...cost.layer_orders import several_orders
@@ -71,13 +72,21 @@ def proof(problem: Problem, any_order: bool = False, up_to: int | None = None) -
     It is that of plans whose layers stand in the problem's order, or with ``any_order`` in whatever order. What takes
     long is left out, but where the bound is below ``up_to`` ns, and then tells no more than that.
     """
-    known: dict[object, Proved] = problem.chain.__dict__.setdefault("_proofs", {})
-    key = (problem.platform, problem.policy, problem.replicas, problem.checkpointing, any_order)
-    if key not in known:
-        known[key] = every_order_proof(problem) if any_order else strong_bound(problem, quick_proof(problem))
-    if up_to is not None and not any_order and known[key].period_ns < up_to and (*key, up_to) not in known:
-        known[key] = known[*key, up_to] = deeper(problem, known[key], up_to)
-    return known[key]
+    known = _proved(problem, any_order)
+    if up_to is None or any_order or known.period_ns >= up_to:
+        return known
+    return _deeper(problem, up_to)
+
+
+@lru_cache(maxsize=16)
+def _proved(problem: Problem, any_order: bool) -> Proved:
+    """Remember the bounds of a few problems, which are asked for again and again."""
+    return every_order_proof(problem) if any_order else strong_bound(problem, quick_proof(problem))
+
+
+@lru_cache(maxsize=16)
+def _deeper(problem: Problem, up_to: int) -> Proved:
+    return deeper(problem, _proved(problem, False), up_to)
 
 
 def derived_up_to(problem: Problem, period: int, any_order: bool = False) -> int:

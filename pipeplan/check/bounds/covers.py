@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...integers import Ints, ceil_div
+from ...integers import NEVER, Ints, ceil_div
 from .facts import Facts, Floats
 from .pooled import Segments
-from .runs import LONGEST, NEVER, ROUNDING, Runs, held_together
+from .runs import LONGEST, ROUNDING, Runs, held_together
 
 MOST_COVERED = 128  # layers
 CELLS = 64  # of work, and of memory

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...integers import Ints
+from ...integers import NEVER, Ints
 from .facts import Facts, Floats
-from .runs import NEVER, ROUNDING, Runs
+from .runs import ROUNDING, Runs
 
 GROUPS = 12  # of paths by the time that their cuts add
 STEPS = 12  # by which the price of recomputation may be doubled or halved

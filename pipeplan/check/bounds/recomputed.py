@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...integers import Ints
+from ...integers import NEVER, Ints
 
 CELLS = 256  # of the time of all forwards
 MOST_LAYERS = 128
-NEVER = 2**61
 
 
 def least_recomputed(

@@ -34,11 +34,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...integers import Ints, ceil_div, extend
+from ...integers import NEVER, Ints, ceil_div, extend
 from .facts import Facts, Floats
 
 ROUNDING = 1e-9  # relative, of sums of products in floating point
-NEVER = 2**61
 LONGEST = 2**50  # ticks of a period, with replicas far below 2**63
 LEVELS = 6  # numbers of microbatches inside a layer that are looked at, of all
 MUCH = 1e30  # ticks: what can't be recomputed

@@ -22,7 +22,6 @@ from ...integers import Ints
 from ...plan import Allocation, Stage
 from ...problem import Problem
 from ..cuts import legal_cuts, near_cuts, spread_cuts
-from ..devices.grouped import group_sizes, grouped
 from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from ..tables.device_counts import device_counts, shortest_delays
@@ -30,6 +29,7 @@ from ..tables.stages import StageTables, stage_tables
 from .bisection import plain_delays, shortest_between
 from .claims import claim, claimed, claimed_ns, longest_period_ns
 from .decision import decide
+from .grouped import group_sizes, grouped
 from .long_chains import between_layers, terms_of, thinned, with_priced_segments
 from .tied import best_with_sums, first_within, sums_bound_periods
 
@@ -74,26 +74,12 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
 
 def _remembered(problem: Problem, as_listed: bool = False) -> Allocation | None:
     """Return :func:`smallest_period`; searches ask for the same again and again."""
-    try:
-        return _found(problem, as_listed, problem.deadline.remaining_s)
-    except _Late as late:
-        return late.best
+    return _found(problem, as_listed, problem.deadline.remaining_s)
 
 
 @lru_cache(maxsize=4)
 def _found(problem: Problem, as_listed: bool, clock: Callable[[], float]) -> Allocation | None:
-    best = smallest_period(problem, as_listed=as_listed)
-    if problem.deadline.passed:
-        raise _Late(best)
-    return best
-
-
-class _Late(Exception):
-    """The best so far at a deadline, which is nothing to remember."""
-
-    def __init__(self, best: Allocation | None) -> None:
-        super().__init__()
-        self.best = best
+    return smallest_period(problem, as_listed=as_listed)  # of one clock: what was found late is no less late again
 
 
 def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Allocation | None:

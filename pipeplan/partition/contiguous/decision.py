@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...integers import Ints, ceil_div, extend_array
+from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...plan import Stage
 from ..devices.device_states import Flags, Step, places
 from ..tables.device_counts import Counts, device_counts
-from ..tables.options import NEVER, Ranges
+from ..tables.options import Ranges
 from ..tables.stages import StageTables, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache

@@ -19,7 +19,6 @@ from ...integers import Ints
 from ...plan import Allocation, Stage
 from ...problem import LayerTimes, Problem
 from ..cuts import legal_cuts, spread_cuts
-from ..layer_orders.ideal_chain import IdealChain
 from ..recompute.priced import PricedLabels, Terms, first_terms, nearby, priced_labels
 from ..recompute.segments import AnyLabels, caps_within, most_groups, profiles, with_labels
 from ..tables.stages import StageTables, stage_tables
@@ -91,7 +90,7 @@ def between_layers(tables: StageTables, best: Allocation | None, low: int, high:
     ``tables`` are over all cuts, or some. Ideals have no layers in a row between them: ``best`` stays.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
-    if isinstance(problem.chain, IdealChain):
+    if not problem.chain.layers:
         return best
     terms = terms_of(problem)
     try:

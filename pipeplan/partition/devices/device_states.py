@@ -16,9 +16,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...integers import Ints
+from ...integers import NEVER, Ints
 from ...problem import Platform
-from ..tables.options import NEVER
 from .device_classes import DeviceKinds
 
 Flags = npt.NDArray[np.bool_]

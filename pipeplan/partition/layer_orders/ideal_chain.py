@@ -8,7 +8,7 @@ which neither holds the other are the ends of no stage; what such a pair would k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from ...cost.layer_orders import layers_in, members
 from ...cost.saved import DagStorages, TensorFacts, foretell, storages
 from ...integers import IntLike, Ints
-from ...plan import Stage
 from ...problem import Chain, SharedSums, Sums
 
 ENDLESS = 2**59  # bytes; more than any memory, and sums of several still fit into an int64
@@ -115,24 +114,22 @@ class IdealChain(Chain):
             tuple(map(shared, whole.shared)),
         )
 
-    def placed(self, stages: Sequence[Stage]) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
-        """Return an order of the layers in which ``stages`` between ideals are ranges of layers, and these ranges.
+    def order_through(self, ends: Iterable[int]) -> tuple[int, ...]:
+        """Return an order of the layers that passes through the ideals ``ends``, each inside the next.
 
-        Layers between two cuts, or ends of segments, keep the order that they have.
+        Layers between two of them keep the order that they have.
         """
-        ends = {end for x in stages for end in (x.start, x.stop, *(end for part in x.checkpoint for end in part))}
         order: list[int] = []
         before = 0
-        for position in sorted(ends):
+        for position in sorted(set(ends)):
             order += members(self.ideals[position] & ~before)
             before = self.ideals[position]
-        size = {end: self.ideals[end].bit_count() for end in ends}
-        return tuple(order), tuple(
-            replace(
-                x, start=size[x.start], stop=size[x.stop], checkpoint=tuple((size[a], size[b]) for a, b in x.checkpoint)
-            )
-            for x in stages
-        )
+        return tuple(order)
+
+    def through(self, ends: Iterable[int]) -> tuple[Chain, Mapping[int, int]]:
+        """Return the layers in an order that passes through the ideals ``ends``, and where it does."""
+        some = set(ends)
+        return self.whole.reordered(self.order_through(some)), {end: self.ideals[end].bit_count() for end in some}
 
 
 class _Table:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from ...cost.idle_layers import idle_layers
 from ...cost.layer_orders import by_work, ideals, members, needed, several_orders
 from ...deadline import OutOfTime
-from ...plan import Allocation
+from ...plan import Allocation, in_order
 from ...problem import Chain, Problem
 from ..contiguous.claims import longest_period_ns
 from ..contiguous.contiguous import contiguous, proved_none, shared_work, smallest_period
 from .ideal_chain import IdealChain
+from .idle_layers import idle_layers
 from .sifted import sifted
 
 
@@ -90,10 +90,10 @@ def _given(problem: Problem) -> Ordered | None:
     return None if found is None else Ordered(tuple(range(count)), found, count + 1, complete=False)
 
 
-def between_all(problem: Problem, effort: OrderEffort) -> Problem | None:
-    """Return ``problem`` for stages between all ideals that need be told apart; None where tables take too many."""
+def between_all(problem: Problem, effort: OrderEffort) -> IdealChain | None:
+    """Return the chain of all ideals that need be told apart; None where tables take too many."""
     every = _all_ideals(problem.chain, effort.at_once)
-    return None if every is None else replace(problem, chain=IdealChain.of(problem.chain, _legal(problem, every)))
+    return None if every is None else IdealChain.of(problem.chain, _legal(problem, every))
 
 
 def _all_ideals(chain: Chain, most: int) -> list[int] | None:
@@ -125,20 +125,21 @@ def _best_sifted(problem: Problem, every: Sequence[int], best: Ordered | None, e
     by more is looked for, nearer and nearer to what is proved. Segments may end at the ideals that were sifted out,
     too, so stages with segments are searched anew along the order that is found, and exact where nothing is left.
     """
-    free = replace(problem, chain=IdealChain.of(problem.chain, _legal(problem, every)))
+    chain = IdealChain.of(problem.chain, _legal(problem, every))
     high = longest_period_ns(problem) if best is None else _claim(best) - 1
     low, period = shared_work(problem, 1, high), high
     try:
         for _ in range(effort.sifted):
-            left = sifted(free, period)
-            few = left is not None and len(left.chain) < 2 * effort.at_once
-            found = smallest_period(left, upper=period) if left is not None and few else None
+            left = sifted(problem, chain, period)
+            free = None if left is None else replace(problem, chain=left)
+            few = left is not None and len(left) < 2 * effort.at_once
+            found = smallest_period(free, upper=period) if free is not None and few else None
             if left is not None and found is not None:
                 best = _better(problem, best, _placed(left, found, len(every)))
                 if problem.checkpointing != "segments":
                     low = max(low, found.lower_bound_ns or 0)
                     break
-            if left is None or (few and found is None and proved_none(left, period)):
+            if free is None or (few and found is None and proved_none(free, period)):
                 low = period + 1
             else:
                 high = period - 1
@@ -177,8 +178,8 @@ def _claim(found: Ordered) -> int:
 def _best_between(problem: Problem, some: Iterable[int], complete: bool) -> Ordered | None:
     """Return the best allocation that is cut at ``some`` ideals alone."""
     legal = _legal(problem, some)
-    between = replace(problem, chain=IdealChain.of(problem.chain, legal))
-    for allocation in contiguous(between):
+    between = IdealChain.of(problem.chain, legal)
+    for allocation in contiguous(replace(problem, chain=between)):
         found = _with_all_segments(problem, _placed(between, allocation, len(legal)))
         return replace(found, complete=complete)
     return None
@@ -190,10 +191,10 @@ def _legal(problem: Problem, some: Iterable[int]) -> list[int]:
     return by_work(problem.chain, (x for x in some if all(x >> i & 1 == x >> j & 1 for i, j in groups)))
 
 
-def _placed(between: Problem, allocation: Allocation, count: int) -> Ordered:
+def _placed(between: IdealChain, allocation: Allocation, count: int) -> Ordered:
     """Return an ``allocation`` between ideals as one of layers that stand in an order."""
-    assert isinstance(between.chain, IdealChain), "stages are between ideals"
-    order, stages = between.chain.placed(allocation.stages)
+    order = between.order_through(end for stage in allocation.stages for end in stage.ends)
+    _, stages = in_order(between, allocation.stages)
     return Ordered(order, replace(allocation, stages=stages), count, complete=False)
 
 

@@ -18,67 +18,61 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model, time_model
-from ...integers import Ints, ceil_div, extend_array
+from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...problem import Problem
 from ..cuts import round_trips_ns
 from ..tables.device_counts import TOO_MANY, stage_needs
-from ..tables.options import NEVER, FewOptions, quickest_replicas, stage_limits, stage_times
+from ..tables.options import FewOptions, quickest_replicas, stage_limits, stage_times
 from ..tables.stages import carried, longest_delay
 from .ideal_chain import IdealChain
 
 _BLOCK = 2**20  # pairs that are looked at together
 
 
-def sifted(problem: Problem, period: int) -> Problem | None:
-    """Return ``problem``, whose chain is one of ideals, without those at which no plan of at most ``period`` ns is cut.
+def sifted(problem: Problem, chain: IdealChain, period: int) -> IdealChain | None:
+    """Return the ideals of ``chain``, in whose place ``problem`` has its layers, without those at which no plan of at
+    most ``period`` ns is cut.
 
     None where there is no such plan at all. The ideals are in order of the work that they have. About O(n^2) for n
     ideals; of plans for much longer periods than work takes of all devices few are ruled out.
     """
-    left = _by_work(problem, period)
+    left = _by_work(problem, chain, period)
     if left is not None and problem.checkpointing != "segments":
-        left = _by_pairs(replace(left, checkpointing="segments"), period)
-    if left is None:
-        return None
-    return _by_pairs(replace(left, checkpointing=problem.checkpointing), period, delays=not problem.replicas)
+        left = _by_pairs(replace(problem, checkpointing="segments"), left, period)
+    return left and _by_pairs(problem, left, period, delays=not problem.replicas)
 
 
-def _chain(problem: Problem) -> IdealChain:
-    assert isinstance(problem.chain, IdealChain), "what is sifted are ideals"
-    return problem.chain
-
-
-def _work(problem: Problem) -> Ints:
+def _work(problem: Problem, chain: IdealChain) -> Ints:
     """Return the ns of work before each ideal on the best device, rounded down."""
-    sums, speed = problem.chain.sums, problem.platform.best_device.speed
+    sums, speed = chain.sums, problem.platform.best_device.speed
     found: Ints = (sums.forward_ns + sums.backward_ns) * speed.denominator // speed.numerator
     return found
 
 
-def _trips(problem: Problem, period: int) -> Ints:
+def _trips(problem: Problem, chain: IdealChain, period: int) -> Ints:
     """Return the round trip of each cut on the quickest link, NEVER where none carries it once per ``period``."""
-    platform, chain = problem.platform, problem.chain
+    platform = problem.platform
     cuts = np.arange(len(chain) + 1)
     trips = [min(NEVER, trip) for trip in round_trips_ns(chain, platform, cuts, 0)]
     return carried(problem, np.array(trips, dtype=np.int64) * (not platform.blocking), 0, period)
 
 
-def _by_work(problem: Problem, period: int) -> Problem | None:
-    """Return the problem without ideals that have too much work before or behind, or that no link carries."""
-    work = _work(problem)
+def _by_work(problem: Problem, chain: IdealChain, period: int) -> IdealChain | None:
+    """Return the chain without ideals that have too much work before or behind, or that no link carries."""
+    work = _work(problem, chain)
     devices = ceil_div(work, period) + ceil_div(np.maximum(work[-1] - work - 1, 0), period)
     if devices[0] > len(problem.platform):
         return None
-    left = (devices <= len(problem.platform)) & (_trips(problem, period) < NEVER)
+    left = (devices <= len(problem.platform)) & (_trips(problem, chain, period) < NEVER)
     left[[0, -1]] = True
-    return replace(problem, chain=_chain(problem).select(np.flatnonzero(left)))
+    return chain.select(np.flatnonzero(left))
 
 
-def _by_pairs(problem: Problem, period: int, delays: bool = False) -> Problem | None:
-    """Return the problem without ideals that have too few devices for the stages before and behind, or, with
+def _by_pairs(problem: Problem, chain: IdealChain, period: int, delays: bool = False) -> IdealChain | None:
+    """Return the chain without ideals that have too few devices for the stages before and behind, or, with
     ``delays``, at which none of those are cut that meet the period on single devices like the best."""
     count = len(problem.platform)
-    walk = _Walk(problem, period)
+    walk = _Walk(problem, chain, period)
     rows = walk.back()
     if walk.after[0] > count:
         return None
@@ -91,7 +85,7 @@ def _by_pairs(problem: Problem, period: int, delays: bool = False) -> Problem | 
         left &= _on_ways(walk, rows)
         if not left[0]:
             return None
-    return replace(problem, chain=_chain(problem).select(np.flatnonzero(left)))
+    return chain.select(np.flatnonzero(left))
 
 
 def _on_ways(walk: _Walk, rows: Sequence[_Row]) -> npt.NDArray[np.bool_]:
@@ -164,14 +158,14 @@ class _Pairs(NamedTuple):
 class _Walk:
     """One pass from the last ideal to the first: how many devices are needed ``after`` each, and the least delay."""
 
-    def __init__(self, problem: Problem, period: int) -> None:
+    def __init__(self, problem: Problem, chain: IdealChain, period: int) -> None:
         self.problem, self.period = problem, period
-        self.chain, self.work = _chain(problem), _work(problem)
+        self.chain, self.work = chain, _work(problem, chain)
         size, best = len(self.work), problem.platform.best_device
         cuts, end = np.arange(size), np.int64(size - 1)
         replicas = quickest_replicas(problem)
         bare = time_model.work_ns(self.chain, problem.policy, cuts, end, replicas=replicas, speed=best.speed)
-        self.trips = _trips(problem, period)
+        self.trips = _trips(problem, chain, period)
         self.enter = np.minimum(bare + self.trips, NEVER)  # the least delay that a stage which stops here sees
         self.after = np.full(size, TOO_MANY, dtype=np.int64)
         self.after[-1] = 0

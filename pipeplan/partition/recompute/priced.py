@@ -20,9 +20,9 @@ import numpy as np
 from ...cost import memory_model
 from ...cost.saved import storages
 from ...deadline import Deadline
-from ...integers import Ints
+from ...integers import NEVER, Ints
 from ...problem import Chain
-from ..tables.options import NEVER, Ranges
+from ..tables.options import Ranges
 from .labels import Flags
 
 _WIDEST = 64  # layers of a segment

@@ -17,12 +17,12 @@ from functools import lru_cache
 import numpy as np
 
 from ...cost import time_model
-from ...integers import IntLike, Ints, ceil_div
+from ...integers import NEVER, IntLike, Ints, ceil_div
 from ...problem import Chain, Device, LayerTimes, Problem
 from ..cuts import waits_ns
 from ..in_flight import fixed_bytes, in_flight_limit, memory_counts
 from ..tables.device_counts import device_counts
-from ..tables.options import NEVER, Ranges, Work, replica_counts, with_replicas
+from ..tables.options import Ranges, Work, replica_counts, with_replicas
 from ..tables.stages import StageTables
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .pareto import Resolution

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...integers import Ints, ceil_div
+from ...integers import NEVER, Ints, ceil_div
 from ...problem import Problem
-from .options import NEVER
 from .stages import StageTables, closed, largest_synced_gradients, longest_delay
 
 TOO_MANY = 10**6  # devices; stands for "cannot be placed"

@@ -16,12 +16,10 @@ import numpy as np
 
 from ...cost import memory_model, time_model
 from ...cost.saved import saved_bytes
-from ...integers import IntLike, Ints
+from ...integers import NEVER, IntLike, Ints
 from ...problem import ENDLESS, Device, Problem
 from ..cuts import waits_ns
 from ..in_flight import in_flight_limit, memory_counts
-
-NEVER = 2**61  # ns; above every time, and two of them still fit into an int64
 
 Work = Callable[[Ints], Ints]  # least times of some stages, given how many microbatches they hold
 Ranges = tuple[tuple[int, int], ...]

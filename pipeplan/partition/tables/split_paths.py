@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...integers import Ints
-from .options import NEVER
+from ...integers import NEVER, Ints
 
 
 def least_longest(tables: Sequence[Ints], between: Sequence[Ints] = ()) -> int | None:

@@ -13,7 +13,7 @@ from math import isqrt
 import numpy as np
 
 from ...cost import memory_model, time_model
-from ...integers import Ints, most_in_common
+from ...integers import NEVER, Ints, most_in_common
 from ...problem import Device, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..devices.counted_states import counted
@@ -21,7 +21,7 @@ from ..devices.device_classes import DeviceKinds
 from ..devices.device_states import DeviceStates, Line
 from ..devices.orders import Order, Orders
 from ..in_flight import memory_counts
-from .options import NEVER, FewOptions, StageOptions, replica_counts, stage_limits, stage_times
+from .options import FewOptions, StageOptions, replica_counts, stage_limits, stage_times
 
 _MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
 SPREAD = 1000  # cuts that are looked at where all are too many

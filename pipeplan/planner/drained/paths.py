@@ -19,9 +19,9 @@ from itertools import pairwise
 import numpy as np
 
 from ...cost import time_model
-from ...integers import Ints, ceil_div, smallest
+from ...integers import NEVER, Ints, ceil_div, smallest
 from ...partition.contiguous.contiguous import tables_within
-from ...partition.tables.options import NEVER, StageOptions
+from ...partition.tables.options import StageOptions
 from ...partition.tables.split_paths import least_longest, shortest_split, up_to
 from ...partition.tables.stages import StageTables
 from ...plan import Stage

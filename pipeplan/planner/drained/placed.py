@@ -17,8 +17,7 @@ from ...check.bounds import work_ns
 from ...check.targets import Shape
 from ...cost import time_model
 from ...cost.saved import saved_bytes
-from ...integers import Ints
-from ...partition.tables.options import NEVER
+from ...integers import NEVER, Ints
 from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long

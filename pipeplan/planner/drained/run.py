@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...check.validate import structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
-from ...partition.layer_orders.ideal_chain import IdealChain
-from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage
+from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage, in_order
 from ...problem import Problem
 from ...schedule.kinds import KINDS, program_of_kind, refused
 from ...schedule.memory import run_uses
@@ -68,9 +67,9 @@ def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> 
 
     Stages between ideals are run in an order of the layers that goes through them.
     """
-    if isinstance(problem.chain, IdealChain):
-        order, ranges = problem.chain.placed(stages)
-        found = any_run(replace(problem, chain=problem.chain.whole.reordered(order)), ranges, kind)
+    chain, ranges = in_order(problem.chain, stages)
+    if chain is not problem.chain:
+        found = any_run(replace(problem, chain=chain), ranges, kind)
         return None if found is None else replace(found, stages=stages)
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     count = problem.policy.accumulate or 1

@@ -16,8 +16,7 @@ from math import gcd
 
 import numpy as np
 
-from ...integers import Ints, ceil_div, smallest
-from ...partition.tables.options import NEVER
+from ...integers import NEVER, Ints, ceil_div, smallest
 from ...partition.tables.split_paths import up_to
 from ...plan import ScheduleKind
 from ...problem import Problem

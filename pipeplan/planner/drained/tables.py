@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import time_model
-from ...integers import Ints, ceil_div, extend
+from ...integers import NEVER, Ints, ceil_div, extend
 from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.cuts import round_trips_ns, waits_ns
-from ...partition.tables.options import NEVER, Ranges, StageOptions
+from ...partition.tables.options import Ranges, StageOptions
 from ...partition.tables.split_paths import first_split, least_longest, shortest_split, up_to
 from ...partition.tables.stages import StageTables
 from ...plan import Stage

@@ -16,7 +16,6 @@ from ...cost.layer_orders import several_orders
 from ...deadline import OutOfTime
 from ...errors import Infeasible
 from ...partition.contiguous.contiguous import contiguous
-from ...partition.layer_orders.ideal_chain import IdealChain
 from ...partition.layer_orders.layer_order import EFFORTS, Ordered, best_ordered, between_all, orders_matter
 from ...plan import Bound, ScheduleKind
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
@@ -127,13 +126,12 @@ def _drained_order(problem: Problem, effort: str, given: Planned | None) -> tupl
     between = between_all(problem, EFFORTS[effort])
     if between is None:
         return _periodic_order(problem, effort, given)
-    search = DrainedSearch(between, ALTERNATING, DRAINED_EFFORTS["quick"])
+    search = DrainedSearch(replace(problem, chain=between), ALTERNATING, DRAINED_EFFORTS["quick"])
     search.run()
     before = None if given is None else given.evaluation.period_ns * (problem.policy.accumulate or 1)
-    assert isinstance(between.chain, IdealChain), "stages are between ideals"
     if search.best is None or not _shorter(search.best.makespan_ns, before):
         return None
-    return between.chain.placed(search.best.stages)[0]
+    return between.order_through(end for stage in search.best.stages for end in stage.ends)
 
 
 def _periodic_order(problem: Problem, effort: str, given: Planned | None) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """Which layers of a DAG needn't be cut apart from others, as they take no time and hold nothing of their own?
 
 Operator graphs are full of them: an output that is picked from several, an addition in place, an unused result. Each
-may stand in many places and so doubles the ideals (:mod:`.layer_orders`), but one of its places is as good as any:
+may stand in many places and so doubles the ideals (:mod:`...cost.layer_orders`), but one of them is as good as any:
 
 - A layer that makes and keeps nothing stands *early*, as soon as all that it needs is there. What it reads crosses
   no more cuts for that.
@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..problem import Chain
-from .layer_orders import needed
-from .saved import TensorFacts, storages
+from ...cost.layer_orders import needed
+from ...cost.saved import TensorFacts, storages
+from ...problem import Chain
 
 
 @dataclass(frozen=True)
