@@ -43,6 +43,7 @@ def with_exchanges(chain: Chain, bandwidth: int) -> Chain:
                 backward_weight_ns=layer.weight_part_ns,
                 exchanges=(),
                 idle_ns=(0, 0),
+                work=None,
             )
         )
     return replace(chain, layers=tuple(layers))
