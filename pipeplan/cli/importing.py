@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..choices import DRAINED
 from ..errors import InvalidPlan
 from .grouped import GroupedCommand
 from .options import EFFORT, FILE, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
@@ -71,7 +72,7 @@ def command(
     options = read_options(arguments)
     deadline = shared.pop("deadline")
     (profile,) = parts(read_profile(shared.pop("profile")), options.count(READERS[name].tensor, 1))
-    asked = asked_of({**shared, "weights": "flush", "batch": "any"})
+    asked = asked_of({**shared, "weights": DRAINED, "batch": "any"})
     problem, assumed = problem_of(profile, **asked, deadline=deadline)
     found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy, about = replace(problem.policy, accumulate=found.microbatches), status()

@@ -151,7 +151,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         cuts=cuts.tolist(),
         devices=len(platform),
         memory=device.memory_bytes,
-        lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
+        lifetime=policy.most_lifetime or 2**40,
         duplex=platform.full_duplex,
         work=time_model.work_ns(timed, policy, start, stop, speed=device.speed).tolist(),
         limit=np.where(parting(problem, cuts), 0, limit).tolist(),

@@ -151,11 +151,8 @@ def carried(problem: Problem, round_trips: Ints, level: int, period: int) -> Int
 
 
 def longest_delay(problem: Problem, period: int) -> int:
-    """Return the longest life of an activation that the policy's accumulation allows (2bw: section 3)."""
-    accumulate = problem.policy.accumulate
-    if problem.policy.weights != "2bw" or accumulate is None:
-        return NEVER - 1
-    return min(period * accumulate, NEVER - 1)
+    """Return the longest life of an activation that the policy allows (2bw: section 3)."""
+    return min(period * (problem.policy.most_lifetime or NEVER), NEVER - 1)
 
 
 def largest_synced_gradients(problem: Problem, period: int) -> Ints:

@@ -8,20 +8,29 @@ from typing import Any
 
 from torch import Tensor
 
+from .structure import compact, mapped
+
 Data = Callable[[int, int], Any]  # (microbatch index, seed) -> what a model trains on, often (input, target)
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a model trains on: what ``source(index, seed)`` gives, as ``enter(index, given)`` makes the network's inputs
-    and the target of it."""
+    """What a model trains on, as ``source(index, seed)`` gives it.
+
+    ``entering(index, given)`` makes the network's inputs and the target of that.
+    """
 
     source: Data
-    enter: Callable[[int, Any], tuple[tuple[Tensor, ...], Any]]
+    entering: Callable[[int, Any], tuple[tuple[Tensor, ...], Any]]
 
     def __call__(self, index: int, seed: int) -> tuple[tuple[Tensor, ...], Any]:
         """Return inputs and target of a microbatch."""
         return self.enter(index, self.source(index, seed))
+
+    def enter(self, index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return inputs and target of what was ``given`` for a microbatch; none keeps more memory than its own."""
+        inputs, target = self.entering(index, given)
+        return tuple(map(compact, inputs)), mapped(compact, target)
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Samples:
         """Return the same with inputs changed."""

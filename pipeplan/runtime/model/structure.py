@@ -33,6 +33,12 @@ def own_memory(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
+def compact(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy where it is a part of a larger tensor, which it would keep."""
+    part = x.layout == torch.strided and not x.is_nested and x.untyped_storage().nbytes() > x.nbytes
+    return x.detach().clone() if part else x
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of ``value``."""
     return [leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor)]
@@ -130,11 +136,12 @@ class _Opened:
         if is_dataclass(value) and not isinstance(value, type):
             return _dataclass(value)
         if isinstance(value, UserDict):
-            return _user_dict(value)
+            data = value.data
+            return _like(value, list(data), list(data.values()), lambda x: x.data.clear(), _put_data)
         if isinstance(value, dict):
-            return _dict(value)
+            return _like(value, list(value), list(dict.values(value)), dict.clear, dict.__setitem__)
         if isinstance(value, list):
-            return _list(value)
+            return _like(value, range(len(value)), value, list.clear, lambda x, _, part: list.append(x, part))
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             return _tuple(value)
         if isinstance(value, Mapping):
@@ -155,53 +162,35 @@ def _registered(value: Any) -> _Opened:
     return _Opened(keys, parts, lambda changed: node.unflatten_fn(changed, context))
 
 
-def _dataclass(value: Any) -> _Opened:
-    names = [field.name for field in fields(value) if hasattr(value, field.name)]
-    blank = _set(copy(value), names, [None] * len(names))
-    return _Opened(names, [getattr(value, x) for x in names], lambda parts: _set(copy(blank), names, parts))
-
-
-def _set(made: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
-    for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)  # frozen ones too
-    return made
-
-
-def _user_dict(value: Any) -> _Opened:
-    blank, keys = copy(value), list(value.data)
-    blank.data = {}
-
-    def closed(parts: Sequence[Any]) -> Any:
-        made = copy(blank)
-        made.data = dict(zip(keys, parts, strict=True))
-        return made
-
-    return _Opened(keys, list(value.data.values()), closed)
-
-
-def _dict(value: dict[Any, Any]) -> _Opened:
-    blank, keys = copy(value), list(value)
-    dict.clear(blank)
+def _like(
+    value: Any, keys: Sequence[Any], parts: Sequence[Any], empty: Callable[[Any], Any], put: Callable[..., Any]
+) -> _Opened:
+    """Return ``value`` opened: the like of it is a copy that ``empty`` made empty and others are ``put`` into."""
+    blank = copy(value)
+    empty(blank)
 
     def closed(parts: Sequence[Any]) -> Any:
         made = copy(blank)
         for key, part in zip(keys, parts, strict=True):
-            dict.__setitem__(made, key, part)
+            put(made, key, part)
         return made
 
-    return _Opened(keys, list(dict.values(value)), closed)
+    return _Opened(keys, parts, closed)
 
 
-def _list(value: list[Any]) -> _Opened:
-    blank = copy(value)
-    list.clear(blank)
+def _dataclass(value: Any) -> _Opened:
+    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    put = object.__setattr__  # frozen ones too
 
-    def closed(parts: Sequence[Any]) -> Any:
-        made = copy(blank)
-        list.extend(made, parts)
-        return made
+    def empty(made: Any) -> None:
+        for name in names:
+            put(made, name, None)
 
-    return _Opened(range(len(value)), value, closed)
+    return _like(value, names, [getattr(value, name) for name in names], empty, put)
+
+
+def _put_data(made: Any, key: Any, part: Any) -> None:
+    made.data[key] = part
 
 
 def _tuple(value: tuple[Any, ...]) -> _Opened:

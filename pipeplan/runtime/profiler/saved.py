@@ -152,6 +152,8 @@ def saved_fields(network: Network, saved: Sequence[Kept], values: dict[int, Valu
         view = _viewed(layer, values, made, maker)
         for source in sorted({maker[v] for v in layer.reads} | {i}):
             some = {v for v in made[source] if v in kept.values}
+            if source == i:  # of what it made weights, and views of what it read, take nothing more
+                some = {v for v in some if values[v].storage_bytes and values[v].first not in layer.reads}
             if source == view or not some:
                 continue
             if all(v in some or (v in values and not values[v].size) for v in made[source]):

@@ -51,6 +51,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
     "vocabulary": "attention=fused,loss=fp32,tied=false",
 }
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
+TENSOR = "tensor"
 MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
 Row = dict[str, str]
 
@@ -258,6 +259,20 @@ def judge(name: str, source: Source) -> None:
     said(f"memory, {MEGATRON} bytes per parameter as Megatron-LM has them", float(np.mean(np.abs(peaks / gb - 1))))
 
 
+def judge_tensor(each: bool) -> None:
+    with open(Path(__file__).with_name("tensor.csv"), encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    constants = accelerator("a100").constants()
+    runs = [tensor_run(row) for row in rows]
+    ratios = np.array([costed(run, constants).iteration_ns / run.measured_ns for run in runs])
+    for name in dict.fromkeys(row["source"] for row in rows):
+        own = np.array([row["source"] == name for row in rows])
+        print(f"{name}: {own.sum()} rows")
+        said("time, the usual constants", float(np.mean(np.abs(ratios[own] - 1))), f"   bias {np.mean(ratios[own]) - 1:+.1%}")
+    for run, ratio in zip(runs, ratios, strict=True) if each else ():
+        print(f"    {run.name:60} {ratio:.3f}")
+
+
 def _ordered(measured: np.ndarray, predicted: np.ndarray) -> int:
     pairs = [(i, j) for i in range(len(measured)) for j in range(i)]
     return sum((measured[i] < measured[j]) == (predicted[i] < predicted[j]) for i, j in pairs)
@@ -270,11 +285,13 @@ def _names(source: Source, column: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
-    parser.add_argument("--source", choices=list(SETTINGS), help="only these rows")
+    parser.add_argument("--source", choices=[*SETTINGS, TENSOR], help="only these rows")
     parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
     arguments = parser.parse_args()
     with open(arguments.rows, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
+    if arguments.source in (None, TENSOR):
+        judge_tensor(arguments.each)
     for name in SETTINGS:
         of_source = [row for row in rows if row["source"] == name]
         if not of_source or arguments.source not in (None, name):

@@ -171,6 +171,12 @@ def test_constants_that_are_written_through_a_view(monkeypatch):
         checked(Written())
 
 
+def test_weights_that_no_module_has_are_refused():
+    foreign = nn.Linear(4, 4)
+    with pytest.raises(BadInput, match=r"Own or its loss trains a tensor of shape \(4, 4\) .*: register it"):
+        checked(Own(lambda module, x: x * foreign.weight.mean()))
+
+
 def test_layers_without_the_hooks_are_refused(monkeypatch):
     monkeypatch.setattr(eager_calls, "HOOK", "no_method_of_tensors")
     monkeypatch.setattr(torch.Tensor, "no_method_of_tensors", None, raising=False)

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from torch.utils import checkpoint
 
 from ..user_code import place_of
@@ -143,41 +142,6 @@ def no_reentry() -> Iterator[None]:
 
     with _replaced(checkpoint, "CheckpointFunction", Once):
         yield
-
-
-@contextmanager
-def cumulative_norms(module: nn.Module) -> Iterator[None]:
-    """Let batch norms whose momentum is None average with tensors: they read their count as a number, so no trace can.
-
-    Statistics of one batch are those that momentum 1 leaves.
-    """
-    norms = [
-        part
-        for part in module.modules()
-        if isinstance(part, _BatchNorm) and part.momentum is None and part.running_mean is not None
-    ]
-    for norm in norms:
-        norm.forward = partial(_averaging, norm)  # type: ignore[method-assign]  # of this one, as its own attribute
-    try:
-        yield
-    finally:
-        for norm in norms:
-            del norm.forward
-
-
-def _averaging(norm: _BatchNorm, x: Tensor) -> Tensor:
-    count, mean, variance = norm.num_batches_tracked, norm.running_mean, norm.running_var
-    assert count is not None, "norms that have statistics count batches"
-    assert mean is not None, "as above"
-    assert variance is not None, "as above"
-    count.add_(1)
-    own = torch.zeros_like(mean), torch.ones_like(variance)
-    y = nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
-    with torch.no_grad():
-        share = count.to(mean.dtype).reciprocal()
-        for average, value in zip((mean, variance), own, strict=True):
-            average.mul_(1 - share).add_(value * share)
-    return y
 
 
 @contextmanager

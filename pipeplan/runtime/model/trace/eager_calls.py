@@ -139,8 +139,7 @@ class EagerCalls:
             region = Region(function, min(lines), max(lines)) if function else None
             if region is None:
                 return False
-            wider = {GRADIENTS: region.from_leaves, HOOKED: region.from_hooked}
-            return self._take(next((f() for x, f in wider.items() if said.startswith(x)), region), module, said)
+            return self._take(region.from_made() if said.startswith((GRADIENTS, HOOKED)) else region, module, said)
         except (OSError, ValueError, SyntaxError):  # its source isn't there, or it cannot be parted
             return False
 

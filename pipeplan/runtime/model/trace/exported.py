@@ -29,7 +29,6 @@ from .adapted import (
     as_in_eager,
     assigned_in_place,
     compiled_lines,
-    cumulative_norms,
     plainly_called,
     run_uncompiled,
     uncompiled,
@@ -37,7 +36,7 @@ from .adapted import (
     without_cache,
 )
 from .eager_calls import EagerCalls, data_dependent
-from .own_gradients import own_gradients
+from .own_gradients import SPACE, own_gradients
 
 ROOT = "model"  # what the module is called in the one that is exported
 OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its trace begin with
@@ -84,7 +83,7 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
         root, seen = _flat(inner, example_input, loss_alone)
         graph, given_up = _graph(root, arguments, places_in(example_input), name)
     assert seen.restored is not None, "what was exported has run"
-    notes += [*compiled_lines([module]), *given_up, *_counting_line(inner, seen.counting)]
+    notes += [*compiled_lines([module]), *given_up]
     _read_directly(graph)
     _assign_early(graph, [f"{ROOT}.{name}" for name in seen.assigned])
     return Exported(graph, root, arguments, seen.restored, tuple(notes))
@@ -148,13 +147,9 @@ def _assign_early(graph: fx.GraphModule, names: Sequence[str]) -> None:
 
 @dataclass
 class _Seen:
-    """What was seen while a module ran.
-
-    What makes its result of tensors, the plain numbers that it changed, and the buffers that it bound anew.
-    """
+    """What was seen while a module ran: what makes its result of tensors, and the buffers that it bound anew."""
 
     restored: Callable[[Sequence[Tensor]], Any] | None = None
-    counting: Sequence[str] = ()
     assigned: Sequence[str] = ()
 
 
@@ -164,12 +159,9 @@ def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module,
     setattr(root, ROOT, module)
 
     def forward(*tensors: Tensor) -> list[Tensor]:
-        value, before = given(tensors), _plain_numbers(module)
-        with cumulative_norms(module), assigned_in_place(module) as assigned:
-            output = called(module, value)
+        with assigned_in_place(module) as assigned:
+            output = called(module, given(tensors))
         seen.assigned = assigned
-        after = _plain_numbers(module)
-        seen.counting = [name for name in before if after.get(name) != before[name]]
         if loss_alone:
             output = loss_in(module, output)
         _refuse_closed(module, output)
@@ -200,25 +192,6 @@ def _refuse_closed(module: nn.Module, output: Any) -> None:
         step = "return them in lists, dicts, named tuples or dataclasses, or register the type with torch.utils._pytree"
     name = f"{type(module).__name__}{defined_at(module.forward)}"
     raise BadInput(f"{name} returns {kind_of(closed)}, which holds tensors where nobody can take them out; {step}")
-
-
-def _plain_numbers(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers that ``module`` keeps as attributes, which are no state for torch."""
-    return {
-        f"{prefix}.{name}".lstrip("."): value
-        for prefix, part in module.named_modules()
-        for name, value in vars(part).items()
-        if type(value) in (int, float) and not name.startswith("_")
-    }
-
-
-def _counting_line(module: nn.Module, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    return [
-        f"{type(module).__name__}.{names[0]} is a plain number that every forward changes: a trace keeps its value; "
-        "register it as a buffer to have it count"
-    ]
 
 
 def loss_in(module: nn.Module, output: Any) -> Tensor:
@@ -283,12 +256,22 @@ def _graph(
                 continue
             raise BadInput(f"{name} cannot be traced: {_reason(error)}. {ADVICE}") from error
         assert isinstance(graph, fx.GraphModule)
+        graph.graph.eliminate_dead_code(_acts)
         untold = data_dependent(graph)
         if not untold:
             return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.lines()]
         reason = f"the shape of {untold[0].name} depends on data{line_of_node(untold[0])}"
         if not eager.widened_by(untold, reason):
             raise BadInput(f"{name} cannot be traced: {reason}. {ADVICE}")
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether ``node`` does something even where nobody reads its value."""
+    operation = node.target
+    if node.op != "call_function" or not isinstance(operation, torch._ops.OpOverload):
+        return node.is_impure() or node.target is not operator.getitem
+    drawn = torch.Tag.nondeterministic_seeded in operation.tags
+    return drawn or operation._schema.is_mutable or operation.namespace == SPACE or node.is_impure()
 
 
 @contextmanager

@@ -68,28 +68,25 @@ class Region:
             self, first=max((x.lineno for x in parts if x.id in names and x.lineno < self.first), default=self.first)
         )
 
-    def from_leaves(self) -> Region:
-        """Return it with what makes the tensors by which gradients are taken in it: from where they are set on, or,
-        where they are given, read."""
+    def from_made(self) -> Region:
+        """Return it with what makes the tensors that gradients are taken by, or hooks are set on, in it: from where
+        they are set on, or, where they are given, read."""
         block, start, stop, _ = self._place(_tree(self.function))
-        calls = [x for statement in block[start:stop] for x in ast.walk(statement) if isinstance(x, ast.Call)]
-        named = [x for x in calls if ast.unparse(x.func).rpartition(".")[2] == "grad"]
-        by = [k.value for x in named for k in x.keywords if k.arg == "inputs"] + [y for x in named for y in x.args[1:2]]
+        by: list[ast.AST] = []
+        for x in (x for statement in block[start:stop] for x in ast.walk(statement) if isinstance(x, ast.Call)):
+            called = ast.unparse(x.func).rpartition(".")[2]
+            if called == "grad":
+                by += [k.value for k in x.keywords if k.arg == "inputs"] + x.args[1:2]
+            elif called == HOOK and isinstance(x.func, ast.Attribute):
+                by.append(x.func.value)
         found = self
         for name in sorted(_names(by or block[start:stop])):
-            lines = [x for x in ast.walk(_tree(self.function)) if isinstance(x, ast.Name) and x.id == name]
             longer = self.since({name})
             if by and longer == self:
-                longer = replace(self, first=min(x.lineno for x in lines))
+                read = [x for x in ast.walk(_tree(self.function)) if isinstance(x, ast.Name) and x.id == name]
+                longer = replace(self, first=min(x.lineno for x in read))
             found = min(found, longer, key=lambda x: x.first)
         return found
-
-    def from_hooked(self) -> Region:
-        """Return it with what makes the tensors that hooks are set on in it."""
-        block, start, stop, _ = self._place(_tree(self.function))
-        calls = [x for statement in block[start:stop] for x in ast.walk(statement) if isinstance(x, ast.Attribute)]
-        names = sorted({ast.unparse(x.value) for x in calls if x.attr == HOOK})
-        return min([self, *(self.since({name}) for name in names)], key=lambda x: x.first)
 
     def ends(self) -> tuple[int, int]:
         """Return the first and the last line of its statements."""

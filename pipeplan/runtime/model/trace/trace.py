@@ -52,12 +52,23 @@ def trace_module(
     graph = found.graph
     with autocasting(autocast, CPU):
         facts = _Facts.of(graph, found.arguments)
+    _refuse_changed_weights(type(module).__name__, graph, facts)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
     groups = _merged_in_place(facts, _groups(graph, found.root, facts))
     _put_on(graph, torch.device(device))  # behind what is found out by running it as it was made
     network = _network(found, facts, groups, inputs).under(autocast)
     return replace(network, structure=found.restored, notes=found.notes)
+
+
+def _refuse_changed_weights(name: str, graph: fx.GraphModule, facts: _Facts) -> None:
+    for node, changed in facts.written.items():
+        for base in (facts.storage.get(n, n) for n in changed):
+            if base.op == "get_attr" and isinstance(_attribute(graph, str(base.target)), nn.Parameter):
+                raise BadInput(
+                    f"{name} changes its weight {_path(str(base.target))} in its forward, which several updates at "
+                    f"once would lose{line_of_node(node)}; keep it as a buffer"
+                )
 
 
 def _put_on(graph: fx.GraphModule, device: torch.device) -> None:

@@ -55,7 +55,10 @@ def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
 
     Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers, but for
     those that layers of a traced model only read.
+    An evaluation, whose operations may lie in other layers, updates none.
     """
+    if not model.training:
+        return
     found = tied_layers([layer.module for layer in model.layers])
     known, real = _together(chain.tied), _together(found)
     for one, other in found:
