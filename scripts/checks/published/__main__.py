@@ -268,7 +268,11 @@ def judge_tensor(each: bool) -> None:
     for name in dict.fromkeys(row["source"] for row in rows):
         own = np.array([row["source"] == name for row in rows])
         print(f"{name}: {own.sum()} rows")
-        said("time, the usual constants", float(np.mean(np.abs(ratios[own] - 1))), f"   bias {np.mean(ratios[own]) - 1:+.1%}")
+        said(
+            "time, the usual constants",
+            float(np.mean(np.abs(ratios[own] - 1))),
+            f"   bias {np.mean(ratios[own]) - 1:+.1%}",
+        )
     for run, ratio in zip(runs, ratios, strict=True) if each else ():
         print(f"    {run.name:60} {ratio:.3f}")
 
