@@ -233,7 +233,24 @@ class Knobs(TypedDict, total=False):
     ]
 
 
-class Planning(Asked, Searched, Knobs, total=False):
+class Parts(TypedDict, total=False):
+    """How many GPUs run each layer together."""
+
+    tensor: Annotated[
+        int | str | None,
+        Word(
+            "Tensor parallelism: N GPUs of a server run each layer together. Of several degrees plan takes the best; "
+            "any: all that the profile has, or that a model estimated by its name has up to 8.  [default: 1]",
+            "any|N,N,..",
+        ),
+    ]
+    sequence_parallel: Annotated[
+        bool,
+        Word("With --tensor, of a model estimated by its name: what is between products is parted along the sequence."),
+    ]
+
+
+class Planning(Asked, Parts, Searched, Knobs, total=False):
     """Which plan is best: see :func:`.planning.plan`."""
 
     microbatch: Annotated[

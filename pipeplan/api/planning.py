@@ -23,10 +23,11 @@ from ..problem import Chain, Problem
 from ..schedule.kinds import KINDS
 from ..status import Status
 from ..units import parse_time
-from .asked import Asked, Common, Grids, Planning, defaults, part_of
+from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
 from .problems import ANY, deadline_of, problem_of
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
+from .tensor import best_degree, parts
 
 if TYPE_CHECKING:
     from ..planner.robust import Jitter
@@ -106,7 +107,15 @@ def plan(
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
     words: Asked = part_of(Asked, said)
-    (given,), deadline = given_profiles(profile, words, [said["microbatch"]], status, question.deadline)
+    parted: Parts = part_of(Parts, said)
+    (given,), deadline = given_profiles(profile, words, [said["microbatch"]], status, question.deadline, parted)
+    if said["tensor"] is not None or given.chain.variants:
+        heard: dict[str, Any] = {"progress": progress, "status": status, "on_plan": on_plan}
+
+        def of_degree(part: Profile, until: Deadline) -> PlanResult:
+            return plan(part, **heard, **{**asked, "tensor": None, "microbatch": None, "time_limit": until})
+
+        return best_degree(parts(given, said["tensor"]), of_degree, deadline, status)
     until = deadline.part(2) if best else deadline
     problem, assumptions = problem_of(given, **words, segments=said["algorithm"] == AUTO, deadline=until)
     if best and not problem.policy.drains:
@@ -237,14 +246,19 @@ def read_plan(path: str | Path) -> PlanResult:
 
 
 def given_profiles(
-    profile: Given, asked: Asked, sizes: Sequence[int | None], status: Status, deadline: Deadline
+    profile: Given,
+    asked: Asked,
+    sizes: Sequence[int | None],
+    status: Status,
+    deadline: Deadline,
+    parted: Parts | None = None,
 ) -> tuple[list[Profile], Deadline]:
     """Return the profile that is given, in microbatches of ``sizes``, and the deadline: estimates are no search."""
     if is_name(profile):
         status.phase = "estimate"
     began = time.monotonic()
     about = asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision")
-    found = [as_profile(profile, *about, size) for size in sizes]
+    found = [as_profile(profile, *about, size, **parted or {}) for size in sizes]
     status.phase = "search"
     return found, deadline.later(time.monotonic() - began) if is_name(profile) else deadline
 

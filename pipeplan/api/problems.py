@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Unpack
 
 from ..choices import OPTIMIZERS
+from ..cost.collectives import with_exchanges
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.machines import platform_of_gpus
-from ..files.platforms import read_platform, reserving
+from ..files.platforms import grouped, read_platform, reserving
 from ..names import shown
 from ..partition.merging import AUTO, merging
 from ..problem import (
@@ -55,12 +56,12 @@ def problem_of(
     batch = None if batch == ANY else batch
     if isinstance(batch, str):
         raise BadInput(f"--batch: '{shown(batch)}' is neither a number of samples nor any")
-    whole = profile.chain
-    where, assumptions = _machine(asked, whole)
-    every = _microbatches(accumulate, batch, whole.microbatch)
+    where, assumptions = _machine(asked, profile.chain)
+    every = _microbatches(accumulate, batch, profile.microbatch)
     if not said:
         every = MICROBATCHES_PER_DEVICE * len(where)
-        assumptions = [assumed_batch(f"{every * whole.microbatch} samples"), *assumptions]
+        assumptions = [assumed_batch(f"{every * profile.microbatch} samples"), *assumptions]
+    whole, where = on_groups(profile.chain, where)
     policy = _policy(asked, whole, every)
     own_times = where.devices[0].times is not None
     granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
@@ -73,6 +74,14 @@ def problem_of(
     if granularity == AUTO and chain is not whole:
         more.append(f"whole blocks, {len(chain)} layers for {len(whole)}; --granularity node cuts inside blocks, too")
     return problem, [*assumptions, *profile.assumptions, *filter(None, more)]
+
+
+def on_groups(chain: Chain, where: Platform) -> tuple[Chain, Platform]:
+    """Return a rank's chain with what its group's exchanges take, and the platform of such groups; BadInput where there
+    are none."""
+    if chain.tensor == 1:
+        return chain, where
+    return with_exchanges(chain, where.levels[0].bandwidth), grouped(where, chain, "--tensor")
 
 
 def assumed_batch(what: str) -> str:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import BadInput
 from ..files.accelerators import accelerator, constants_of
 from ..files.examples import PREFIX, located
+from ..files.profile_rules import MOST_DEGREE
 from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
 from ..names import shown
 from ..partition.merging import AUTO, merging
-from ..problem import AUTOCAST, Chain, Layer
+from ..problem import AUTOCAST, Chain, Layer, Variant
 from ..units import format_bytes, format_ns
 from ..zoo import HUGGING_FACE, ZOO
 from .models import build_named, data_to_read, named_model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
+ANY_DEGREES = (2, 4, 8)  # of tensor parallelism, where any may be: those inside of a server
 MOST_BESIDE = 256
 HALF = {
     "fp32": "float32",
@@ -117,6 +119,8 @@ def as_profile(
     optimizer: str = "sgd",
     precision: str | None = None,
     microbatch: int | None = None,
+    tensor: str | int | None = None,
+    sequence_parallel: bool = False,
 ) -> Profile:
     """Return what is given as a profile: one, a chain, a file, or a model by its name, estimated for ``gpu``.
 
@@ -131,7 +135,15 @@ def as_profile(
         dtype = HALF[precision or "fp32"]
         if precision == "mixed" and dtype not in accelerator(gpu).tflops:  # older GPUs have the other half
             dtype = "float16"
-        found = profile(given, gpu=gpu, microbatch=microbatch, optimizer=optimizer, dtype=dtype)
+        found = profile(
+            given,
+            gpu=gpu,
+            microbatch=microbatch,
+            optimizer=optimizer,
+            dtype=dtype,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
+        )
         what = f"layers as estimated for {found.chain.device.removesuffix(' (estimated)')}, not measured"
         return replace(found, assumptions=(f"{what}, microbatches of {found.microbatch} in {dtype}",))
     if isinstance(given, Profile | Chain):
@@ -168,6 +180,8 @@ def profile(
     blocks: str | None = None,
     name: str | None = None,
     beside: int = 1,
+    tensor: str | int | None = None,
+    sequence_parallel: bool = False,
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
@@ -181,7 +195,9 @@ def profile(
     tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is
     one of torch's, by name; with ``"autocast-bfloat16"`` the model runs as it is under ``torch.autocast``. ``beside``
     processes compute at once on a CPU, as in a run: all but one of them train the model meanwhile. ``measuring`` are
-    fields of :class:`..runtime.profiler.steps.MeasureOptions`.
+    fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of an estimate ``tensor`` (``"1,2,4,8"``, or
+    ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers as one of so
+    many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..partition.granularity import like_blocks, merge_zero_time
@@ -240,7 +256,53 @@ def profile(
     if chain.edges is not None:  # blocks first: what takes no time may stand between two
         blocked = granularity == "block" or blocks is not None or (granularity == AUTO and like_blocks(chain))
         chain = merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
-    return Profile(chain, measured=measured)
+    found = Profile(chain, measured=measured)
+    if tensor is None:
+        return found
+    if gpu is None or not isinstance(model, str):
+        raise BadInput("--tensor: parts of layers are estimated, of models by their name; say --estimate")
+    same: dict[str, Any] = {
+        "gpu": gpu,
+        "host_time": host_time,
+        "microbatch": batch,
+        "dtype": dtype,
+        "optimizer": optimizer,
+    }
+    return with_variants(found, model, tensor, sequence_parallel, partial(profile, **same, name=name))
+
+
+def with_variants(
+    found: Profile, model: str, tensor: str | int, sequence_parallel: bool, estimate: Callable[[str], Profile]
+) -> Profile:
+    """Return the profile of a zoo model with the variants of ``tensor`` degrees, each ``estimate``d by its options."""
+    asked, variants = degrees(tensor), []
+    for degree in asked or ANY_DEGREES:
+        if degree == 1:
+            continue
+        try:
+            layers = estimate(
+                f"{model},tensor={degree}" + (",sequence_parallel=true" if sequence_parallel else "")
+            ).chain.layers
+        except BadInput as error:
+            if "no option is named" in str(error):
+                raise BadInput(
+                    f"--tensor: {shown(model)} is not written by parts; zoo models of GPT and Llama are"
+                ) from None
+            if asked is None:
+                break
+            raise
+        variants.append(Variant(degree, sequence_parallel, layers))
+    return replace(found, chain=replace(found.chain, variants=tuple(variants)))
+
+
+def degrees(tensor: str | int) -> tuple[int, ...] | None:
+    """Return the degrees that ``"1,2,4"`` says, None for ``"any"``; BadInput for what is neither."""
+    if tensor == "any":
+        return None
+    parts = str(tensor).split(",")
+    if not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_DEGREE for x in parts):
+        raise BadInput(f"--tensor: '{shown(str(tensor), 40)}' is neither degrees such as 1,2,4,8 nor any")
+    return tuple(sorted(set(map(int, parts))))
 
 
 def _read_beside(batches: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..check.evaluate import Evaluation, gap
-from ..files.plans import any_class_bound, plan_text
+from ..files.plans import any_class_bound, gpus_of, plan_text
 from ..files.text import write_text
 from ..names import shown
 from ..plan import Bound, Plan
@@ -92,7 +92,7 @@ class PlanResult:
         return tuple(
             StageFigures(
                 layers=tuple(names[stage.start : stage.stop]),
-                gpus=stage.devices,
+                gpus=gpus_of(self.plan.platform, stage),
                 forward_ns=cost.forward_ns,
                 backward_ns=cost.backward_ns,
                 recomputed=tuple(name for start, stop in stage.checkpoint for name in names[start:stop]),
@@ -169,9 +169,9 @@ class PlanResult:
         return told.getvalue().rstrip("\n")
 
     def __repr__(self) -> str:
-        stages = self.plan.allocation.stages
+        stages, platform = self.plan.allocation.stages, self.plan.platform
         return (
-            f"<PlanResult {shown(self.plan.chain.name)} on {len(self.plan.platform)} GPUs: {len(stages)} "
+            f"<PlanResult {shown(self.plan.chain.name)} on {len(platform.whole or platform)} GPUs: {len(stages)} "
             f"stage{'' if len(stages) == 1 else 's'}, period {format_ns(self.period_ns)}, bound "
             f"{format_ns(self.bound_ns)}, gap {self.gap:.2%}>"
         )

@@ -97,6 +97,7 @@ class Target:
     ``recomputes(unit)`` says which of them it can, under one of the ``rules``, in segments of ``longest`` at most.
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
     the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
+    ``tensor``: it runs layers on groups of GPUs.
     """
 
     what: str
@@ -109,6 +110,7 @@ class Target:
     longest: int | None = None
     ties: bool = False
     engine: Engine | None = None
+    tensor: bool = False
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
         """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
@@ -134,6 +136,8 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     """Return ``stages`` in the terms of the target ``name``; CannotExpress says what it has no words for."""
     refuse_loss(chain, name)
     target = TARGETS[name]
+    if chain.tensor > 1 and not target.tensor:
+        raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
     shape = _shape(name, stages)
     units = target.units(chain)
     ends = {0, *(unit.stop for unit in units)}
@@ -371,6 +375,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: unit.block,
         refuses=_megatron,
         ties=True,
+        tensor=True,
     ),
     "torchtitan": Target(
         what="torchtitan",
@@ -382,6 +387,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         refuses=_torch,
         longest=1,
         engine="torch",
+        tensor=True,
     ),
     "deepspeed": Target(
         what="DeepSpeed",

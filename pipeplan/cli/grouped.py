@@ -13,7 +13,8 @@ FEW = 6  # options of a command that need no headings
 OTHERS = "Options"
 GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere comes under the command's own heading
     "Model": "model data name granularity blocks microbatch microbatch-profile layer-overhead",
-    "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers",
+    "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers tensor "
+    "sequence-parallel",
     "Training": "weights accumulate batch samples optimizer no-decay groups lr scheduler warmup clip-norm clipped ema "
     "averaged precision half loss-scale loss-scale-window vertical-sync no-replicas zero offload bytes-per-parameter "
     "checkpointing bucket-size coarsening",

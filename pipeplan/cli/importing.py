@@ -63,6 +63,7 @@ def command(
         raise click.UsageError("--output and --best would both write the same file")
     from ..api.problems import problem_of
     from ..api.profiles import read_profile
+    from ..api.tensor import parts
     from ..files.export.asked import parsed_renames
     from ..files.imports import READERS, Source, read_options
     from ..files.plans import plan_text
@@ -73,7 +74,8 @@ def command(
     from ..report.tables import print_plan
 
     options = read_options(arguments)
-    profile, deadline = read_profile(shared.pop("profile")), shared.pop("deadline")
+    deadline = shared.pop("deadline")
+    (profile,) = parts(read_profile(shared.pop("profile")), options.count(READERS[name].tensor, 1))
     problem, assumed = problem_of(profile, **shared, weights=DRAINED, batch="any", deadline=deadline)
     found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy, about = replace(problem.policy, accumulate=found.microbatches), status()

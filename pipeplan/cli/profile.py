@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
+from ..api.asked import Parts
 from ..choices import ENGINES, OPTIMIZERS, USUAL_ENGINE
 from ..names import SENTENCE, shown
 from . import completed
 from .grouped import GroupedCommand
-from .options import DEBUG, Count, Number, Output
+from .options import DEBUG, Count, Number, Output, asking
 from .progress import status
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "autocast-float16")
@@ -93,6 +94,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "aut
     help="The lists whose items are blocks, such as model.layers or stages.*.blocks; means --granularity block.  "
     "[default: the outermost ones]",
 )
+@asking(Parts)
 @click.option("--name", help="Name in the profile.  [default: MODEL's]")
 @click.option("-o", "--output", type=Output(), default="-", show_default=True, help="Where to write the profile.")
 @DEBUG

@@ -381,6 +381,11 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(name)
+    if loaded.chain.tensor > 1:
+        raise BadInput(
+            f"{name}: {loaded.chain.tensor} GPUs run each layer together, which pipeplan plans but doesn't run; "
+            "pipeplan export gives the plan to Megatron-LM or torchtitan"
+        )
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
     from ..runtime.engine.options import clipping, run_otherwise

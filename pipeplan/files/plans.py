@@ -14,12 +14,13 @@ import msgspec
 from ..check.bounds import bounded, derived_up_to, overstated
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
-from ..errors import InvalidPlan
+from ..errors import BadInput, InvalidPlan
+from ..names import shown
 from ..plan import Allocation, Alternative, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
-from ..problem import Policy
+from ..problem import Platform, Policy
 from ..schedule.pattern import DeviceUse, Group
 from .forms import Instant, Positive, converted, form, json_text, read_json
-from .platforms import PlatformFile, platform_form, platform_of
+from .platforms import PlatformFile, grouped, platform_form, platform_of
 from .profiles import ProfileFile, chain_of, digest, profile_keys
 from .text import read_text
 
@@ -116,9 +117,11 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
     keys = {
         "format": "pipeplan-plan/1",
         "profile": profile_keys(plan.chain) | {"digest": digest(plan.chain)},
-        "platform": platform_form(plan.platform),
+        "platform": platform_form(plan.platform.whole or plan.platform),
         "policy": replace(plan.policy, accumulate=plan.policy.accumulate or 1),
-        "stages": [StageFile(s.start, s.stop, s.devices, s.checkpoint or None) for s in plan.allocation.stages],
+        "stages": [
+            StageFile(s.start, s.stop, gpus_of(plan.platform, s), s.checkpoint or None) for s in plan.allocation.stages
+        ],
         "schedule": plan.schedule,
         "samples_per_update": plan.interval * plan.chain.microbatch,
         "pattern": plan.pattern,
@@ -129,6 +132,11 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
         "provenance": plan.provenance,
     }
     return converted(keys, PlanFile)
+
+
+def gpus_of(platform: Platform, stage: Stage) -> tuple[int, ...]:
+    """Return the numbers of a stage's GPUs, group by group."""
+    return tuple(gpu for device in stage.devices for gpu in platform.gpus(device))
 
 
 def any_class_bound(plan: Plan) -> Bound | None:
@@ -145,12 +153,16 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     """
     form = read_json(read_text(path), PlanFile, path)
     chain = chain_of(form.profile, f"{path}: $.profile")
+    platform = grouped(platform_of(form.platform, f"{path}: $.platform", chain), chain, f"{path}: $.platform")
     plan = Plan(
         chain=chain,
-        platform=platform_of(form.platform, f"{path}: $.platform", chain),
+        platform=platform,
         policy=converted(form.policy, Policy),
         allocation=Allocation(
-            tuple(Stage(s.start, s.stop, s.devices, s.checkpoint or ()) for s in form.stages),
+            tuple(
+                Stage(s.start, s.stop, _groups(platform, s.devices, f"{path}: $.stages[{k}]"), s.checkpoint or ())
+                for k, s in enumerate(form.stages)
+            ),
             form.provenance.claimed_period_ns,
         ),
         pattern=None if form.pattern is None else converted(form.pattern, Pattern),
@@ -167,6 +179,15 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     if result is None or found:
         return plan, found
     return plan, _figures(form, plan, result)
+
+
+def _groups(platform: Platform, gpus: tuple[int, ...], place: str) -> tuple[int, ...]:
+    """Return the devices that a stage's GPUs are, replica by replica; BadInput where they aren't whole groups."""
+    width = platform.width
+    groups = tuple(gpu // width for gpu in gpus[::width])
+    if tuple(gpu for device in groups for gpu in platform.gpus(device)) != tuple(gpus):
+        raise BadInput(f"{place}.devices: {shown(str(list(gpus)), 60)} are no groups of {width} neighbours")
+    return groups
 
 
 def load_plan(path: str) -> Plan:

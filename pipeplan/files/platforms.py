@@ -121,6 +121,14 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
     return platform if form.reserve is None else reserving(platform, form.reserve, f"{place}: $.reserve")
 
 
+def grouped(platform: Platform, chain: Chain, place: str) -> Platform:
+    """Return the platform of groups that run the layers of ``chain`` together; BadInput where it has none."""
+    try:
+        return platform.grouped(chain.tensor)
+    except ValueError as error:
+        raise BadInput(f"{place}: tensor degree {chain.tensor}: {error}") from None
+
+
 def reserving(platform: Platform, text: str, place: str) -> Platform:
     """Return the platform of which a size such as ``2GB`` of each GPU is reserved; errors start with ``place``."""
     size, least = parse_bytes(text, place), min(device.memory_bytes for device in platform.devices)

@@ -14,7 +14,28 @@ from .forms import MOST_LETTERS
 MOST_LAYERS = 20_000
 MOST_EDGES = 200_000
 MOST_LAYERS_WITH_EDGES = 4_000  # what all of their ranges keep stands in tables, which take half a gigabyte
+MOST_EXCHANGES = 1000  # of one kind in a pass of a layer
+MOST_DEGREE = 1024  # ranks that run a layer together
 LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it times thousands of versions or speeds
+
+
+def check_variants(chain: Chain, place: str) -> None:
+    """Raise BadInput unless each variant has the same layers as ``chain``, at costs that make sense."""
+    names, seen = [layer.name for layer in chain.layers], {chain.tensor}
+    for k, variant in enumerate(chain.variants):
+        here = f"{place}: $.variants[{k}]"
+        if chain.tensor != 1 or variant.tensor in seen:
+            raise BadInput(f"{here}.tensor: {variant.tensor} is a second time, or beside what is a part itself")
+        seen.add(variant.tensor)
+        if [layer.name for layer in variant.layers] != names:
+            raise BadInput(f"{here}.layers: they aren't called as $.layers are")
+        check_chain(chain.part(variant), here, lambda i, here=here: f"{here}.layers[{i}]")  # type: ignore[misc]  # bound
+        for i, layer in enumerate(variant.layers):
+            for j, one in enumerate(layer.exchanges):
+                if not 0 <= one.hidden <= one.count <= MOST_EXCHANGES or one.bytes > LARGEST_TOTAL // MOST_EXCHANGES:
+                    raise BadInput(
+                        f"{here}.layers[{i}].exchanges[{j}]: no more than count can be hidden, nor 1000 made"
+                    )
 
 
 def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] | None = None) -> None:

@@ -10,15 +10,36 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..errors import BadInput
-from ..problem import Chain, Layer, SharedWeights, WeightNeeds
+from ..problem import Chain, Exchange, Layer, SharedWeights, Variant, WeightNeeds
 from .examples import located
-from .forms import Positive, converted, form, json_text, read_json
-from .profile_rules import MOST_EDGES, MOST_LAYERS, check_chain
+from .forms import Count, Positive, converted, form, json_text, read_json
+from .profile_rules import MOST_DEGREE, MOST_EDGES, MOST_LAYERS, check_chain, check_variants
 from .text import read_text
 
-OPTIONAL = ("edges", "tied", "shared", "worth", "beside", "reading_ns", "order", "inputs")
+OPTIONAL = (
+    "edges",
+    "tied",
+    "shared",
+    "worth",
+    "beside",
+    "reading_ns",
+    "order",
+    "inputs",
+    "tensor",
+    "sequence_parallel",
+    "variants",
+)
+Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
 NeedsFile = form(WeightNeeds)
-LayerFile = form(Layer, brief=True, weight_needs=NeedsFile | None)
+ExchangeFile = form(Exchange, brief=True, count=Positive, hidden=Count, bytes=Count)
+LayerFile = form(
+    Layer,
+    brief=True,
+    weight_needs=NeedsFile | None,
+    exchanges=Annotated[tuple[ExchangeFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
+)
+LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
+VariantFile = form(Variant, tensor=Degree, layers=LayersFile)
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,
@@ -28,7 +49,9 @@ ProfileFile = form(
     format=Literal["pipeplan-profile/1"],
     microbatch=Positive,
     beside=Positive,
-    layers=Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)],  # type: ignore[valid-type]  # a form
+    layers=LayersFile,
+    tensor=Degree,
+    variants=Annotated[tuple[VariantFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
     edges=Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MOST_EDGES)] | None,
     inputs=Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_LAYERS)] | None,
     shared=tuple[SharedFile, ...] | None,  # type: ignore[valid-type]  # a form
@@ -57,6 +80,7 @@ def chain_of(form: Any, place: str) -> Chain:
     if chain.edges is not None:
         chain = replace(chain, edges=tuple(sorted(set(chain.edges))))
     check_chain(chain, place)
+    check_variants(chain, place)
     return chain
 
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, LOSS_NAME, Chain, connected
-from .layers import Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
+from .chain import AUTOCAST, LOSS_NAME, Chain, Variant, connected
+from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
     CLIPPED_TOGETHER,
@@ -34,8 +34,10 @@ __all__ = [
     "WEIGHTS",
     "Chain",
     "Checkpointing",
+    "Collective",
     "Device",
     "Engine",
+    "Exchange",
     "Layer",
     "LayerTimes",
     "LayerWork",
@@ -48,6 +50,7 @@ __all__ = [
     "SharedSums",
     "SharedWeights",
     "Sums",
+    "Variant",
     "WeightNeeds",
     "WeightRules",
     "Weights",

@@ -20,6 +20,18 @@ AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A network's layers, in order, as one of ``tensor`` ranks has them that run each layer together.
+
+    With ``sequence_parallel`` what is between products is spread along the sequence, too (Korthikanti et al. 2022).
+    """
+
+    tensor: int
+    sequence_parallel: bool
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
 class Chain:
     """A network as layers in topological order, with every cut allowed; the profile that all planning starts from.
 
@@ -32,7 +44,9 @@ class Chain:
     layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
-    microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`).
+    microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
+    layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
+    products is parted along the sequence, too. ``variants`` are the same layers at the costs of such parts.
     """
 
     name: str
@@ -50,6 +64,9 @@ class Chain:
     reading_ns: int = 0
     order: tuple[int, ...] | None = None
     inputs: tuple[int, ...] | None = None
+    tensor: int = 1
+    sequence_parallel: bool = False
+    variants: tuple[Variant, ...] = ()
 
     @property
     def precision(self) -> Precision:
@@ -183,6 +200,21 @@ class Chain:
         """Return the same network with its layers in the model's own order."""
         order = self.order
         return self if order is None else self.reordered(sorted(range(len(self)), key=order.__getitem__))
+
+    def part(self, variant: Variant) -> Chain:
+        """Return what one rank has of the network: the same layers at a variant's costs."""
+        shared = []
+        for tie in self.shared or ():
+            least = min((variant.layers[i] for i in tie.layers), key=lambda layer: layer.weight_bytes)
+            shared.append(SharedWeights(tie.layers, least.weight_bytes, least.parameter_count))
+        return replace(
+            self,
+            layers=variant.layers,
+            shared=None if self.shared is None else tuple(shared),
+            tensor=variant.tensor,
+            sequence_parallel=variant.sequence_parallel,
+            variants=(),
+        )
 
     def timed(self, times: LayerTimes | None) -> Chain:
         """Return the same network with the times of a device's own profile; None: with its own."""

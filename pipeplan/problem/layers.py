@@ -6,10 +6,13 @@ Times are integer nanoseconds per microbatch, sizes integer bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from .chain import Chain
+
+
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
 
 class PassWork(NamedTuple):
@@ -31,6 +34,21 @@ class LayerWork(NamedTuple):
     forward: PassWork
     backward: PassWork
     optimizer: PassWork
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Collectives that the ranks of a group make in one pass of a layer that they run together.
+
+    ``count`` of ``bytes`` each, which is the size of the whole tensor in all-reduces, and of what is gathered or
+    scattered. ``hidden`` of them go on beside products of the same pass.
+    """
+
+    kind: Collective
+    backward: bool
+    bytes: int
+    count: int = 1
+    hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +75,9 @@ class Layer:
     weight gradients (zero-bubble schedules move it); ``parameters`` counts scalars, None for ``weight_bytes / 4``.
     ``work`` is what its times were made of, if they are estimated; ``weight_needs`` what its weights' gradients need
     when they are computed later, None where that isn't known. ``module`` is what the model calls the module whose call
-    begins with the layer, None where that is ``name``, and empty where none begins there.
+    begins with the layer, None where that is ``name``, and empty where none begins there. ``exchanges`` are what the
+    ranks of a group send each other in it, where the layer is one rank's part and its times are without them;
+    ``idle_ns`` is how long an estimated device waits for its host in the forward and in the backward meanwhile.
     """
 
     name: str
@@ -75,6 +95,8 @@ class Layer:
     work: LayerWork | None = None
     weight_needs: WeightNeeds | None = None
     module: str | None = None
+    exchanges: tuple[Exchange, ...] = ()
+    idle_ns: tuple[int, int] = (0, 0)
 
     @property
     def parameter_count(self) -> int:

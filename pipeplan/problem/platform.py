@@ -72,7 +72,8 @@ class Platform:
 
     At most one level has ``links``. A message takes the devices at both its ends ``overhead_ns`` of work, to send it or
     to receive it, beside what the link takes, which keeps them from computing where transfers are ``blocking``.
-    ``reserved_bytes`` of each device are for others: its ``memory_bytes`` are without them.
+    ``reserved_bytes`` of each device are for others: its ``memory_bytes`` are without them. Where ``whole`` is another
+    platform each device is a group of that one's, of neighbours that run every layer together, as one of them sees it.
     """
 
     devices: tuple[Device, ...]
@@ -81,6 +82,7 @@ class Platform:
     blocking: bool = False
     reserved_bytes: int = 0
     overhead_ns: int = 0
+    whole: Platform | None = None
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -94,6 +96,38 @@ class Platform:
         """Return the platform with ``size`` bytes less of every device's memory, for others."""
         devices = tuple(replace(x, memory_bytes=x.memory_bytes - size) for x in self.devices)
         return replace(self, devices=devices, reserved_bytes=self.reserved_bytes + size)
+
+    @property
+    def width(self) -> int:
+        """How many GPUs each device is."""
+        return 1 if self.whole is None else len(self.whole) // len(self)
+
+    def gpus(self, device: int) -> range:
+        """Return the numbers of a device's GPUs."""
+        return range(device * self.width, (device + 1) * self.width)
+
+    def grouped(self, width: int) -> Platform:
+        """Return the platform whose devices are groups of ``width`` neighbours; ValueError where they cross servers.
+
+        Memory and bandwidth are those of one of the group, each of which sends its part to its counterpart. Links that
+        a server's GPUs share are the group's together.
+        """
+        inside = self.levels[0].count
+        if width == 1:
+            return self
+        if inside % width:
+            raise ValueError(
+                f"groups of {width} GPUs don't share {inside} {'in a server ' if self.levels[1:] else ''}evenly"
+            )
+        groups = [self.devices[d : d + width] for d in range(0, len(self), width)]
+        devices = tuple(_extreme(tuple(dict.fromkeys(group)), True) for group in groups)
+        levels = [replace(self.levels[0], count=inside // width)]
+        for level in self.levels[1:]:
+            links, share = level.links, 1
+            if links is not None:
+                links, share = max(1, links // width), max(1, -(-width // links))
+            levels.append(replace(level, links=links, bandwidth=level.bandwidth // share))
+        return replace(self, devices=devices, levels=tuple(levels), whole=self)
 
     @cached_property
     def unit_sizes(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from ..check.evaluate import Evaluation, evaluate
 from ..check.shared_weights import kept_together
 from ..cost.memory_model import weights_of
 from ..cost.stage_cost import StageCost
+from ..files.plans import gpus_of
 from ..names import shown
 from ..plan import Bound, Plan, Stage
 from ..problem import WEIGHTS, Chain
@@ -37,6 +38,7 @@ from .words import (
     restriction,
     robustness,
     state,
+    tensor_degree,
     throughput,
     unknown_between,
     updates,
@@ -79,13 +81,15 @@ def print_plan(
             f"{format_bytes(weights_of(chain, 0, len(chain))[0])} of weights",
         )
     )
-    out.print(f"on {len(platform)} {machine(platform)}")
+    out.print(f"on {len(platform.whole or platform)} {machine(platform.whole or platform)}")
+    for line in tensor_degree(plan):
+        out.print(line)
     for line in assumed(assumptions):
         out.print(line)
     out.print()
     for line in data_parallelism(plan, result):
         out.print(line)
-    speedup = alone / result.period_ns
+    speedup = platform.width * alone / result.period_ns
     out.print(
         Text.assemble(
             "period      ",
@@ -207,7 +211,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
         table.add_row(
             str(s),
             _layers(names, stage),
-            format_devices(stage.devices),
+            format_devices(gpus_of(plan.platform, stage)),
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),

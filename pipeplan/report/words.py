@@ -200,6 +200,18 @@ def _dearer(period_ns: int, result: Evaluation) -> str:
     return f"{ratio:.2f} times longer" if ratio >= 1.1 else f"{ratio - 1:.1%} longer"
 
 
+def tensor_degree(plan: Plan) -> list[str]:
+    """Return how many GPUs run each layer together, and what other degrees would take, in a line; nothing for one."""
+    found = plan.provenance.options.get("tensor")
+    tried = {k: v for k, v in found.items() if isinstance(v, int | None)} if isinstance(found, dict) else {}
+    if plan.chain.tensor == 1 and len(tried) < 2:
+        return []
+    along = ", with sequence parallelism" if plan.chain.sequence_parallel else ""
+    others = (f"{shown(k)} {'no plan' if v is None else format_ns(v)}" for k, v in tried.items())
+    rest = f" (by degree: {', '.join(others)})" if len(tried) > 1 else ""
+    return [f"tensor degree {plan.chain.tensor}{along}{rest}"]
+
+
 def robustness(plan: Plan) -> list[str]:
     """Return what a plan takes under drawn durations, and what the one of least period loses then, in lines; nothing of
     plans that were not chosen by that."""

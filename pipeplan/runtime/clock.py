@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..problem import PassWork
+from ..problem import Exchange, PassWork
 
 
 class Clock:
@@ -34,6 +34,10 @@ class Clock:
         """Return the nanoseconds from one mark to a later one."""
         ns: int = round(end - start)
         return ns
+
+    def exchanges(self, start: Any, end: Any, backward: bool) -> list[Exchange]:
+        """Return what a group's ranks exchanged between two marks, where that is counted."""
+        return []
 
     def work(self, start: Any, end: Any) -> PassWork | None:
         """Return what was asked of the device between two marks, where that is counted."""

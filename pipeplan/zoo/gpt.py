@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..errors import BadInput
 from .data import CHARACTERS, text
 from .model import Data, Factory, Loss, Model, chain
+from .rank_part import Group, PartEmbedding, head
 from .sizes import TRANSFORMERS
 from .token_losses import token_loss_named
 
@@ -28,7 +29,8 @@ class GPTConfig:
     ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
     between tied layers. ``dropout`` is off by default: its masks depend on how a run is split. ``attention`` is
     ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own.
-    ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`.
+    ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
+    (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too.
     """
 
     blocks: int
@@ -41,6 +43,13 @@ class GPTConfig:
     dropout: float = 0.0
     attention: str = "fused"
     loss: str = "same"
+    tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def group(self) -> Group:
+        """The ranks that run each layer together."""
+        return Group(self.tensor, self.sequence_parallel)
 
 
 class Embedding(nn.Module):
@@ -48,7 +57,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocabulary, config.hidden)
+        self.tokens = PartEmbedding(config.vocabulary, config.hidden, config.group)
         self.positions = nn.Embedding(config.positions or config.sequence, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         for table in (self.tokens, self.positions):
@@ -56,8 +65,9 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed ``tokens``."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        out: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
+        looked_up = self.tokens(tokens)
+        places = torch.arange(looked_up.shape[1], device=tokens.device)
+        out: Tensor = self.dropout(looked_up + self.positions(places))
         return out
 
 
@@ -70,14 +80,16 @@ class Block(nn.Module):
             raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
         if config.attention not in ("fused", "unfused"):
             raise BadInput(f"attention: {config.attention!r} is neither fused nor unfused")
-        self.heads = config.heads
+        self.group = config.group
+        self.heads = self.group.share(config.heads, "heads")
+        width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")
         self.unfused = config.attention == "unfused"
         self.norm1 = nn.LayerNorm(config.hidden)
-        self.attention = nn.Linear(config.hidden, 3 * config.hidden)
-        self.project = nn.Linear(config.hidden, config.hidden)
+        self.attention = nn.Linear(config.hidden, 3 * width)
+        self.project = nn.Linear(width, config.hidden)
         self.norm2 = nn.LayerNorm(config.hidden)
-        self.widen = nn.Linear(config.hidden, 4 * config.hidden)
-        self.narrow = nn.Linear(4 * config.hidden, config.hidden)
+        self.widen = nn.Linear(config.hidden, inner)
+        self.narrow = nn.Linear(inner, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         residual_std = 0.02 / (2 * config.blocks) ** 0.5
         for linear in (self.attention, self.project, self.widen, self.narrow):
@@ -87,15 +99,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (batch, sequence, hidden) after the block."""
-        batch, sequence, hidden = x.shape
-        heads = self.attention(self.norm1(x)).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        (made,) = self.group.products(self.norm1(x), [self.attention])
+        batch, sequence, _ = made.shape
+        heads = made.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         if self.unfused:
             attended = self._unfused(query, key, value)
         else:
             attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.dropout(self.project(attended.transpose(1, 2).reshape(batch, sequence, hidden)))
-        out: Tensor = x + self.dropout(self.narrow(functional.gelu(self.widen(self.norm2(x)), approximate="tanh")))
+        x = x + self.dropout(self.group.summed(self.project(attended.transpose(1, 2).reshape(batch, sequence, -1))))
+        (widened,) = self.group.products(self.norm2(x), [self.widen])
+        out: Tensor = x + self.dropout(self.group.summed(self.narrow(functional.gelu(widened, approximate="tanh"))))
         return out
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -110,13 +124,6 @@ class Block(nn.Module):
         return torch.bmm(self.dropout(scores.softmax(-1)), value.reshape(flat)).view(query.shape)
 
 
-def head(hidden: int, vocabulary: int) -> nn.Linear:
-    """Return the layer from hidden states to logits."""
-    linear = nn.Linear(hidden, vocabulary, bias=False)
-    nn.init.normal_(linear.weight, std=0.02)
-    return linear
-
-
 def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
 
@@ -125,12 +132,12 @@ def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
         for index in range(config.blocks):
             yield f"block{index}", partial(Block, config)
         yield "norm", partial(nn.LayerNorm, config.hidden)
-        yield "head", partial(head, config.hidden, config.vocabulary)
+        yield "head", partial(head, config.hidden, config.vocabulary, config.group)
 
     layers = chain(factories(), seed)
     if config.tied:
         layers.head.weight = layers.embedding.tokens.weight  # type: ignore[union-attr]
-    return layers, token_loss_named(config.loss)
+    return layers, config.group.loss(token_loss_named(config.loss))
 
 
 def batches(config: GPTConfig, batch: int) -> Data:
@@ -156,6 +163,7 @@ gpt2_small = _sized("gpt2-small")
 gpt2_medium = _sized("gpt2-medium")
 gpt2_large = _sized("gpt2-large")
 gpt2_xl = _sized("gpt2-xl")
+gpt3_175b = _sized("gpt3-175b")
 myelin_12b = _sized("myelin-12b")
 myelin_24b = _sized("myelin-24b")
 myelin_50b = _sized("myelin-50b")

@@ -16,6 +16,7 @@ from torch.nn import functional
 from ..errors import BadInput
 from .data import CHARACTERS, text
 from .model import Data, Factory, Loss, Model, chain
+from .rank_part import Group, PartEmbedding, head
 from .sizes import TRANSFORMERS, Llama
 from .token_losses import token_loss_named
 
@@ -23,7 +24,8 @@ from .token_losses import token_loss_named
 @dataclass(frozen=True)
 class LlamaConfig:
     """Sizes of a Llama; ``groups`` is the number of key-value heads, which divides ``heads``; ``loss`` one of
-    :data:`.token_losses.TOKEN_LOSSES`."""
+    :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part (:mod:`.rank_part`), with
+    ``sequence_parallel`` along the sequence, too."""
 
     blocks: int
     hidden: int
@@ -36,6 +38,13 @@ class LlamaConfig:
     epsilon: float = 1e-5
     tied: bool = False
     loss: str = "same"
+    tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def group(self) -> Group:
+        """The ranks that run each layer together."""
+        return Group(self.tensor, self.sequence_parallel)
 
 
 class Block(nn.Module):
@@ -51,16 +60,22 @@ class Block(nn.Module):
             raise BadInput(
                 f"heads: {config.heads} heads in {config.groups} groups don't share {config.hidden} hidden units evenly"
             )
-        self.width = width
+        self.width, self.group = width, config.group
+        heads = self.group.share(config.heads, "heads")
+        groups = max(
+            1, config.groups // config.tensor
+        )  # ranks that are more than the groups each have one of their own
+        self.group.share(max(config.groups, config.tensor), "groups of heads")
+        inner = self.group.share(config.feed_forward, "columns")
         self.norm1 = nn.RMSNorm(config.hidden, eps=config.epsilon)
-        self.query = _linear(config.hidden, config.hidden)
-        self.key = _linear(config.hidden, config.groups * width)
-        self.value = _linear(config.hidden, config.groups * width)
-        self.project = _linear(config.hidden, config.hidden)
+        self.query = _linear(config.hidden, heads * width)
+        self.key = _linear(config.hidden, groups * width)
+        self.value = _linear(config.hidden, groups * width)
+        self.project = _linear(heads * width, config.hidden)
         self.norm2 = nn.RMSNorm(config.hidden, eps=config.epsilon)
-        self.gate = _linear(config.hidden, config.feed_forward)
-        self.up = _linear(config.hidden, config.feed_forward)
-        self.down = _linear(config.feed_forward, config.hidden)
+        self.gate = _linear(config.hidden, inner)
+        self.up = _linear(config.hidden, inner)
+        self.down = _linear(inner, config.hidden)
         # every block has the table of its own: a chain hands on one tensor, the hidden states
         frequencies = config.rotary_base ** (-torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(config.sequence), frequencies)
@@ -69,14 +84,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (batch, sequence, hidden) after the block."""
-        normed = self.norm1(x)
-        query, key, value = (self._heads(part(normed)) for part in (self.query, self.key, self.value))
+        made = self.group.products(self.norm1(x), [self.query, self.key, self.value])
+        query, key, value = map(self._heads, made)
         attended = functional.scaled_dot_product_attention(
             self._rotated(query), self._rotated(key), value, is_causal=True, enable_gqa=True
         )
-        x = x + self.project(attended.transpose(1, 2).flatten(2))
-        normed = self.norm2(x)
-        out: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        x = x + self.group.summed(self.project(attended.transpose(1, 2).flatten(2)))
+        gate, up = self.group.products(self.norm2(x), [self.gate, self.up])
+        out: Tensor = x + self.group.summed(self.down(functional.silu(gate) * up))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -97,7 +112,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def _embedding(config: LlamaConfig) -> nn.Embedding:
-    table = nn.Embedding(config.vocabulary, config.hidden)
+    table = PartEmbedding(config.vocabulary, config.hidden, config.group)
     nn.init.normal_(table.weight, std=0.02)
     return table
 
@@ -110,12 +125,12 @@ def network(config: LlamaConfig, seed: int) -> tuple[nn.Sequential, Loss]:
         for index in range(config.blocks):
             yield f"block{index}", partial(Block, config)
         yield "norm", partial(nn.RMSNorm, config.hidden, eps=config.epsilon)
-        yield "head", partial(_linear, config.hidden, config.vocabulary)
+        yield "head", partial(head, config.hidden, config.vocabulary, config.group)
 
     layers = chain(factories(), seed)
     if config.tied:
         layers.head.weight = layers.embedding.weight  # type: ignore[union-attr]
-    return layers, token_loss_named(config.loss)
+    return layers, config.group.loss(token_loss_named(config.loss))
 
 
 def batches(config: LlamaConfig, batch: int) -> Data:
@@ -146,3 +161,5 @@ def _sized(name: str, rotary_base: float = 10_000.0) -> Model[LlamaConfig]:
 tiny = _sized("llama-tiny")
 llama_7b = _sized("llama-7b")
 llama3_8b = _sized("llama3-8b", 500_000.0)
+llama3_70b = _sized("llama3-70b", 500_000.0)
+llama3_405b = _sized("llama3-405b", 500_000.0)

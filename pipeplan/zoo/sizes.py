@@ -110,6 +110,7 @@ TRANSFORMERS = {
     "gpt2-medium": Transformer(24, 1024, 16, 1024, 50257),
     "gpt2-large": Transformer(36, 1280, 20, 1024, 50257),
     "gpt2-xl": Transformer(48, 1600, 25, 1024, 50257),
+    "gpt3-175b": Transformer(96, 12288, 96, 2048, 50257),  # Brown et al. (2020), Table 2.1
     "myelin-12b": Transformer(48, 4512, 24, 512, 51200),  # Myelin, Table I
     "myelin-24b": Transformer(48, 6336, 36, 512, 51200),
     "myelin-50b": Transformer(96, 6528, 48, 512, 51200),
@@ -117,4 +118,6 @@ TRANSFORMERS = {
     "llama-tiny": Llama(4, 64, 4, 64, 128, groups=2, feed_forward=176),
     "llama-7b": Llama(32, 4096, 32, 2048, 32_000, groups=32, feed_forward=11008),
     "llama3-8b": Llama(32, 4096, 32, 8192, 128_256, groups=8, feed_forward=14336),
+    "llama3-70b": Llama(80, 8192, 64, 8192, 128_256, groups=8, feed_forward=28672),
+    "llama3-405b": Llama(126, 16384, 128, 8192, 128_256, groups=8, feed_forward=53248),
 }

@@ -157,7 +157,7 @@ def test_what_has_a_name_is_listed(pipeplan: Command) -> None:
         ("plan p.json -O mode=r", ["mode=released"]),
         ("simulate p.json --schedule zb", ["zb1p", "zb2p", "zbv"]),
         ("compare p.json --algorithms auto,gp", ["auto,gpipe"]),
-        ("profile zoo:llama3", ["zoo:llama3-8b"]),
+        ("profile zoo:llama3-8", ["zoo:llama3-8b"]),
         ("estimate zoo:llama-7", ["zoo:llama-7b"]),
         ("list sch", ["schedules"]),
         ("doc", ["doctor"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from ...check.targets import CannotExpress, Expressed, Recompute, Unit, mtp_layers
+from ...problem import Chain
 from .asked import Asked
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -21,6 +22,7 @@ def megatron(asked: Asked) -> str:
     each = asked.plan.chain.microbatch
     lines = [
         f"--num-layers {_decoders(found)}",
+        *_tensor_flags(asked.plan.chain),
         f"--pipeline-model-parallel-size {found.shape.ranks}",
         f'--pipeline-model-parallel-layout "{layout}"',
         f"--micro-batch-size {each}",
@@ -31,7 +33,7 @@ def megatron(asked: Asked) -> str:
     method = _recompute(found.recompute)
     if method is not None:
         lines.append(f"--recompute-granularity full --recompute-method {method[0]} --recompute-num-layers {method[1]}")
-    world = found.shape.ranks * found.shape.pipelines
+    world = found.shape.ranks * found.shape.pipelines * asked.plan.chain.tensor
     return f"# {world} GPUs: data-parallel size {found.shape.pipelines}\n" + " \\\n".join(lines) + "\n"
 
 
@@ -41,7 +43,8 @@ def megatron_bridge(asked: Asked) -> str:
     each, chunks = asked.plan.chain.microbatch, found.shape.chunks
     method = _recompute(found.recompute)
     lines = [
-        f"# {found.shape.ranks * found.shape.pipelines} GPUs: data-parallel size {found.shape.pipelines}",
+        f"# {found.shape.ranks * found.shape.pipelines * asked.plan.chain.tensor} GPUs: "
+        f"data-parallel size {found.shape.pipelines}",
         f"cfg.model.num_layers = {_decoders(found)}",
         f"cfg.model.pipeline_model_parallel_size = {found.shape.ranks}",
         f"cfg.model.virtual_pipeline_model_parallel_size = {chunks if chunks > 1 else None}",
@@ -53,6 +56,11 @@ def megatron_bridge(asked: Asked) -> str:
         f"cfg.model.share_embeddings_and_output_weights = {not _untied(asked)}",
     ]
     lines += [f"cfg.model.mtp_num_layers = {mtp_layers(asked.plan.chain)}"] if mtp_layers(asked.plan.chain) else []
+    if asked.plan.chain.tensor > 1:
+        lines += [
+            f"cfg.model.tensor_model_parallel_size = {asked.plan.chain.tensor}",
+            f"cfg.model.sequence_parallel = {asked.plan.chain.sequence_parallel}",
+        ]
     if asked.autocast:
         lines += ["cfg.model.enable_autocast = True", f"cfg.model.autocast_dtype = torch.{asked.autocast}"]
     if method is not None:
@@ -81,6 +89,13 @@ def _kinds(unit: Unit, mtp: int) -> list[str]:
     if unit.name == "mtp":
         return ["mtp"] * mtp
     return ["decoder" if unit.block else "loss" if unit.start else "embedding"]
+
+
+def _tensor_flags(chain: Chain) -> list[str]:
+    if chain.tensor == 1:
+        return []
+    along = " --sequence-parallel" if chain.sequence_parallel else ""
+    return [f"--tensor-model-parallel-size {chain.tensor}{along}"]
 
 
 def _untied(asked: Asked) -> bool:

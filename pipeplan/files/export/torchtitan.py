@@ -40,12 +40,18 @@ def torchtitan(asked: Asked) -> str:
         raise CannotExpress(
             "torchtitan: casts nothing in pipelines whose weights it doesn't shard; the plan is under autocast"
         )
+    chain = asked.plan.chain
+    if chain.tensor > 1 and not chain.sequence_parallel:
+        raise CannotExpress(
+            "torchtitan: with tensor parallelism it parts the sequence, too; plan with --sequence-parallel"
+        )
     shape, each = found.shape, asked.microbatches // found.shape.pipelines
     without = (
         f"# without pipelines it ignores num_pp_microbatches; for {each} microbatches an update "
         f"training.num_tokens_per_train_step is {each * shape.pipelines} times num_tokens_per_microbatch_per_dp_rank\n"
     )
     flags = [
+        *([f"--parallelism.tensor_parallel_degree {chain.tensor}"] if chain.tensor > 1 else []),
         f"--parallelism.pipeline_parallel_degree {shape.ranks}",
         f"--parallelism.data_parallel_replicate_degree {shape.pipelines}",
         "--parallelism.data_parallel_shard_degree 1",

@@ -21,12 +21,16 @@ class Reader:
     read: Callable[[Source], Imported]
     what: str
     own: tuple[str, ...]  # how options begin of which a file has at least one
+    tensor: str = ""  # the option that says how many GPUs run each layer together
 
     def __call__(self, source: Source) -> Imported:
         """Return what a file says; BadInput where none of its options is one that is read."""
         if not any(name.startswith(self.own) for name in source.options.given):
             wanted = ", ".join(f"--{x}.." if x.endswith((".", "-")) else f"--{x}" for x in self.own)
             raise BadInput(f"{source.path}: isn't {self.what}: it has no option such as {wanted}")
+        together = source.options.count(self.tensor, 1)
+        if together != source.chain.tensor:
+            raise BadInput(f"{source.path}: --{self.tensor} is {together}, the profile's degree {source.chain.tensor}")
         return self.read(source)
 
 
@@ -35,8 +39,12 @@ READERS: dict[str, Reader] = {
         megatron,
         "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
         ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
+        "tensor-model-parallel-size",
     ),
     "torchtitan": Reader(
-        torchtitan, "torchtitan's flags or TOML, with or without module_fqns_per_model_part", ("parallelism.",)
+        torchtitan,
+        "torchtitan's flags or TOML, with or without module_fqns_per_model_part",
+        ("parallelism.",),
+        "parallelism.tensor-parallel-degree",
     ),
 }

@@ -13,7 +13,7 @@ from ...plan import ScheduleKind
 from .imported import Imported, Source, placed
 from .shell import Options
 
-OTHERS = ("tensor-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
+OTHERS = ("context-parallel-size", "expert-model-parallel-size")
 BY_NAME = {row.megatron: name for name, row in OPTIMIZERS.items() if row.megatron is not None}
 MOST_LETTERS = 10**5
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -32,8 +32,8 @@ def megatron(source: Source) -> Imported:
     for name in OTHERS:
         if options.count(name, 1) > 1:
             raise BadInput(
-                f"{source.path}: --{name} {options.count(name)}: plans are of pipelines and of data parallelism; "
-                "profile the part of a layer that one GPU has, and leave the option out"
+                f"{source.path}: --{name} {options.count(name)}: plans are of pipelines, of data parallelism and of "
+                "tensor parallelism; profile the part of a layer that one GPU has, and leave the option out"
             )
     ranks = options.count("pipeline-model-parallel-size", 1)
     if source.gpus % ranks:

@@ -14,7 +14,7 @@ from ..export.torchtitan import SCHEDULES, module_name
 from .imported import Imported, Source, placed
 from .shell import Options
 
-OTHERS = ("tensor-parallel-degree", "context-parallel-degree", "expert-parallel-degree")
+OTHERS = ("context-parallel-degree", "expert-parallel-degree")
 PARTS = "parallelism.module-fqns-per-model-part"
 POINTS = "parallelism.pipeline-parallel-split-points"
 LOCAL = ("training.local-batch-size", "training.batch-size")
@@ -33,7 +33,9 @@ def torchtitan(source: Source) -> Imported:
     units = TARGETS["torchtitan"].units(chain)
     for name in OTHERS:
         if options.count(f"parallelism.{name}", 1) > 1:
-            raise BadInput(f"{source.path}: --parallelism.{name}: plans are of pipelines and of data parallelism")
+            raise BadInput(
+                f"{source.path}: --parallelism.{name}: plans are of pipelines, of data and tensor parallelism"
+            )
     ranks = options.count("parallelism.pipeline-parallel-degree", 1)
     pipelines, sharded = _pipelines(source, ranks)
     named = options.text("parallelism.pipeline-parallel-schedule") or SCHEDULES["1f1b"]

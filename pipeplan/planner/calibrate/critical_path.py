@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...cost.collectives import with_exchanges
 from ...cost.roofline import Constants, timed
 from ...plan import Stage
 from ...problem import Chain, Platform, Policy
@@ -29,9 +30,14 @@ class Run:
     configuration: Configuration
     measured_ns: float
 
+    def timed(self, constants: Constants) -> Chain:
+        """Return the chain with the times of ``constants``, and with what its groups exchange."""
+        chain = timed(self.chain, constants)
+        return chain if chain.tensor == 1 else with_exchanges(chain, self.platform.levels[0].bandwidth)
+
     def costed(self, constants: Constants) -> Costed:
         """Return the run as it is predicted with ``constants``."""
-        return costed(timed(self.chain, constants), self.platform, self.policy, self.configuration)
+        return costed(self.timed(constants), self.platform, self.policy, self.configuration)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Passes:
 def critical_passes(run: Run, constants: Constants) -> Passes:
     """Return the passes on the critical path of ``run`` as it is predicted with ``constants``."""
     predicted = run.costed(constants)
-    chain = timed(run.chain, constants)
+    chain = run.timed(constants)
     counts = _PathCounts(chain, predicted.stages, predicted.timeline.program)
     for step in _critical_path(predicted.timeline, predicted.barrier):
         counts.add(step)

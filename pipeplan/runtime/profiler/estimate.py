@@ -11,6 +11,7 @@ byte of mask for each number; an LSTM's workspace is taken as six numbers per st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...cost.roofline import Constants, timed
 from ...errors import CodeFailed, PipeplanError
 from ...files.accelerators import Accelerator
-from ...problem import PassWork
+from ...problem import Collective, Exchange, PassWork
 from ...version import __version__
 from ..clock import Clock
 from ..model.contract import Built, built_by
@@ -44,6 +45,7 @@ CONVOLUTIONS = (  # what the plan's reader should know; scripts/checks/published
     "worst, than plans made on their times measured on a V100 (docs/estimate.md)"
 )
 LSTM_WORKSPACE = 6  # numbers kept per state: four gates, the cell and its tanh
+EXCHANGE = "pipeplan::exchange"  # the operation by which zoo/rank_part marks what a group sends
 LSTM_KERNELS = 2  # per time step: the product with the state, and the pointwise rest in one
 
 aten = torch.ops.aten
@@ -220,7 +222,7 @@ class _AsOnGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_Mark = tuple[float, float, int, int]
+_Mark = tuple[float, float, int, int, int]
 
 
 class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
@@ -233,10 +235,11 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         self.compute_ns = self.memory_ns = 0.0
         self.kernels = self.operations = 0
         self.convolutions = False  # whether one was counted
+        self.exchanged: list[tuple[Collective, int, bool]] = []  # kind, bytes of the whole, hidden
 
     def mark(self) -> _Mark:
         """Return what was counted so far."""
-        return self.compute_ns, self.memory_ns, self.kernels, self.operations
+        return self.compute_ns, self.memory_ns, self.kernels, self.operations, len(self.exchanged)
 
     def between(self, start: _Mark, end: _Mark) -> int:
         """Return how long the device works from one mark to another."""
@@ -244,7 +247,13 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
     def work(self, start: _Mark, end: _Mark) -> PassWork:
         """Return what was counted from one mark to another."""
-        return PassWork(*(round(b - a) for a, b in zip(start, end, strict=True)))
+        return PassWork(*(round(b - a) for a, b in zip(start[:-1], end[:-1], strict=True)))
+
+    def exchanges(self, start: _Mark, end: _Mark, backward: bool) -> list[Exchange]:
+        """Return what a group's ranks exchanged between two marks, alike ones counted."""
+        counts = Counter((kind, size) for kind, size, _ in self.exchanged[start[-1] : end[-1]])
+        hidden = Counter((kind, size) for kind, size, beside in self.exchanged[start[-1] : end[-1]] if beside)
+        return [Exchange(kind, backward, size, n, hidden[kind, size]) for (kind, size), n in counts.items()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -252,7 +261,11 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else None
         if packet is _LSTM:
             out = (*out[:3], _lstm_workspace(args[0], out[0]))
-        if packet is None or not is_free(func, packet):
+        if getattr(packet, "_qualified_op_name", None) == EXCHANGE:
+            whole = max(args[0], out, key=lambda x: x.nbytes)
+            self.exchanged.append((args[1], whole.nbytes, len(args) > 3 and args[3]))
+            self.operations += 1
+        elif packet is None or not is_free(func, packet):
             self._count(packet, args, kwargs, out)
         return out
 

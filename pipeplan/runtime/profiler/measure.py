@@ -272,6 +272,7 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: in
         backward_weight_ns=backward_weight_ns,
         optimizer_ns=_median(samples.optimizer_ns),
         work=samples.work,
+        exchanges=samples.exchanges,
     )
     return LayerMeasurement(
         layer,

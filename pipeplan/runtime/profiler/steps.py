@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
-from ...problem import LOSS_NAME, LayerWork
+from ...problem import LOSS_NAME, Exchange, LayerWork
 from ..clock import Clock
 from ..model.autocast import Autocast
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
@@ -86,6 +86,7 @@ class Samples:
     optimizer_ns: list[int] = field(default_factory=list)
     reading_ns: list[int] = field(default_factory=list)
     work: LayerWork | None = None
+    exchanges: tuple[Exchange, ...] = ()
 
 
 def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions) -> list[Samples]:
@@ -210,6 +211,8 @@ def _add(sample: Samples, clock: Clock, run: _Marks, index: int, inputs_only: bo
     work = [clock.work(*pair) if pair else NO_WORK for pair in (row[index] for row in run.passes)]
     counted = [x for x in work if x is not None]
     sample.work = LayerWork(*counted) if len(counted) == len(work) else None
+    both = ((run.forward[index], False), (run.backward[index], True))
+    sample.exchanges = tuple(x for pair, back in both if pair for x in clock.exchanges(*pair, back))
 
 
 def _step(

@@ -12,6 +12,9 @@ update, the schedule, blocks of each stage where they aren't equal, ms of an ite
 - ``vocabulary``: Balancing Pipeline Parallelism with Vocabulary Parallelism (Yeung et al. 2024), artifact: 8 A100 80GB,
   fused attention, no dropout.
 
+``tensor.csv`` has iterations with tensor parallelism, on A100 80GB, 8 in a server, every block recomputed, sequences of
+2,048 and 51,200 tokens: ``sc21`` (Narayanan et al. 2021, Table 1) and ``korthikanti`` (2022, Table 5).
+
 Printed, as means of |predicted / measured - 1|: with the constants that every estimate has; by two-fold cross
 validation, or of few rows with each row left out; with constants fitted to the other width only; the regret of the
 microbatch, and of the schedule, chosen by prediction; and the error of the memory.
@@ -23,6 +26,7 @@ import argparse
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
     "vocabulary": "attention=fused,loss=fp32,tied=false",
 }
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
+TENSOR = "tensor"
 MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
 Row = dict[str, str]
 
@@ -110,6 +115,37 @@ def layers_of(row: Row, blocks: int, stages: int) -> tuple[str, str | None]:
     counts[0] += 1
     counts[-1] += 3
     return ",".join(map(str, counts)), on
+
+
+def tensor_run(row: Row) -> Run:
+    """Return the run of a row of ``tensor.csv``: equal pipelines of groups that run each layer together."""
+    blocks, stages, tensor = size(row, "blocks"), size(row, "stages"), size(row, "tensor")
+    chunks, pipelines = size(row, "chunks"), size(row, "pipelines")
+    model = zoo.load(
+        f"gpt2-small,blocks={blocks},hidden={row['hidden']},heads={row['heads']},sequence=2048,positions=2048,"
+        f"vocabulary=51200,tensor={tensor},dropout=0.1,attention=unfused,loss=fp32,tied=true"
+    )
+    options = MeasureOptions(dtype=torch.float16, optimizer=optimizer_maker("adam", 0.0, foreach=True))
+    batch = size(row, "microbatch")
+    about: dict[str, Any] = {"name": row["source"], "date": "", "data": model.data(batch)}
+    part = replace(estimate_model(model, batch, accelerator("a100"), options, **about).chain, tensor=tensor)
+    gpus = tensor * stages * pipelines
+    whole = Platform((Device(80 * 10**9),) * gpus, (Level(SERVER, INSIDE), Level(gpus // SERVER, ACROSS)))
+    counts = [blocks // (stages * chunks)] * (stages * chunks)
+    counts[0] += 1  # the embedding
+    counts[-1] += 3  # norm, head and loss
+    groups = [",".join(str(s * pipelines + r) for r in range(pipelines)) for s in range(stages)]
+    configuration = Configuration(
+        ",".join(map(str, counts)),
+        pipelines,
+        "/".join(groups * chunks) if chunks > 1 else None,
+        ",".join(f"{i}-{i}" for i in range(1, blocks + 1)),
+        "interleaved" if chunks > 1 else "1f1b",
+        size(row, "batch"),
+    )
+    policy = Policy("flush", optimizer="adam", precision="mixed", bytes_per_parameter=MEGATRON)
+    about_run = " ".join(row.values()), part, whole.grouped(tensor), policy, configuration
+    return Run(*about_run, 1e6 * float(row["ms"]))
 
 
 class Source:
@@ -223,6 +259,24 @@ def judge(name: str, source: Source) -> None:
     said(f"memory, {MEGATRON} bytes per parameter as Megatron-LM has them", float(np.mean(np.abs(peaks / gb - 1))))
 
 
+def judge_tensor(each: bool) -> None:
+    with open(Path(__file__).with_name("tensor.csv"), encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    constants = accelerator("a100").constants()
+    runs = [tensor_run(row) for row in rows]
+    ratios = np.array([costed(run, constants).iteration_ns / run.measured_ns for run in runs])
+    for name in dict.fromkeys(row["source"] for row in rows):
+        own = np.array([row["source"] == name for row in rows])
+        print(f"{name}: {own.sum()} rows")
+        said(
+            "time, the usual constants",
+            float(np.mean(np.abs(ratios[own] - 1))),
+            f"   bias {np.mean(ratios[own]) - 1:+.1%}",
+        )
+    for run, ratio in zip(runs, ratios, strict=True) if each else ():
+        print(f"    {run.name:60} {ratio:.3f}")
+
+
 def _ordered(measured: np.ndarray, predicted: np.ndarray) -> int:
     pairs = [(i, j) for i in range(len(measured)) for j in range(i)]
     return sum((measured[i] < measured[j]) == (predicted[i] < predicted[j]) for i, j in pairs)
@@ -235,11 +289,13 @@ def _names(source: Source, column: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
-    parser.add_argument("--source", choices=list(SETTINGS), help="only these rows")
+    parser.add_argument("--source", choices=[*SETTINGS, TENSOR], help="only these rows")
     parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
     arguments = parser.parse_args()
     with open(arguments.rows, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
+    if arguments.source in (None, TENSOR):
+        judge_tensor(arguments.each)
     for name in SETTINGS:
         of_source = [row for row in rows if row["source"] == name]
         if not of_source or arguments.source not in (None, name):
