@@ -233,7 +233,7 @@ def profile(
     options = MeasureOptions(
         dtype=None if dtype is None or casts else dtype_of(dtype),
         autocast=Autocast(dtype_of(dtype.removeprefix(AUTOCAST)), where) if dtype is not None and casts else None,
-        optimizer=optimizer_maker(optimizer, 0.0, foreach=None if gpu is None else True),
+        optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
         device=where,
         read=None if batches is None or gpu is not None else _read_beside(batches),
         others=None if beside == 1 else Others(beside - 1, partial(measured_again, builder, batch)),

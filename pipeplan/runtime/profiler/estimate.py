@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ def estimate_model(
         hold="all",
         clock=clock,
         autocast=options.autocast and replace(options.autocast, device="cuda"),
-        optimizer=_looking_at_nothing(options.optimizer or _plain_sgd),
+        optimizer=_begun(options.optimizer or _plain_sgd),
         note=lambda text: None,  # nothing is held
     )
     about = {
@@ -182,7 +182,9 @@ class _Ones(TorchFunctionMode):
         return 1.0 if func is torch.Tensor.item else func(*args, **(kwargs or {}))
 
 
-def _looking_at_nothing(make: MakeOptimizer) -> MakeOptimizer:
+def _begun(make: MakeOptimizer) -> MakeOptimizer:
+    """Return what makes optimizers that have their state, and look at nothing."""
+
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         made = make(parameters)
         step = made.step
@@ -191,6 +193,11 @@ def _looking_at_nothing(make: MakeOptimizer) -> MakeOptimizer:
             with _Ones():
                 step()
 
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with suppress(RuntimeError):  # of those that take sparse gradients alone
+            blindly()
+        made.zero_grad()
         made.step = blindly  # type: ignore[method-assign,assignment]  # of this one alone
         return made
 

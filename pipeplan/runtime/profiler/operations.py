@@ -136,9 +136,11 @@ def is_free(func: Any, packet: Any) -> bool:
 
 
 def _changed(packet: Any, args: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that an operation without results changes in place, such as an optimizer's."""
+    """Return the tensors that an operation without results changes in place, such as an optimizer's; gradients only if
+    it has to scale them, which no optimizer here has to."""
     arguments = getattr(packet, packet.overloads()[0])._schema.arguments
-    given = [a for a, b in zip(args, arguments, strict=False) if b.alias_info is not None and b.alias_info.is_write]
+    written = [b.name for b in arguments if b.alias_info is not None and b.alias_info.is_write and b.name != "grads"]
+    given = [a for a, b in zip(args, arguments, strict=False) if b.name in written]
     return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
 
 

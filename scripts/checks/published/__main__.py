@@ -43,7 +43,7 @@ from pipeplan.planner.calibrate.critical_path import Run, critical_passes
 from pipeplan.problem import Chain, Device, Level, Platform, Policy
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
-from pipeplan.runtime.training.update.optimizers import optimizer_maker
+from pipeplan.runtime.training.update.optimizers import optimizer_maker, parse_choice
 
 SETTINGS = {  # source -> options of the zoo's GPT
     "vtrain": "dropout=0.1,attention=unfused,loss=fp32,tied=true",
@@ -68,7 +68,7 @@ def profile(source: str, hidden: int, heads: int, sequence: int, vocabulary: int
     )
     options = MeasureOptions(
         dtype=torch.float16,
-        optimizer=optimizer_maker("adam", 0.0, foreach=True),
+        optimizer=optimizer_maker(parse_choice("Adam,foreach=True", ""), 0.0),
         split_backward=source == "zero-bubble",
     )
     about: dict[str, Any] = {"name": source, "date": "", "data": model.data(batch)}

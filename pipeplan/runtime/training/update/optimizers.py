@@ -60,25 +60,27 @@ def planned_as(choice: Choice) -> Optimizer | None:
     return names[-1 if momentum else 0] if names else None
 
 
-def optimizer_maker(choice: Optimizer | Choice, lr: float, foreach: bool | None = None) -> MakeOptimizer:
+def optimizer_maker(choice: Optimizer | Choice, lr: float, as_on_gpus: bool = False) -> MakeOptimizer:
     """Return what makes the optimizer of a stage at learning rate ``lr``.
 
     A name is a plan's; a :class:`Choice` names a class of ``torch.optim``, or a function that takes parameters, ``lr``
-    and its options. ``foreach`` is told to those that take it; if nothing is said, weights on a GPU are stepped by
-    fused kernels where there are any (:data:`FUSED`). BadInput when it doesn't take these options.
+    and its options. If its options say nothing else, weights on a GPU are stepped by fused kernels where there are any
+    (:data:`FUSED`). What is ``as_on_gpus`` steps others so too, and by ``foreach`` where there are none. BadInput when
+    it doesn't take these options.
     """
     if isinstance(choice, str):
         choice = Choice(OPTIMIZERS[choice].kinds[0], OPTIMIZERS[choice].options)
     make = _named(choice, torch.optim, torch.optim.Optimizer, "optimizer")
     make = MuonForMatrices if make is torch.optim.Muon else make
     options = dict(choice.options)
-    if foreach is not None and "foreach" in inspect.signature(make).parameters:
-        options["foreach"] = foreach
+    said = options.keys() & {"fused", "foreach", "differentiable"}
+    if as_on_gpus and not said and "foreach" in inspect.signature(make).parameters:
+        options["fused" if make in FUSED else "foreach"] = True
     if make is torch.optim.LBFGS:
         raise BadInput("optimizer: LBFGS runs the model several times per update; a pipeline runs it once")
 
     optimizer = partial(make, **{"lr": lr, **options})  # which other processes can be told
-    if make in FUSED and not options.keys() & {"fused", "foreach", "differentiable"}:
+    if make in FUSED and not said and not as_on_gpus:
         optimizer = partial(_fused_on_gpus, optimizer)
     _try(optimizer, [nn.Parameter(torch.zeros(1))], f"optimizer {choice.name}")
     return optimizer
