@@ -29,6 +29,8 @@ ScheduleKind = Literal[
     "written",
     "pattern",
 ]
+Weights = Literal["flush", "2bw", "stash", "latest"]
+DRAINED: Final = "flush"  # the weights of what is asked to drain
 PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what plans are made for
 BEST: Final = "best"  # of all orders that are found, instead of a schedule's
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]

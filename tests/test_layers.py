@@ -5,10 +5,13 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import networkx as nx
 import pytest
 from cases.patience import SECONDS
+
+from pipeplan.choices import DRAINED, Weights
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
 NOUNS = "choices version errors integers names units deadline status scratch problem plan"
@@ -126,6 +129,16 @@ def test_modules_import_from_the_rooms_that_the_law_names(module):
             assert allowed, f"{module} imports {name[1:]}, whose place is {places}"
         elif room_of(name) != own and LAW[own] != "*":
             assert room_of(name) in LAW[own].split(), f"{module} (room {own}) imports {name} (room {room_of(name)})"
+
+
+def test_nobody_compares_the_names_of_weights_policies():
+    """What follows from a policy is in its row; the name of one that drains is also that of a kind of schedule."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare | ast.match_case):
+                named = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & set(get_args(Weights))
+                allowed = {DRAINED} if "weights" not in ast.unparse(node) else set()
+                assert named <= allowed, f"{module}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if any(inside(m, room) for room in TORCH_FREE)])

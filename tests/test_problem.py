@@ -11,7 +11,19 @@ from cases.plans import reading_the_input_late
 from oracles.schedules import saved_by, storages_of
 
 from pipeplan.cost.saved import entering_bytes, first_saved, inner_bytes, saved_bytes
-from pipeplan.problem import ENDLESS, Chain, Device, Layer, Level, Platform, Policy, Problem, Weights, connected
+from pipeplan.problem import (
+    ENDLESS,
+    WEIGHTS,
+    Chain,
+    Device,
+    Layer,
+    Level,
+    Platform,
+    Policy,
+    Problem,
+    Weights,
+    connected,
+)
 
 
 def random_chains(count=150, **options):
@@ -251,6 +263,10 @@ def test_updates_come_no_more_often_than_replicas_take_turns():
     assert Policy(accumulate=6).update_interval(4) == 6
     assert Policy(accumulate=2).update_interval(4) == 4
     assert Policy("stash").update_interval(4) == 4
+
+
+def test_every_weights_policy_has_a_row():
+    assert list(WEIGHTS) == list(get_args(Weights))
 
 
 def test_an_undecided_interval_is_open_under_2bw_alone():

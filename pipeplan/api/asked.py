@@ -18,7 +18,7 @@ from ..partition.merging import AUTO, merging
 from ..problem import (
     CLIPPED_TOGETHER,
     MICROBATCHES_PER_DEVICE,
-    TOGETHER,
+    WEIGHTS,
     Chain,
     Checkpointing,
     Platform,
@@ -33,7 +33,7 @@ from ..units import gpu_counts, parse_time, parse_wait
 from .profiles import Profile
 
 RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
-WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains; plan and compare take what is less late
+USUAL_WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains; plan and compare take what is less late
 ANY = "any"  # batch
 Effort = Literal["quick", "normal", "high"]
 Order = Literal["best", "given"]
@@ -141,12 +141,12 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
     if offload and size is not None:
         raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
-    weights = asked.get("weights") or WEIGHTS
+    weights = asked.get("weights") or USUAL_WEIGHTS
     if (zero or offload) and not OPTIMIZERS[asked["optimizer"]].elementwise:
         raise BadInput(
             f"--optimizer {asked['optimizer']}: steps whole matrices, and {'--zero 1' if zero else '--offload'} parts"
         )
-    if sync and weights not in ("stash", "latest"):
+    if sync and WEIGHTS[weights].synced is None:
         raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
     if zero and asked.get("no_replicas"):
         raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
@@ -155,7 +155,7 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
             f"--zero 1: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "
             "Megatron-LM's 18"
         )
-    if clip and weights not in TOGETHER:
+    if clip and not WEIGHTS[weights].together:
         raise BadInput("--clipped: " + CLIPPED_TOGETHER.format(weights=weights))
     precision = asked.get("precision") or chain.precision
     misfit = chain.misfit(precision)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from ..check.targets import TARGETS
-from ..choices import BEST
+from ..choices import BEST, DRAINED
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.plans import load_plan
@@ -101,9 +101,9 @@ def plan(
         raise BadInput(f"--schedule best orders passes for itself; leave out {'--robust' if for_ is None else '--for'}")
     if for_ is not None:
         _refuse_with_target(for_, algorithm, stated is not None, kind, limit, asked)
-        asked["weights"] = "flush"
+        asked["weights"] = DRAINED
     elif schedule is not None and asked.get("weights") is None and _drains(schedule):
-        asked["weights"] = "flush"
+        asked["weights"] = DRAINED
     status = status or Status()
     merging(asked.get("granularity", "auto"), asked.get("blocks"))  # refuses before anything is read
     (given,), deadline = given_profiles(profile, asked, [microbatch], status, deadline)
@@ -171,7 +171,7 @@ def grid(
     deadline = deadline_of(time_limit)
     refuse_others(effort=effort)
     _refuse_with_grid(asked)
-    batch, asked["batch"], asked["weights"] = asked.get("batch"), ANY, "flush"
+    batch, asked["batch"], asked["weights"] = asked.get("batch"), ANY, DRAINED
     if not isinstance(batch, int):
         raise BadInput("--data-parallel plans for a batch; say its samples with --batch")
     merged = merging(asked.get("granularity", "auto"), asked.get("blocks"))
@@ -285,9 +285,9 @@ def _refuse_with_grid(asked: Asked) -> None:
 
 def _drains(schedule: str) -> bool:
     """Whether a schedule goes with weights that are flushed and with no others."""
-    return schedule == BEST or KINDS[schedule].weights == ("flush",)  # type: ignore[index]  # one of them, as checked
+    return schedule == BEST or KINDS[schedule].drains  # type: ignore[index]  # one of them, as checked
 
 
 def _refuse_other_weights(option: str, asked: Asked, why: str) -> None:
-    if asked.get("weights") not in (None, "flush"):
+    if asked.get("weights") not in (None, DRAINED):
         raise BadInput(f"{option} {why}, which is --weights flush, not {asked.get('weights')}")

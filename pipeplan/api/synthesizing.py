@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import inf
 
+from ..choices import DRAINED
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
@@ -89,4 +90,4 @@ def graph_of_times(
     )
     platform = replace(Platform.flat(gpus, ROOM, 10**9), full_duplex=True)
     stages = [Stage(i, i + 1, (home,)) for i, home in enumerate(homes)]
-    return stage_graph(Chain("equal stages", layers, 0), platform, Policy(weights="flush"), stages)
+    return stage_graph(Chain("equal stages", layers, 0), platform, Policy(DRAINED), stages)

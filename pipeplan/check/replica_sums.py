@@ -28,7 +28,7 @@ def summed_beside(plan: Plan, found: Evaluation | None = None) -> dict[int, int]
     """
     policy, stages = plan.policy, plan.allocation.stages
     replicated = [s for s, stage in enumerate(stages) if stage.replicas > 1]
-    if plan.chain.tied or not replicated or policy.weights not in ("flush", "2bw"):
+    if plan.chain.tied or not replicated or not policy.updates_together:
         return {}
     if policy.drains:
         held = Counter(stage.devices for stage in stages)

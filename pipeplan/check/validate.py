@@ -118,9 +118,9 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
 def schedule_violations(plan: Plan) -> list[str]:
     """Return where the kind of schedule and the weights policy contradict each other."""
     schedule, policy = plan.schedule, plan.policy
-    if policy.coarsening is not None and policy.weights != "flush":
+    if policy.coarsening is not None and not policy.drains:
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
-    if policy.engine is not None and policy.weights != "flush":
+    if policy.engine is not None and not policy.drains:
         return [f"{policy.engine} drains every mini-batch, for weights flush; the policy is {policy.weights}"]
     shared = policy.shared_bytes_per_parameter
     if shared is not None and not (policy.zero and 0 <= shared <= (policy.bytes_per_parameter or 0)):
@@ -285,14 +285,14 @@ def _over(name: str, stages: Sequence[int], use: DeviceUse) -> list[str]:
 
 def _updates(graph: StageGraph, pattern: Pattern) -> list[str]:
     policy = graph.policy
-    if policy.weights != "2bw":
+    if not policy.rules.within_update:
         return []
     needed = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
     if policy.accumulate is not None and policy.accumulate >= needed:
         return []
     return [
-        f"2bw accumulates {policy.accumulate} microbatches per update, but {needed} are in flight at one stage; with "
-        f"fewer than {needed} a third weight version would be needed"
+        f"{policy.weights} accumulates {policy.accumulate} microbatches per update, but {needed} are in flight at one "
+        f"stage; with fewer than {needed} a third weight version would be needed"
     ]
 
 
@@ -315,8 +315,8 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
     for bound in plan.lower_bounds:
         if bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
-        if bound.any_interval and plan.policy.weights != "2bw":
-            found.append(f"{_bound_name(bound)} is for any interval between updates of 2bw, not {plan.policy.weights}")
+        if bound.any_interval and not plan.policy.rules.any_interval:
+            found.append(f"{_bound_name(bound)} is for any interval between updates, not for {plan.policy.weights}")
         if bound.schedule not in (None, plan.schedule.kind):
             found.append(f"{_bound_name(bound)} is for {bound.schedule}, not {plan.schedule.kind}")
         if bound.allocation in TARGETS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..choices import OPTIMIZERS
+from ..choices import DRAINED, OPTIMIZERS
 from ..errors import BadInput
 from ..names import SENTENCE, shown
 from ..units import MOST_COUNT
@@ -86,7 +86,7 @@ def command(
 
     device = accelerator(gpu)
     chains = {path: read_profile(path) for path in profiles}
-    policy = Policy(weights="flush", optimizer=optimizer, precision=precision)  # type: ignore[arg-type]  # as chosen
+    policy = Policy(weights=DRAINED, optimizer=optimizer, precision=precision)  # type: ignore[arg-type]  # as chosen
 
     def platform(count: int, chain: Chain) -> Platform:
         counts: tuple[int, ...] = (count,)

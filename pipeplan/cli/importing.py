@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ..choices import DRAINED
 from ..errors import InvalidPlan
 from .grouped import GroupedCommand
 from .options import EFFORT, FILE, JSON, Output, asked_of, problem_options, refuse_two_documents, time_limit
@@ -69,7 +70,7 @@ def command(
 
     options = read_options(arguments)
     profile, deadline = read_profile(shared.pop("profile")), shared.pop("deadline")
-    asked = asked_of({**shared, "weights": "flush", "batch": "any"})
+    asked = asked_of({**shared, "weights": DRAINED, "batch": "any"})
     problem, assumed = problem_of(profile, **asked, deadline=deadline)
     found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy, about = replace(problem.policy, accumulate=found.microbatches), status()

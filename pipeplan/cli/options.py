@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
 
-from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, OPTIMIZERS
+from ..choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK, OPTIMIZERS, Weights
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
@@ -225,7 +225,7 @@ PROBLEM: dict[str, Callable[[Any], Any]] = {  # the options that describe a plan
     ),
     "weights": click.option(
         "--weights",
-        type=click.Choice(["2bw", "stash", "flush", "latest"]),
+        type=click.Choice(get_args(Weights)),
         help="How weight versions are kept.  [default: stash or 2bw, the one whose gradients are less late if it takes "
         "at most 2% longer; flush in grids, with --for and with a --schedule that drains]",
     ),

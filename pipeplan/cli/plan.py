@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from ..choices import BEST, PLANNED, AlgorithmName, ScheduleKind, TargetName
+from ..choices import BEST, DRAINED, PLANNED, AlgorithmName, ScheduleKind, TargetName
 from ..units import parse_counts
 from .grid import LIMIT, grid_options, plan_grid
 from .grouped import GroupedCommand
@@ -200,9 +200,9 @@ def _stated_grid(data_parallel: str, options: dict[str, Any]) -> dict[str, Any]:
     ):
         raise click.UsageError("--split searches nothing: say how many pipelines --data-parallel has")
     source = click.get_current_context().get_parameter_source("weights")
-    if source is not ParameterSource.DEFAULT and options["weights"] != "flush":
+    if source is not ParameterSource.DEFAULT and options["weights"] != DRAINED:
         raise click.UsageError(f"--data-parallel drains, which is --weights flush, not {options['weights']}")
-    return options | {"replicas": replicated(options["split"], int(data_parallel)), "weights": "flush"}
+    return options | {"replicas": replicated(options["split"], int(data_parallel)), "weights": DRAINED}
 
 
 def _refuse_with_grid(algorithm: str, schedule: ScheduleKind | Literal["best"] | None, others: dict[str, Any]) -> None:

@@ -61,8 +61,8 @@ def may_reach(graph: StageGraph, period: int) -> bool:
 
 def _counts_fit(graph: StageGraph, period: int) -> bool:
     counts, lifetime = group_counts(graph, period)
-    policy = graph.policy
-    if policy.weights == "2bw" and policy.accumulate is not None and lifetime > policy.accumulate * period:
+    most = graph.policy.most_lifetime
+    if most is not None and lifetime > most * period:
         return False
     return all(
         device_bytes(graph, index, counts) <= resource.memory_bytes

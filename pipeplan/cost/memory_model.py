@@ -79,9 +79,7 @@ def versions(policy: Policy, in_flight: IntLike, replicas: int = 1) -> IntLike:
     m comes, all up to m - r * g have gone back, and until it goes back itself only those before it are updated with.
     That is g with one replica and an update every microbatch. With vertical sync no stage keeps fewer than the first.
     """
-    if versions_grow(policy):
-        return updates_over(policy, in_flight, replicas) + 1
-    return 2 if policy.weights == "2bw" else 1
+    return policy.rules.most_versions or updates_over(policy, in_flight, replicas) + 1
 
 
 def updates_over(policy: Policy, held: IntLike, replicas: int = 1) -> IntLike:
@@ -92,15 +90,13 @@ def updates_over(policy: Policy, held: IntLike, replicas: int = 1) -> IntLike:
 
 def versions_grow(policy: Policy) -> bool:
     """Whether a stage keeps more weight versions the more microbatches it has in flight."""
-    return policy.weights == "stash" or (policy.weights == "latest" and policy.vertical_sync)
+    return policy.rules.most_versions is None
 
 
 def without_vertical_sync(policy: Policy) -> Policy:
     """Return the policy under which each stage keeps the versions that its own microbatches need and no more: a
     relaxation, for searches that see one stage at a time."""
-    if not policy.vertical_sync:
-        return policy
-    return replace(policy, weights="stash" if versions_grow(policy) else policy.weights, vertical_sync=False)
+    return replace(policy, weights=policy.rules.alone or policy.weights, vertical_sync=False)
 
 
 def weights_bytes(

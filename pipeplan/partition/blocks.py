@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..cost import memory_model, time_model
+from ..cost.stage_tables import StageTables
 from ..integers import NEVER, Ints, ceil_div, smallest
 from ..plan import Stage
 from ..problem import Chain, Device, Problem
-from .cuts import crossing_bytes, waits_ns
 from .tables.split_paths import first_split, least_longest, shortest_split, up_to, walked
 
 _PRECISION = 4096  # a bound is found to this part
@@ -61,71 +61,6 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What stages between two of the ``cuts`` cost beside activations, on groups of GPUs, each computed once."""
-
-    problem: Problem
-    cuts: tuple[int, ...]
-
-    @cached_property
-    def _known(self) -> dict[object, Any]:
-        return {}
-
-    def once(self, key: object, compute: Callable[[], Any]) -> Any:
-        """Return what was computed for ``key``, computed now if it wasn't."""
-        if key not in self._known:
-            self._known[key] = compute()
-        found: Any = self._known[key]
-        return found
-
-    @cached_property
-    def ends(self) -> tuple[Ints, Ints]:
-        """The layers where stages start and stop, to be broadcast."""
-        cuts = np.array(self.cuts, dtype=np.int64)
-        return cuts[:, None], cuts[None, :]
-
-    @cached_property
-    def crossing(self) -> Ints:
-        """Bytes that cross each cut in one direction."""
-        return np.asarray(crossing_bytes(self.problem.chain)[np.array(self.cuts)])
-
-    @cached_property
-    def waits(self) -> Ints:
-        """What a stage waits for transfers at each cut, where they block."""
-        return waits_ns(self.problem, np.array(self.cuts, dtype=np.int64))
-
-    def forward(self, group: tuple[int, ...]) -> Ints:
-        """Return F, shape (cuts, cuts), on a group."""
-        device = self.problem.platform.slowest(group)
-        timed = self.problem.chain.timed(device.times)
-        return np.asarray(
-            self.once(("forward", device), lambda: time_model.forward_ns(timed, *self.ends, device.speed))
-        )
-
-    def sync(self, group: tuple[int, ...]) -> Ints:
-        """Return the sum of gradients over a group, shape (cuts, cuts)."""
-        problem = self.problem
-        path = problem.platform.paths[problem.platform.level_of(group)]
-
-        def ring() -> Ints:
-            gradients = np.asarray(memory_model.gradient_of(problem.chain, problem.policy, *self.ends))
-            sums = time_model.ring_all_reduce_ns(np.maximum(gradients, 0).astype(object), len(group), *path)
-            return np.asarray(sums).astype(np.int64)
-
-        return np.asarray(self.once(("sync", len(group), path), ring))
-
-    def trip(self, one: tuple[int, ...], other: tuple[int, ...]) -> Ints:
-        """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
-        platform = self.problem.platform
-        level = platform.level_between(one, other)
-        sizes = (self.crossing * (not platform.blocking and one != other)).tolist()
-        found = self.once(
-            ("trip", level, one != other), lambda: np.array([2 * platform.transfer_ns(x, level) for x in sizes])
-        )
-        return np.asarray(found, dtype=np.int64)
-
-
-@dataclass(frozen=True)
 class Pipe:
     """One of equal pipelines: stage s, on ``groups[s]``, holds ``in_flight[s]`` microbatches of the ``microbatches``
     that each pipeline runs.
@@ -134,7 +69,7 @@ class Pipe:
     exactly ``in_flight`` forwards before its first backward, and then one of each in turn (1F1B).
     """
 
-    costs: Costs
+    tables: StageTables
     activations: Activations
     groups: tuple[tuple[int, ...], ...]
     microbatches: int
@@ -142,24 +77,45 @@ class Pipe:
     share: int = 1
     ahead: bool = False
 
+    @property
+    def _cuts(self) -> Ints:
+        return np.asarray(self.tables.stop[0])
+
+    @property
+    def _stage(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.tables.stop > self.tables.start)
+
+    def _forward(self, group: tuple[int, ...]) -> Ints:
+        """Return F on a group."""
+        return self.tables.forward(self.tables.problem.platform.slowest(group))
+
+    def _sums(self, group: tuple[int, ...]) -> Ints:
+        """Return the sum of gradients over a group."""
+        platform = self.tables.problem.platform
+        return self.tables.sums(len(group), platform.paths[platform.level_of(group)])
+
+    def _trip(self, one: tuple[int, ...], other: tuple[int, ...]) -> Ints:
+        """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
+        platform = self.tables.problem.platform
+        if platform.blocking or one == other:
+            return np.zeros_like(self._cuts)
+        level, sizes = platform.level_between(one, other), self.tables.crossing[1][0].tolist()
+        return self.tables.once(("trip", level), lambda: [2 * platform.transfer_ns(x, level) for x in sizes])
+
     @cached_property
     def times(self) -> list[Ints]:
         """U, shape (cuts, cuts), of each stage; NEVER where it is none."""
-        problem, (start, stop), waits = self.costs.problem, self.costs.ends, self.costs.waits
+        problem, (before, behind) = self.tables.problem, self.tables.waits
         known: dict[tuple[Device, int], Ints] = {}
         found = []
         for s, group in enumerate(self.groups):
             device = problem.platform.slowest(group)
             if (device, len(group)) not in known:
-                timed = problem.chain.timed(device.times)
-                again = self.activations.again(timed)
-                work = time_model.work_ns(timed, problem.policy, start, stop, again, len(group), device.speed)
-                table = np.asarray(work)
-                known[device, len(group)] = np.where((stop > start) & (table > 0), table, NEVER)
+                again = self.activations.again(problem.chain.timed(device.times))
+                table = self.tables.work(device, len(group), again)
+                known[device, len(group)] = np.where(self._stage & (table > 0), table, NEVER)
             enters, leaves = (other != (group,) for other in (self.groups[s - 1 : s], self.groups[s + 1 : s + 2]))
-            found.append(
-                np.minimum(known[device, len(group)] + waits[:, None] * enters + waits[None, :] * leaves, NEVER)
-            )
+            found.append(np.minimum(known[device, len(group)] + before * enters + behind * leaves, NEVER))
         return found
 
     @cached_property
@@ -167,7 +123,7 @@ class Pipe:
         """The same, NEVER also where the stage doesn't fit the memory."""
         found = []
         for group, table, held in zip(self.groups, self.times, self._held(self.in_flight, True), strict=True):
-            room = self.costs.problem.platform.slowest(group).memory_bytes // self.share
+            room = self.tables.problem.platform.slowest(group).memory_bytes // self.share
             found.append(np.where(held <= room, table, NEVER))
         return found
 
@@ -181,15 +137,10 @@ class Pipe:
 
     def _held(self, in_flight: Sequence[int], backward: bool) -> Iterator[Ints]:
         """Yield the bytes of each stage, shape (cuts, cuts), one of its microbatches in its ``backward`` or none."""
-        problem, costs = self.costs.problem, self.costs
-        weight_bytes, parameters = memory_model.weights_of(problem.chain, *costs.ends)
-        entering, leaving = costs.crossing[:, None], costs.crossing[None, :]
         kept = self.activations.kept
         for group, count in zip(self.groups, in_flight, strict=True):
-            weights = memory_model.weights_bytes(problem.policy, weight_bytes, parameters, count, len(group))
             held = memory_model.held_bytes(kept, self.activations.peak if backward else kept, count)
-            buffers = memory_model.message_bytes(problem.policy, entering, leaving, len(group))
-            yield np.asarray(weights + held + buffers)
+            yield self.tables.weights_bytes(count, len(group)) + held + self.tables.buffers(len(group))
 
     @cached_property
     def before(self) -> list[int]:
@@ -203,9 +154,9 @@ class Pipe:
     @cached_property
     def arrivals(self) -> list[int]:
         """The least that comes before each stage's first forward."""
-        relaxed = time_model.relative(self.costs.problem)
+        relaxed = time_model.relative(self.tables.problem)
         speed = max(device.speed for device in relaxed.platform.devices)
-        forward = relaxed.chain.sums.forward_ns[np.array(self.costs.cuts)] * speed.denominator // speed.numerator
+        forward = relaxed.chain.sums.forward_ns[self._cuts] * speed.denominator // speed.numerator
         moves = [int(trip[1:-1].min(initial=NEVER)) // 2 for trip in self.trips]
         return [int(forward[min(s, len(forward) - 1)]) + sum(moves[:s]) for s in range(len(self.groups))]
 
@@ -223,10 +174,10 @@ class Pipe:
         ``left`` when the first stage of its GPUs is over, behind which that may hide; NEVER where it is none."""
         found = []
         for group, table, (forwards, backwards) in zip(self.groups, self.times, left, strict=True):
-            forward = self.costs.forward(group)
+            forward = self._forward(group)
             work = np.where(table < NEVER, table, forward)
             total = self.microbatches * work - forwards * forward - backwards * (work - forward)
-            found.append(np.where(table < NEVER, total + self.costs.sync(group), NEVER))
+            found.append(np.where(table < NEVER, total + self._sums(group), NEVER))
         return found
 
     @staticmethod
@@ -241,15 +192,15 @@ class Pipe:
     @cached_property
     def trips(self) -> list[Ints]:
         """Both transfers of a microbatch over each cut, by the stage before it."""
-        return [self.costs.trip(one, other) for one, other in pairwise(self.groups)]
+        return [self._trip(one, other) for one, other in pairwise(self.groups)]
 
     @cached_property
     def _bare(self) -> Ints:
         """The least time of layers before each cut, without recomputation and optimizer, on any device."""
-        relaxed = time_model.relative(self.costs.problem)
+        relaxed = time_model.relative(self.tables.problem)
         sums = relaxed.chain.sums
         speed = max(device.speed for device in relaxed.platform.devices)
-        work = (sums.forward_ns + sums.backward_ns)[np.array(self.costs.cuts)]
+        work = (sums.forward_ns + sums.backward_ns)[self._cuts]
         return np.asarray(work * speed.denominator // speed.numerator)
 
     def least(self, fit: bool = True, enough: int | None = None) -> tuple[int, tuple[int, ...]] | None:
@@ -269,11 +220,11 @@ class Pipe:
         for s, (table, held) in enumerate(zip(tables, self.in_flight, strict=True)):
             known = np.where(table >= NEVER, NEVER // (4 * count), table)
             end = count * known
-            floors.append(end + self.costs.sync(self.groups[s]))
+            floors.append(end + self._sums(self.groups[s]))
             if self.ahead:
                 behind = (bare[-1] - bare + sum(moves[s:]))[None, :]
                 end = np.maximum(
-                    end + behind - (held - 1) * self.costs.forward(self.groups[s]),
+                    end + behind - (held - 1) * self._forward(self.groups[s]),
                     ceil_div(count, held) * (known + behind),
                 )
             ends.append(end)
@@ -326,7 +277,7 @@ class Pipe:
 
     def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
         """Return the stages of a split."""
-        cuts = self.costs.cuts
+        cuts = self._cuts.tolist()
         return tuple(
             Stage(cuts[i], cuts[j], group, () if rule is None else rule(cuts[i], cuts[j]))
             for (i, j), group in zip(pairwise(split), self.groups, strict=True)

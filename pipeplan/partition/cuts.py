@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost.saved import storages
+from ..cost.stage_tables import crossing_bytes
 from ..integers import Ints
 from ..plan import Stage
 from ..problem import Chain, Platform, Problem
@@ -37,22 +38,9 @@ def parting(problem: Problem, cuts: Ints) -> npt.NDArray[np.bool_]:
     return parts
 
 
-def crossing_bytes(chain: Chain) -> Ints:
-    """Return the bytes that cross every position in one direction, shape (L + 1,); the chain's two ends are no cuts."""
-    return np.array((0, *chain.cut_bytes[1:-1], 0), dtype=np.int64)
-
-
 def round_trips_ns(chain: Chain, platform: Platform, cuts: Ints, level: int) -> list[int]:
     """Return the time of both directions of each of ``cuts`` on a path over ``level``; 0 for the chain's two ends."""
     return [2 * platform.transfer_ns(size, level) for size in crossing_bytes(chain)[cuts].tolist()]
-
-
-def waits_ns(problem: Problem, cuts: Ints) -> Ints:
-    """Return for how long a microbatch's messages in both directions keep a stage that begins or ends at each of
-    ``cuts``, of any shape, from computing: over the lowest level, where they block."""
-    sizes, which = np.unique(crossing_bytes(problem.chain)[cuts], return_inverse=True)
-    held = np.array([2 * problem.platform.held_ns(size, 0) for size in sizes.tolist()], dtype=np.int64)
-    return held[which].reshape(cuts.shape)
 
 
 def spread_cuts(problem: Problem, cuts: Ints, bins: int) -> Ints | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ..cost import memory_model
+from ..cost.stage_tables import crossing_bytes
 from ..integers import IntLike, Ints
 from ..problem import Problem
-from .cuts import crossing_bytes
 
 UNLIMITED = 2**20  # microbatches; more than any schedule keeps in flight
 

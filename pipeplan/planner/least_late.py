@@ -10,18 +10,17 @@ from fractions import Fraction
 from ..check.bounds import any_bound
 from ..errors import Infeasible
 from ..plan import Alternative
-from ..problem import Problem, Weights
+from ..problem import Problem
 from ..schedule.weight_versions import lateness
 from .plan import Planned
 
-DELAYED: tuple[Weights, ...] = ("stash", "2bw")  # in the order in which they are searched
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
 
 Found = tuple[Planned, Problem]  # the problem may have its layers in another order
 
 
 def least_late(problem: Problem, find: Callable[[Problem], Found]) -> Found:
-    """Return of what ``find`` finds of ``problem``, whose policy is 2bw, under each of :data:`DELAYED` the plan whose
+    """Return of what ``find`` finds of ``problem``, whose policy is 2bw, under that and ``stash`` the plan whose
     gradients are least late on average, of those within 2% of the best period; it names what the other takes.
 
     2bw is only searched if its plans can be so much shorter: without replicas ``stash`` holds no more and waits for

@@ -185,7 +185,7 @@ def _deeper(candidate: Candidate, places: Collection[int], open_interval: bool) 
     graph = candidate.evaluation.graph
     pattern = _delayed(candidate, scheduled.pattern, places)
     needed = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
-    if problem.policy.weights != "2bw" or needed <= problem.policy.update_interval() or not open_interval:
+    if not problem.policy.rules.within_update or needed <= problem.policy.update_interval() or not open_interval:
         return problem, replace(scheduled, pattern=pattern)
     rarer = rescheduled(problem, scheduled, max(needed, most_replicas(scheduled.allocation.stages)))
     if rarer is None or rarer.pattern is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..choices import Weights
 from ..deadline import NEVER, Deadline
 from .chain import AUTOCAST, LOSS_NAME, Chain, connected
 from .layers import Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
@@ -16,14 +17,13 @@ from .policy import (
     CLIPPED_TOGETHER,
     ENDLESS,
     MICROBATCHES_PER_DEVICE,
-    TOGETHER,
     Engine,
     Policy,
     Precision,
-    Weights,
     Zero,
 )
 from .sums import SharedSums, Sums
+from .weights import WEIGHTS, WeightRules
 
 __all__ = [
     "AUTOCAST",
@@ -31,7 +31,7 @@ __all__ = [
     "ENDLESS",
     "LOSS_NAME",
     "MICROBATCHES_PER_DEVICE",
-    "TOGETHER",
+    "WEIGHTS",
     "Chain",
     "Checkpointing",
     "Device",
@@ -49,6 +49,7 @@ __all__ = [
     "SharedWeights",
     "Sums",
     "WeightNeeds",
+    "WeightRules",
     "Weights",
     "Zero",
     "connected",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..choices import OPTIMIZERS, Optimizer
+from ..choices import DRAINED, OPTIMIZERS, Optimizer, Weights
+from .weights import WEIGHTS, WeightRules
 
 MICROBATCHES_PER_DEVICE = 4  # of an update where nobody says, under every policy: GPipe's rule of thumb
 ENDLESS = 10**15  # microbatches between two updates, which then take a nanosecond of each at most
@@ -13,8 +14,6 @@ CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than thos
     "the norm of all gradients is known once every stage has its own, but with weights {weights} each stage updates as "
     "soon as it has its own; weights flush and 2bw update from the same microbatches"
 )
-Weights = Literal["flush", "2bw", "stash", "latest"]
-TOGETHER: tuple[Weights, ...] = ("flush", "2bw")  # all stages make every update from the same microbatches
 Precision = Literal["fp32", "mixed", "autocast"]
 Zero = Literal[0, 1]
 Engine = Literal["torch"]
@@ -72,9 +71,24 @@ class Policy:
         return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema
 
     @property
+    def rules(self) -> WeightRules:
+        """The rules of ``weights``, with vertical sync where that has a meaning."""
+        row = WEIGHTS[self.weights]
+        return row.synced if self.vertical_sync and row.synced is not None else row
+
+    @property
     def drains(self) -> bool:
         """Whether the pipeline empties before every update."""
-        return self.weights == "flush"
+        return WEIGHTS[self.weights].drains
+
+    def drained(self, accumulate: int) -> Policy:
+        """Return the policy that empties the pipeline before every update, of ``accumulate`` microbatches."""
+        return replace(self, weights=DRAINED, accumulate=accumulate, vertical_sync=False)
+
+    @property
+    def most_lifetime(self) -> int | None:
+        """The most periods for which a microbatch may be in flight, None where weights set no limit."""
+        return self.accumulate if self.rules.within_update else None
 
     @property
     def updates_together(self) -> bool:
@@ -82,11 +96,11 @@ class Policy:
 
         Under the other policies each stage updates when its own backwards are over, at other times than the rest.
         """
-        return self.weights in TOGETHER
+        return WEIGHTS[self.weights].together
 
     def goes_with(self, weights: Weights) -> bool:
         """Whether ``weights`` could be kept so instead: where gradients are clipped all stages update together."""
-        return not self.clip or weights in TOGETHER
+        return not self.clip or WEIGHTS[weights].together
 
     @property
     def steps_apart(self) -> bool:
@@ -105,4 +119,4 @@ class Policy:
     @property
     def open(self) -> bool:
         """Whether costs are those of any interval between updates: lower bounds for each."""
-        return self.accumulate is None and self.weights == "2bw"
+        return self.accumulate is None and WEIGHTS[self.weights].any_interval

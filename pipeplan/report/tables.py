@@ -15,13 +15,12 @@ from ..cost.memory_model import weights_of
 from ..cost.stage_cost import StageCost
 from ..names import shown
 from ..plan import Bound, Plan, Stage
-from ..problem import Chain
+from ..problem import WEIGHTS, Chain
 from ..schedule.kinds import kind_of, plan_groups
 from ..schedule.pattern import DeviceUse, Group
 from ..units import format_bytes, format_devices, format_ns
 from .looks import Name, console, make_table, print_fitted
 from .words import (
-    MEANING,
     alone_ns,
     assumed,
     bound_class,
@@ -116,7 +115,7 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         yield f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling"
-    yield f"weights     {plan.policy.weights}: {MEANING[plan.policy.weights]}; {state(plan)}"
+    yield f"weights     {plan.policy.weights}: {WEIGHTS[plan.policy.weights].meaning}; {state(plan)}"
     yield from _titled("late", late_gradients(plan, result))
     yield f"update      {updates(plan, result)}"
     yield from _titled("otherwise", other_weights(plan, result))

@@ -14,7 +14,7 @@ from ..names import SENTENCE, shown
 from ..partition.contiguous.grouped import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
-from ..problem import Chain, Level, Platform, Policy, Weights
+from ..problem import Chain, Level, Platform, Policy
 from ..schedule.weight_versions import lateness
 from ..units import format_bandwidth, format_bytes, format_ns
 
@@ -159,7 +159,7 @@ def waited_sums(plan: Plan, result: Evaluation) -> str | None:
     text += f"{format_ns(exposed.sum_ns)}, {format_ns(more)} for a microbatch, which the period doesn't count"
     if exposed.interval is not None:
         return f"{text}; --accumulate {exposed.interval} leaves passes to hide it"
-    if plan.policy.weights == "2bw" and not plan.chain.tied:
+    if plan.policy.updates_together and not plan.chain.tied:
         return f"{text}; there is no room for a second gradient"
     return text
 
@@ -245,14 +245,6 @@ def ordering(plan: Plan) -> list[str]:
         return []
     gap = "proved best" if bound == value else f"gap {value / bound - 1:.2%}"
     return [f"orders      no other order of these stages drains before {format_ns(bound)}: {gap}"]
-
-
-MEANING: dict[Weights, str] = {
-    "2bw": "two versions of them, gradients one update late, so that the pipeline never drains",
-    "stash": "a version for each update that a microbatch in flight misses, never drained",
-    "latest": "one version, forward and backward on the newest",
-    "flush": "one version, the pipeline drains before every update",
-}
 
 
 def updates(plan: Plan, result: Evaluation) -> str:

@@ -14,7 +14,7 @@ from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
-from ..problem import Weights
+from ..problem import WEIGHTS, Weights
 from .breadth_first import breadth_first
 from .controlled import v_half, v_min
 from .dualpipev import dualpipev
@@ -89,8 +89,9 @@ def vee(devices: int, chunks: int) -> list[int]:
     return [*range(devices), *reversed(range(devices))]
 
 
+_DRAINING = tuple(weights for weights, rules in WEIGHTS.items() if rules.drains)
 _DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
-_drained = partial(Kind, weights=("flush",), refusal=_DRAINS, shown=_mini_batch, judged=_drained_run, drains=True)
+_drained = partial(Kind, weights=_DRAINING, refusal=_DRAINS, shown=_mini_batch, judged=_drained_run, drains=True)
 _SPLIT = ("weight_keeps",)
 
 
@@ -264,7 +265,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         "written for these stages",
     ),
     "pattern": Kind(
-        weights=("2bw", "stash", "latest"),
+        weights=tuple(weights for weights in WEIGHTS if weights not in _DRAINING),
         refusal="weights {weights} drain the pipeline after every mini-batch; the schedule is an endless pattern",
         shown=_steady_periods,
     ),

@@ -38,7 +38,7 @@ def _versions(timeline: Timeline) -> Versions:
     """Return how many versions of the weights are kept; under nF1B with vertical sync those that the run needs."""
     program, graph = timeline.program, timeline.program.graph
     policy = graph.policy
-    if policy.weights == "latest" and policy.vertical_sync and program.limit is not None:
+    if policy.rules.reads_newest and policy.vertical_sync and program.limit is not None:
         kept = kept_by_stages(timeline, weight_policy(policy), program.batch)
         return lambda stage, _: kept[stage]
     lanes = range(len(program.lanes)) if policy.vertical_sync else ()

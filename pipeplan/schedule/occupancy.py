@@ -6,6 +6,7 @@ from collections import Counter
 from functools import lru_cache
 from itertools import takewhile
 
+from ..choices import DRAINED
 from ..cost.stage_graph import stage_graph
 from ..plan import Schedule, ScheduleKind, Stage
 from ..problem import Chain, Layer, Platform, Policy
@@ -45,7 +46,7 @@ def held_at_first(kind: ScheduleKind, ranks: int, chunks: int, microbatches: int
 def _even_run(kind: ScheduleKind, ranks: int, chunks: int, microbatches: int) -> Timeline:
     homes = homes_of(kind, ranks, chunks)
     chain = Chain("even", tuple(Layer(str(i), 20, 40, 1, 0, backward_weight_ns=20) for i in range(len(homes))), 0)
-    policy = Policy(weights="flush", accumulate=microbatches)
+    policy = Policy(weights=DRAINED, accumulate=microbatches)
     stages = [Stage(s, s + 1, (home,)) for s, home in enumerate(homes)]
     graph = stage_graph(chain, Platform.flat(ranks, 10**9, 10**9), policy, stages)
     return simulate(program_of_kind(graph, Schedule(kind, microbatches), None, microbatches))

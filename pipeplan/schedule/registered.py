@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..choices import DRAINED
 from ..cost.stage_graph import StageGraph
 from ..plan import Pattern, Schedule
-from ..problem import Weights
+from ..problem import WEIGHTS, Weights
 from .program import Program
 from .steady import SteadyRun
 
@@ -28,13 +29,18 @@ class ProgramSchedule:
     build: Callable[..., Program] | None
     summary: str
     source: str
-    weights: Weights | None = "flush"
+    weights: Weights | None = DRAINED
     homes: Homes | None = None
     refuses: Callable[[StageGraph], str | None] = lambda graph: None
     replicas: bool = True
     options: tuple[str, ...] = ()
     steady: Callable[..., SteadyRun] | None = None
     searches: bool = False
+
+    @property
+    def drains(self) -> bool:
+        """Whether it empties the pipeline after every mini-batch, whatever a plan says."""
+        return self.weights is not None and WEIGHTS[self.weights].drains
 
 
 @dataclass(frozen=True, slots=True)

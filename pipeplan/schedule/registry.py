@@ -42,7 +42,7 @@ def named(name: str) -> ProgramSchedule:
 def drained_programs(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Iterator[Program]:
     """Yield a mini-batch under every schedule that drains and can run these stages, whose passes are the usual ones."""
     for entry in schedules().values():
-        if entry.build is None or entry.weights != "flush" or entry.refuses(graph) is not None:
+        if entry.build is None or not entry.drains or entry.refuses(graph) is not None:
             continue
         options = {"weight_keeps": weight_keeps} if "weight_keeps" in entry.options else {}
         try:

@@ -1,8 +1,7 @@
 """Which version of the weights does each pass use, and how many versions must a stage keep?
 
-Versions are numbered from 0, the initial weights; update j makes version j + 1 from mini-batch j. A policy is two rules
-that say which version a forward and a backward get. It has no state: with them all of a run's versions follow from the
-order of its passes, before it starts. Memory, the lowering of programs and the study of TiMePReSt ask here.
+They follow from the policy's two rules and the order of a run's passes. Memory, the lowering of programs and the study
+of TiMePReSt ask here.
 """
 
 from __future__ import annotations
@@ -17,88 +16,18 @@ from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
 from ..integers import ceil_div
 from ..plan import Plan
-from ..problem import Policy
+from ..problem import WEIGHTS, Policy, WeightRules
 from .pattern import starts_of
 from .program import PASSES, Step
 from .timeline import Timeline, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class WeightPolicy:
-    """Two rules. ``made`` is the number of updates that the stage has made when the operation's turn comes.
-
-    ``forward_version(minibatch, made, entered)`` gives the version of a forward, where ``entered`` is the version with
-    which the first stage ran the microbatch forward; ``backward_version(forward, made, common)`` that of the backward
-    whose forward used version ``forward``, where ``common`` is the newest version that all stages had when the last one
-    began the backward. ``most_versions`` is how many may be needed at once, None when the schedule decides. With
-    ``drains`` the pipeline empties before every update. With ``reads_newest`` a backward differentiates what the
-    forward has stored, but with other weights than the forward's.
-    """
-
-    drains: bool
-    most_versions: int | None
-    forward_version: Callable[[int, int, int], int]
-    backward_version: Callable[[int, int, int], int]
-    reads_newest: bool = False
-
-
-def _newest(minibatch: int, made: int, entered: int) -> int:
-    return made
-
-
-def _delayed_by_one(minibatch: int, made: int, entered: int) -> int:
-    return max(minibatch - 1, 0)
-
-
-def _as_entered(minibatch: int, made: int, entered: int) -> int:
-    return entered
-
-
-def _as_forward(forward: int, made: int, common: int) -> int:
-    return forward
-
-
-def _newest_again(forward: int, made: int, common: int) -> int:
-    return made
-
-
-def _newest_in_common(forward: int, made: int, common: int) -> int:
-    return common
-
-
-WEIGHT_POLICIES = {
-    # GPipe, 1F1B with flush: every pass of a mini-batch uses the weights that all mini-batches before it have made
-    "flush": WeightPolicy(drains=True, most_versions=1, forward_version=_newest, backward_version=_as_forward),
-    # PipeDream-2BW: W(t+1) = W(t) - lr * grad f(W(t-1)), in both passes (ALGORITHMS sections 3 and 10.6)
-    "2bw": WeightPolicy(drains=False, most_versions=2, forward_version=_delayed_by_one, backward_version=_as_forward),
-    # PipeDream's weight stashing: the stage's newest weights, kept for the backward (PipeDream section 3.3)
-    "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_newest, backward_version=_as_forward),
-    # TiMePReSt without vertical sync: the newest weights in either pass, so one version
-    "latest": WeightPolicy(
-        drains=False, most_versions=1, forward_version=_newest, backward_version=_newest_again, reads_newest=True
-    ),
-}
-WITH_VERTICAL_SYNC = {
-    # PipeDream's: on every stage the version with which the microbatch entered the first
-    "stash": WeightPolicy(drains=False, most_versions=None, forward_version=_as_entered, backward_version=_as_forward),
-    # TiMePReSt's: a pass, in either direction, uses on every stage what is newest on all of them when it starts
-    "latest": WeightPolicy(
-        drains=False,
-        most_versions=None,
-        forward_version=_as_entered,
-        backward_version=_newest_in_common,
-        reads_newest=True,
-    ),
-}
-
-
-def weight_policy(policy: Policy) -> WeightPolicy:
-    """Return the rules of ``policy.weights``; BadInput where vertical sync has no meaning."""
-    if not policy.vertical_sync:
-        return WEIGHT_POLICIES[policy.weights]
-    if policy.weights not in WITH_VERTICAL_SYNC:
-        raise BadInput(f"plan: vertical sync goes with --weights stash or latest; this plan has {policy.weights!r}")
-    return WITH_VERTICAL_SYNC[policy.weights]
+def weight_policy(policy: Policy) -> WeightRules:
+    """Return the rules of ``policy``; BadInput where vertical sync has no meaning."""
+    if policy.vertical_sync and WEIGHTS[policy.weights].synced is None:
+        known = " or ".join(name for name, rules in WEIGHTS.items() if rules.synced is not None)
+        raise BadInput(f"plan: vertical sync goes with --weights {known}; this plan has {policy.weights!r}")
+    return policy.rules
 
 
 Lent = tuple[tuple[int, int], ...]  # (stage, version of its weights) of stages that keep weights for another
@@ -121,7 +50,7 @@ class Use:
 
 
 def used(
-    timeline: Timeline, policy: WeightPolicy, interval: int, lenders: Sequence[Sequence[int]] = ()
+    timeline: Timeline, policy: WeightRules, interval: int, lenders: Sequence[Sequence[int]] = ()
 ) -> list[list[Use]]:
     """Return which version each pass of a run uses: for each stage its passes, over all replicas, in their order.
 
@@ -192,9 +121,9 @@ def lateness(plan: Plan, graph: StageGraph) -> list[tuple[Fraction, int]]:
     """
     if plan.pattern is None:
         return []
-    weights, starts = plan.policy.weights, starts_of(plan.pattern)
-    if weights != "stash":
-        return [(Fraction(1), 1) if weights == "2bw" else (Fraction(0), 0) for _ in graph.stages]
+    late, starts = plan.policy.rules.late, starts_of(plan.pattern)
+    if late is not None:
+        return [(Fraction(late), late) for _ in graph.stages]
     found = []
     for s in range(len(graph.stages)):
         at = 0 if plan.policy.vertical_sync else s  # whose newest version a microbatch reads
@@ -225,6 +154,6 @@ def kept(passes: Sequence[tuple[int, int]]) -> int:
     return max(alive(passes), default=1)
 
 
-def kept_by_stages(timeline: Timeline, policy: WeightPolicy, interval: int) -> list[int]:
+def kept_by_stages(timeline: Timeline, policy: WeightRules, interval: int) -> list[int]:
     """Return how many versions of its weights each stage must have at once in a run."""
     return [kept([(use.made, use.version) for use in uses]) for uses in used(timeline, policy, interval)]

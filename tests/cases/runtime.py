@@ -498,6 +498,24 @@ def dropping(batch):
     return layers, torch.zeros(batch, 16), mean_square
 
 
+class Shifted(nn.Module):
+    """Its evaluation leaves out a product, so that the one behind it has the other's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(16, 16)
+        self.one, self.two = (nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.enter(x)
+        return nn.functional.linear(nn.functional.linear(x, self.one) if self.training else x, self.two)
+
+
+def shifted(batch):
+    torch.manual_seed(9)
+    return Shifted(), torch.zeros(batch, 16), mean_square
+
+
 def dropping_whole(batch):
     layers, x, loss = dropping(batch)
     return Whole(nn.Sequential(*layers)), x, loss

@@ -32,6 +32,7 @@ from pipeplan.plan import Plan, Stage
 from pipeplan.problem import Problem
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
+from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.optimizers import Choice
@@ -107,12 +108,12 @@ class Mode:
 
 
 @cache
-def profile(name, dtype=None, split=False):
-    return chain_of(MODELS[name], 4, dtype=dtype, split=split)
+def profile(name, dtype=None, split=False, autocast=None):
+    return chain_of(MODELS[name], 4, dtype=dtype, split=split, autocast=autocast)
 
 
-def planned(name, stages, *, kind=None, dtype=None, split=False, policy=None, **asked):
-    plan = plan_of(profile(name, dtype, split), stages, **asked)
+def planned(name, stages, *, kind=None, dtype=None, split=False, autocast=None, policy=None, **asked):
+    plan = plan_of(profile(name, dtype, split, autocast), stages, **asked)
     plan = replace(plan, policy=replace(plan.policy, **(policy or {})))
     return plan if kind is None else under(plan, kind)
 
@@ -153,6 +154,10 @@ MODES: dict[str, Callable[[], Mode]] = {
     "fp16, overflowing": lambda: Mode(
         planned("exploding", [(0, 3, (0,)), (3, 6, (1,))], dtype=torch.float16, accumulate=4,
                 policy={"precision": "mixed"}), "exploding", "cases.half:exploding_vectors", {"half": FP16},
+    ),
+    "autocast": lambda: Mode(
+        planned("linears", TWO, autocast=Autocast(torch.bfloat16), accumulate=4, policy={"precision": "autocast"}),
+        "linears",
     ),
     "a shared GPU": lambda: Mode(planned("mixture", TWO, accumulate=4), "mixture", gpus=1),
     "1f1b, under torchrun": lambda: Mode(

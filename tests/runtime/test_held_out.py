@@ -66,6 +66,21 @@ def test_evaluations_are_those_of_plain_torch_and_change_nothing(case, build, tm
     assert math.isfinite(best.losses[0])
 
 
+def test_weights_that_evaluation_has_in_another_layer_are_the_trained_ones(tmp_path):
+    chain = chain_of(runtime_cases.shifted, 4)
+    assert len(chain) == 4
+    model = ModelSpec("cases.runtime:shifted", "cases.runtime:vectors")
+    options = RunOptions(steps=2, lr=0.05, save=tmp_path / "x.pt", held_out=replace(ASKED, metrics=None))
+    report = run_plan(plan_of(chain, [(0, 4, (0,))], accumulate=2), model, options)
+    net = runtime_cases.shifted(4)[0].eval()
+    net.load_state_dict(torch.load(tmp_path / "x.pt"))
+    pairs = [runtime_cases.held_out(m, 0) for m in range(3)]
+    losses = [float(runtime_cases.mean_square(net(x), y).detach()) for x, y in pairs]
+    assert report.evaluations[2] == pytest.approx({"loss": sum(losses) / 3}, rel=1e-6)
+    with pytest.raises(BadInput, match="in evaluation its layer linear has two, which another rank trains"):
+        run_plan(plan_of(chain, [(0, 2, (0,)), (2, 4, (1,))], accumulate=2), model, options)
+
+
 def test_a_resumed_run_has_the_same_average_plateau_and_patience(tmp_path):
     """On another plan, too: the rate falls where plain torch's would, the average is that of torch's AveragedModel."""
     chain = chain_of(runtime_cases.dropping, 4)

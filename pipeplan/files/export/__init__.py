@@ -57,7 +57,7 @@ WRITERS: dict[str, Writer] = {
 def notes(plan: Plan, name: str, stages: Sequence[Stage]) -> list[str]:
     """Return what a user should know beside the exported text: what the target will do in its own way."""
     found = []
-    if not WRITERS[name].schedule and plan.policy.weights != "flush":
+    if not WRITERS[name].schedule and not plan.policy.drains:
         found.append(
             f"{name} drains the pipeline before every update; the plan's weights {plan.policy.weights} and its "
             f"period hold only where they are kept so (plan with --for {WRITERS[name].target})"

@@ -28,7 +28,7 @@ def torch_csv(asked: Asked) -> str:
     refuse_parted(asked.plan.chain, asked.stages, "torch-csv")
     if asked.stages[-1].start >= whole_blocks(asked.plan.chain)[-1].modules_stop:
         raise CannotExpress("torch-csv: the last stage is the loss alone; there it is no part of the model")
-    if graph.policy.weights != "flush":
+    if not graph.policy.drains:
         raise CannotExpress(
             f"torch-csv: torch drains the pipeline before every update, and this schedule keeps weights "
             f"{graph.policy.weights}; plan with --weights flush, or export a drained --schedule such as 1f1b"

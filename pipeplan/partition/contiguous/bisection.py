@@ -14,13 +14,13 @@ from ...plan import Allocation
 from ...problem import Device
 from ..devices.orders import FEW, Order
 from ..tables.options import quickest_replicas
-from ..tables.stages import StageTables
+from ..tables.stages import SearchTables
 from .claims import claim, claimed_ns
 from .decision import decide
 
 
 def shortest_between(
-    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
+    tables: SearchTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
 ) -> tuple[Allocation | None, int]:
     """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``,
     and a period below which there is none.
@@ -51,7 +51,7 @@ def _devices_of(best: Allocation | None) -> list[int]:
 
 
 def _in_order(
-    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
+    tables: SearchTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
 ) -> tuple[Allocation | None, int]:
     """Do the same for what stages can take by ``tables.states``; ``best`` may be something else."""
     problem = tables.problem
@@ -79,7 +79,7 @@ def _in_order(
     return best, low
 
 
-def plain_delays(tables: StageTables) -> Ints:
+def plain_delays(tables: SearchTables) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
     best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
     chain = tables.problem.chain.timed(best.times)

@@ -25,7 +25,7 @@ from ..cuts import legal_cuts, near_cuts, spread_cuts
 from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from ..tables.device_counts import device_counts, shortest_delays
-from ..tables.stages import StageTables, stage_tables
+from ..tables.stages import SearchTables, stage_tables
 from .bisection import plain_delays, shortest_between
 from .claims import claim, claimed, claimed_ns, longest_period_ns
 from .decision import decide
@@ -147,7 +147,7 @@ def proved_none(problem: Problem, period: int) -> bool:
     return tables.orders is None and decide(tables, period, least_delay) is None
 
 
-def tables_within(problem: Problem, slack: Fraction) -> tuple[StageTables, int, bool] | None:
+def tables_within(problem: Problem, slack: Fraction) -> tuple[SearchTables, int, bool] | None:
     """Return (tables of all stages that take at most ``slack`` times the smallest period, that time, whether the tables
     have every way to recompute them).
 
@@ -239,7 +239,7 @@ def _on_groups(problem: Problem, sizes: Sequence[int]) -> Allocation | None:
     return None if best is None else replace(best, lower_bound_ns=min(floor, claimed_ns(best)))
 
 
-def _refined(tables: StageTables, best: Allocation, low: int) -> Allocation:
+def _refined(tables: SearchTables, best: Allocation, low: int) -> Allocation:
     """Return the best allocation that comes of ``best`` by moving its cuts, of which ``tables`` have only some."""
     problem, cuts = tables.problem, legal_cuts(tables.problem)
     for _ in range(_REFINED):
@@ -257,7 +257,7 @@ def _refined(tables: StageTables, best: Allocation, low: int) -> Allocation:
 
 
 def _with_segments(
-    tables: StageTables, least_delay: Ints, low: int, high: int, as_listed: bool
+    tables: SearchTables, least_delay: Ints, low: int, high: int, as_listed: bool
 ) -> tuple[Allocation | None, int]:
     """Return the best allocation with segments from ``low`` to ``high`` ns (ALGORITHMS section 5, "Segments"), and a
     period below which there is none.
@@ -284,7 +284,7 @@ def _with_segments(
 
 
 def _with_labels(
-    tables: StageTables, least_delay: Ints, low: int, high: int, best: Allocation | None
+    tables: SearchTables, least_delay: Ints, low: int, high: int, best: Allocation | None
 ) -> tuple[Allocation | None, int]:
     """Do the same by labels between all cuts, or some of many, the better the more often."""
     longest, bound = longest_period_ns(tables.problem), low
@@ -313,7 +313,7 @@ def _with_labels(
     return best, bound
 
 
-def _bounded(tables: StageTables, best: Allocation | None, bound: int, floor: int) -> Allocation | None:
+def _bounded(tables: SearchTables, best: Allocation | None, bound: int, floor: int) -> Allocation | None:
     """Return the allocation with the lower bound that was proved, ``floor`` where not all cuts were looked at."""
     return None if best is None else replace(best, lower_bound_ns=bound if tables.complete else floor)
 
@@ -325,7 +325,7 @@ def shared_work(problem: Problem, low: int, high: int) -> int:
     return min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
 
 
-def _least_possible(tables: StageTables, low: int, high: int, least_delay: Ints) -> int:
+def _least_possible(tables: SearchTables, low: int, high: int, least_delay: Ints) -> int:
     """Return a period in ``low..high`` below which there are not enough devices; ``high`` is long enough.
 
     Within a thousandth of the largest such period.

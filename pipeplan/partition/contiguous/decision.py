@@ -18,12 +18,12 @@ from ...plan import Stage
 from ..devices.device_states import Flags, Step, places
 from ..tables.device_counts import Counts, device_counts
 from ..tables.options import Ranges
-from ..tables.stages import StageTables, closed, largest_synced_gradients, longest_delay
+from ..tables.stages import SearchTables, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 
 
-def decide(tables: StageTables, period: int, least_delay: Ints) -> tuple[Stage, ...] | None:
+def decide(tables: SearchTables, period: int, least_delay: Ints) -> tuple[Stage, ...] | None:
     """Return stages that have a valid pattern of ``period`` ns, or None: then no contiguous allocation has one.
 
     Exact over stages between ``tables.cuts`` and what they can take by ``tables.states``. With n cuts, P devices and S
@@ -46,7 +46,7 @@ class _Sweep:
     seen through the cut's transfers, its group, the group's end, and what the stage may not pass.
     """
 
-    def __init__(self, tables: StageTables, period: int, counts: Counts) -> None:
+    def __init__(self, tables: SearchTables, period: int, counts: Counts) -> None:
         self.tables, self.period, self.counts = tables, period, counts
         problem, self.states = tables.problem, tables.states
         self.left, self.takes, self.sizes = self.states.left, self.states.takes, self.states.sizes

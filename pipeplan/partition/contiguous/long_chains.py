@@ -21,7 +21,7 @@ from ...problem import LayerTimes, Problem
 from ..cuts import legal_cuts, spread_cuts
 from ..recompute.priced import PricedLabels, Terms, first_terms, nearby, priced_labels
 from ..recompute.segments import AnyLabels, caps_within, most_groups, profiles, with_labels
-from ..tables.stages import StageTables, stage_tables
+from ..tables.stages import SearchTables, stage_tables
 from .bisection import plain_delays, shortest_between
 from .claims import claimed_ns, longest_period_ns
 
@@ -32,8 +32,8 @@ _WORTH = 2000  # a round that gains less than this part of the period is the las
 
 
 def thinned(
-    tables: StageTables, stages: Sequence[Stage] = (), turn: int = 0, most_near: int = _MOST_NEAR
-) -> StageTables:
+    tables: SearchTables, stages: Sequence[Stage] = (), turn: int = 0, most_near: int = _MOST_NEAR
+) -> SearchTables:
     """Return tables between few cuts: some all over the chain, and about ``most_near`` near the ends of ``stages``,
     others each ``turn`` where there are more."""
     problem, cuts = tables.problem, legal_cuts(tables.problem)
@@ -58,12 +58,12 @@ def _near(cuts: Ints, stages: Sequence[Stage], turn: int, most: int) -> Ints:
 
 
 def with_priced_segments(
-    tables: StageTables,
+    tables: SearchTables,
     period: int,
     least: int,
     longest: int,
     terms: tuple[Terms, ...],
-) -> tuple[StageTables, dict[LayerTimes | None, dict[int, PricedLabels]]] | None:
+) -> tuple[SearchTables, dict[LayerTimes | None, dict[int, PricedLabels]]] | None:
     """Return ``tables`` between few cuts with the times of stages that may recompute segments on some ``terms``, and
     the labels by profile and first layer; else as :func:`.segments.with_segments`."""
     problem, cuts, ends = tables.problem, tables.cuts, plain_delays(tables)
@@ -84,7 +84,7 @@ def terms_of(problem: Problem) -> tuple[Terms, ...]:
     return first_terms(problem.chain, max(device.memory_bytes for device in problem.platform.devices))
 
 
-def between_layers(tables: StageTables, best: Allocation | None, low: int, high: int) -> Allocation | None:
+def between_layers(tables: SearchTables, best: Allocation | None, low: int, high: int) -> Allocation | None:
     """Return the best allocation that is found from ``low`` to ``high`` ns, or ``best``, what it begins with.
 
     ``tables`` are over all cuts, or some. Ideals have no layers in a row between them: ``best`` stays.

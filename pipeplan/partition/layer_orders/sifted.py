@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cost import memory_model, time_model
+from ...cost import time_model
+from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...problem import Problem
 from ..cuts import round_trips_ns
@@ -217,13 +218,10 @@ class _Walk:
         at, to = np.nonzero(may)
         start, stop = at + rows.start, to + columns.start
         problem = replace(self.problem, chain=chain)
-        best, policy = problem.platform.best_device, problem.policy
-        options = FewOptions(
-            start, stage_times(problem, start, stop, best), stage_limits(problem, start, stop, best.memory_bytes)
-        ).relaxed()
-        gradients = np.zeros(len(start), dtype=np.int64)
-        if problem.replicas:
-            gradients += memory_model.gradient_of(chain, policy, start, stop)
+        best = problem.platform.best_device
+        tables = StageTables(problem, start, stop)
+        options = FewOptions(start, stage_times(tables, best), stage_limits(tables, best.memory_bytes)).relaxed()
+        gradients = tables.gradients if problem.replicas else np.zeros(len(start), dtype=np.int64)
         need = stage_needs(problem, options, gradients, self.enter[stop], self.period)
         enough = need < TOO_MANY
         some = [(time[enough], limit[enough]) for time, limit in options]

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost import memory_model, time_model
-from ...cost.saved import first_saved, saved_bytes
+from ...cost.saved import first_saved
+from ...cost.stage_tables import StageTables
 from ...deadline import Deadline
 from ...errors import BadInput
 from ...integers import IntLike, ceil_div
 from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Policy, Problem
-from ..cuts import crossing_bytes, legal_cuts, parting, round_trips_ns
+from ..cuts import legal_cuts, parting, round_trips_ns
 from ..in_flight import in_flight_limit
 
 MOST_CUTS = 1000  # the tables take 200 bytes for each pair
@@ -124,11 +125,9 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
             f"madpipe: the network can be cut in {len(cuts)} places, and at most {MOST_CUTS} are searched; "
             "--granularity 0.1% merges neighbours"
         )
-    start, stop = cuts[:, None], cuts[None, :]
-    device = platform.devices[0]
-    size, count = memory_model.weights_of(chain, start, stop)
-    none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
-    saved = np.asarray(saved_bytes(chain, start, stop))
+    device, tables = platform.devices[0], StageTables.between(problem, cuts)
+    start, stop, saved = tables.start, tables.stop, tables.kept
+    none, one = (memory_model.versioned_bytes(policy, *tables.weights, kept) for kept in (0, 1))
     limit = in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes)
     timed = chain.timed(device.times)
     holds = np.zeros(np.broadcast(start, stop).shape, dtype=object)
@@ -151,9 +150,9 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         cuts=cuts.tolist(),
         devices=len(platform),
         memory=device.memory_bytes,
-        lifetime=policy.accumulate if policy.weights == "2bw" and policy.accumulate is not None else 2**40,
+        lifetime=policy.most_lifetime or 2**40,
         duplex=platform.full_duplex,
-        work=time_model.work_ns(timed, policy, start, stop, speed=device.speed).tolist(),
+        work=tables.work(device).tolist(),
         limit=np.where(parting(problem, cuts), 0, limit).tolist(),
         fixed=none.tolist(),
         version=(one - none).tolist(),
@@ -161,7 +160,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         holds=holds.tolist(),
         borrowing=borrowing,
         round_trip=[0] * len(cuts) if platform.blocking else round_trips_ns(chain, platform, cuts, 0),
-        buffers=(2 * crossing_bytes(chain)[cuts]).tolist(),
+        buffers=(2 * tables.crossing[1][0]).tolist(),
         least_saved=np.concatenate([[0], np.cumsum(first_saved(chain))])[cuts].tolist(),
     )
 

@@ -87,8 +87,8 @@ class Misfits:
             counts[s] = max(1, ceil_div(delay, own))
             one_way, both, wide = trips[s - 1] if s else (0, True, 1)
             delay = delay + 2 * one_way if both else extend(delay, 2 * one_way, wide * period)
-        if policy.weights == "2bw" and policy.accumulate is not None:
-            missing += _over(delay, policy.accumulate * period)
+        if policy.most_lifetime is not None:
+            missing += _over(delay, policy.most_lifetime * period)
         for devices, own_stages in groups.items():
             missing += self._memory(devices, own_stages, costs, counts)
         return missing
@@ -154,8 +154,8 @@ def _over(needed: int, there: int) -> float:
 def _of_graph(graph: StageGraph, period: int) -> float:
     counts, lifetime = group_counts(graph, period)
     policy, missing = graph.policy, 0.0
-    if policy.weights == "2bw" and policy.accumulate is not None:
-        missing += _over(lifetime, policy.accumulate * period)
+    if policy.most_lifetime is not None:
+        missing += _over(lifetime, policy.most_lifetime * period)
     for index, resource in enumerate(graph.resources):
         load = sum(graph.operations[i].duration_ns for i in graph.on_resource[index])
         missing += _over(load, period * resource.replicas) + _over(graph.sync_periods_ns[index], period)

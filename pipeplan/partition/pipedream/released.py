@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...cost.layer_orders import layers_in, members
 from ...plan import Allocation
 from ...problem import Chain, Problem
 from ..granularity import articulation_cuts
@@ -147,16 +148,16 @@ def _states(chain: Chain) -> _States:
     sums, outputs, stops = [(0.0, 0.0)], [0.0], [0]
     outgoing = np.array([x.output_bytes for x in chain.layers], dtype=np.float64)
     for done, augmented in zip(found.done, found.augmented, strict=True):
-        inside = _members(done, count)
+        inside = layers_in([done], count)[0]
         sums.append((float(compute[inside].sum()), float(parameters[inside].sum())))
-        outputs.append(float(outgoing[_members(augmented, count)].sum()))
+        outputs.append(float(outgoing[layers_in([augmented], count)[0]].sum()))
         stops.append(int(inside.sum()) + sum(done & sources == sources for sources in dropped.values()))
     stops[-1] = count
     totals = np.array(sums)
     before: list[npt.NDArray[np.int64] | slice] = [slice(1, 1)]
     for stop, earlier in enumerate(found.earlier, start=1):
         every = earlier == (1 << (stop - 1)) - 1  # a slice is a view, much faster than picking
-        before.append(slice(1, stop) if every else np.array(list(_bits(earlier)), dtype=np.int64) + 1)
+        before.append(slice(1, stop) if every else np.array(members(earlier), dtype=np.int64) + 1)
     return _States(totals[:, 0], totals[:, 1], np.array(outputs), np.array(stops), before)
 
 
@@ -197,21 +198,23 @@ def _antichains(chain: Chain) -> _Antichains | None:
     for i, j in sorted(edges, reverse=True):
         descendants[i] |= descendants[j] | 1 << j
     read_by = [sum(1 << j for j in set(targets)) for targets in readers]
-    waiting = [sum(1 << p for p in _bits(ancestors[a]) if read_by[p] & ~(ancestors[a] | 1 << a)) for a in range(count)]
+    waiting = [
+        sum(1 << p for p in members(ancestors[a]) if read_by[p] & ~(ancestors[a] | 1 << a)) for a in range(count)
+    ]
 
     source = 1 << next(i for i in range(count) if i not in dropped)
     augmented: dict[int, int] = {}
     following: dict[int, list[int]] = {}
     queue, queued = [source], {source}
     for antichain in queue:
-        whole = augmented[antichain] = antichain | _union(waiting[a] for a in _bits(antichain))
+        whole = augmented[antichain] = antichain | _union(waiting[a] for a in members(antichain))
         found: dict[int, None] = {}
-        for u in _bits(whole):
+        for u in members(whole):
             for v in readers[u]:
                 if antichain >> v & 1 or descendants[v] & whole:
                     continue
                 more = whole | 1 << v  # u, which v reads, is no longer maximal
-                found[sum(1 << x for x in _bits(more) if not descendants[x] & more)] = None
+                found[sum(1 << x for x in members(more) if not descendants[x] & more)] = None
         following[antichain] = list(found)
         queue += [x for x in found if x not in queued]
         queued |= found.keys()
@@ -226,7 +229,7 @@ def _antichains(chain: Chain) -> _Antichains | None:
     for n, antichain in enumerate(order):
         for x in following[antichain]:
             earlier[index[x]] |= earlier[n] | 1 << n
-    done = [antichain | _union(ancestors[a] for a in _bits(antichain)) for antichain in order]
+    done = [antichain | _union(ancestors[a] for a in members(antichain)) for antichain in order]
     return _Antichains(done, [augmented[x] for x in order], earlier)
 
 
@@ -235,17 +238,3 @@ def _union(sets: Iterable[int]) -> int:
     for x in sets:
         result |= x
     return result
-
-
-def _bits(members: int) -> Iterator[int]:
-    """Yield the members of a bit set in order."""
-    while members:
-        low = members & -members
-        yield low.bit_length() - 1
-        members ^= low
-
-
-def _members(members: int, count: int) -> npt.NDArray[np.bool_]:
-    """Return a bit set as an array of ``count`` truth values."""
-    octets = np.frombuffer(members.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
-    return np.unpackbits(octets, count=count, bitorder="little").astype(np.bool_)

@@ -17,13 +17,13 @@ from functools import lru_cache
 import numpy as np
 
 from ...cost import time_model
+from ...cost.stage_tables import StageTables
 from ...integers import NEVER, IntLike, Ints, ceil_div
 from ...problem import Chain, Device, LayerTimes, Problem
-from ..cuts import waits_ns
 from ..in_flight import fixed_bytes, in_flight_limit, memory_counts
 from ..tables.device_counts import device_counts
 from ..tables.options import Ranges, Work, replica_counts, with_replicas
-from ..tables.stages import StageTables
+from ..tables.stages import SearchTables
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .pareto import Resolution
 from .priced import PricedLabels
@@ -50,8 +50,8 @@ class LabelEffort:
 
 
 def with_segments(
-    tables: StageTables, period: int, least: int, longest: int, least_delay: Ints, effort: LabelEffort
-) -> tuple[StageTables, bool] | None:
+    tables: SearchTables, period: int, least: int, longest: int, least_delay: Ints, effort: LabelEffort
+) -> tuple[SearchTables, bool] | None:
     """Return the tables with the times of stages that may recompute any segments, for plans of at most ``period`` ns.
 
     Also whether that is exact: no such plan is missing. None when there is none by work, devices and fixed memory
@@ -68,12 +68,12 @@ def with_segments(
     return found[0], found[1] and tables.complete
 
 
-def profiles(tables: StageTables) -> tuple[LayerTimes | None, ...]:
+def profiles(tables: SearchTables) -> tuple[LayerTimes | None, ...]:
     """Return the layer times of all classes of devices: where these have profiles of their own, each its labels."""
     return tuple(dict.fromkeys(x.times for x in (tables.best_device, *(x.device for x in tables.classes))))
 
 
-def _labels_within(tables: StageTables, caps: Caps, chain: Chain, effort: LabelEffort) -> Callable[[int], Labels]:
+def _labels_within(tables: SearchTables, caps: Caps, chain: Chain, effort: LabelEffort) -> Callable[[int], Labels]:
     """Return the function from first layers to labels, each made with no more than its share of ``effort``."""
     positions = np.arange(len(chain) + 1) if tables.complete else tables.cuts
     units = Units.of(chain, positions)
@@ -103,7 +103,7 @@ def _labels_within(tables: StageTables, caps: Caps, chain: Chain, effort: LabelE
     return labels
 
 
-def with_lowest_peaks(tables: StageTables, least: int, longest: int) -> StageTables:
+def with_lowest_peaks(tables: SearchTables, least: int, longest: int) -> SearchTables:
     """Return the tables with two choices for each stage: none, and the segments of the lowest peak, whatever they cost.
 
     Exact where one microbatch at a time is fast enough.
@@ -121,7 +121,7 @@ def _lowest_peaks(chain: Chain, positions: tuple[int, ...]) -> dict[int, LowestP
     return {int(x.position[0]): x for x in (found.at(at) for found in lowest_peaks(Units.of(chain, at)))}
 
 
-def most_groups(tables: StageTables, least: int, longest: int) -> int:
+def most_groups(tables: SearchTables, least: int, longest: int) -> int:
     """Return a bound on what one stage holds at periods of at least ``least`` ns.
 
     Idle time in a delay is at most the time of the element that opens a group, and no stage or cut takes more than its
@@ -130,7 +130,7 @@ def most_groups(tables: StageTables, least: int, longest: int) -> int:
     return min(4 * len(tables.problem.platform), ceil_div(2 * longest, least))
 
 
-def too_many_labels(tables: StageTables, least: int, longest: int) -> bool:
+def too_many_labels(tables: SearchTables, least: int, longest: int) -> bool:
     """Whether the table of what stages recompute at periods of at least ``least`` ns would take a gigabyte."""
     return len(tables.cuts) ** 2 * most_groups(tables, least, longest) > MOST_ENTRIES
 
@@ -146,7 +146,7 @@ class Caps:
     peak: Ints
 
 
-def caps_within(tables: StageTables, period: int, least_delay: Ints, times: LayerTimes | None) -> Caps | None:
+def caps_within(tables: SearchTables, period: int, least_delay: Ints, times: LayerTimes | None) -> Caps | None:
     """Return the caps of plans of at most ``period`` ns, for stages on devices with these layer ``times``: time that
     devices have left, memory that weights leave."""
     problem, cuts = tables.problem, tables.cuts
@@ -178,8 +178,8 @@ def caps_within(tables: StageTables, period: int, least_delay: Ints, times: Laye
 
 
 def with_labels(
-    tables: StageTables, labels_of: Mapping[LayerTimes | None, Callable[[int], AnyLabels]], groups: int
-) -> tuple[StageTables, bool]:
+    tables: SearchTables, labels_of: Mapping[LayerTimes | None, Callable[[int], AnyLabels]], groups: int
+) -> tuple[SearchTables, bool]:
     """Return the tables with the times that the labels allow (given by profile and first layer), and whether all are
     exact."""
     devices = dict.fromkeys([tables.best_device, *(x.device for x in tables.classes)])
@@ -194,7 +194,7 @@ def with_labels(
 
 
 def _options_of(
-    tables: StageTables, devices: Sequence[Device], labels_of: Callable[[int], AnyLabels], groups: int
+    tables: SearchTables, devices: Sequence[Device], labels_of: Callable[[int], AnyLabels], groups: int
 ) -> tuple[dict[Device, SegmentOptions], bool]:
     """Do the same for some devices with the same layer times."""
     problem, cuts = tables.problem, tables.cuts
@@ -330,15 +330,13 @@ def _time(forward: Ints, backward: Ints, recompute: Ints, speed: Fraction) -> In
 
 
 def _options(
-    tables: StageTables, device: Device, recomputations: Sequence[Ints], finder: _SegmentFinder
+    tables: SearchTables, device: Device, recomputations: Sequence[Ints], finder: _SegmentFinder
 ) -> SegmentOptions:
-    chain, policy, cuts = tables.problem.chain.timed(device.times), tables.problem.policy, tables.cuts
-    start, stop = cuts[:, None], cuts[None, :]
-    forward = time_model.forward_ns(chain, start, stop, device.speed)
-    backward = tuple(time_model.backward_ns(chain, policy, start, stop, 0, r) for r in replica_counts(tables.problem))
+    stages, profiled = StageTables.between(tables.problem, tables.cuts), replace(device, speed=Fraction(1))
+    forward = stages.forward(device)
+    backward = tuple(stages.backward(profiled, replicas) for replicas in replica_counts(tables.problem))
     idle = np.asarray(forward + backward[0] == 0)  # a stage without work would leave orders ambiguous
-    waits = waits_ns(tables.problem, cuts)
-    forward = forward + waits[:, None] + waits[None, :]
+    forward = forward + stages.waits[0] + stages.waits[1]
     recompute = tuple(np.where(idle[:, :, None], NEVER, table) for table in recomputations)
     least, quickest = recompute[0].copy(), np.minimum(backward[0], backward[-1])  # on any number of replicas
     for table in recompute[1:]:
@@ -351,4 +349,4 @@ def _options(
         time = _time(forward, quickest, least[:, :, low], device.speed)
         options.append((time, np.where(largest >= low, np.minimum(largest, high), 0)))
         low = high + 1
-    return SegmentOptions(cuts, device, forward, backward, recompute, tuple(options), finder)
+    return SegmentOptions(tables.cuts, device, forward, backward, recompute, tuple(options), finder)

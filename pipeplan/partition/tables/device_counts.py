@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...integers import NEVER, Ints, ceil_div
 from ...problem import Problem
-from .stages import StageTables, closed, largest_synced_gradients, longest_delay
+from .stages import SearchTables, closed, largest_synced_gradients, longest_delay
 
 TOO_MANY = 10**6  # devices; stands for "cannot be placed"
 
@@ -31,7 +31,7 @@ class Counts:
     reach: Ints
 
 
-def device_counts(tables: StageTables, period: int, least_delay: Ints) -> Counts | None:
+def device_counts(tables: SearchTables, period: int, least_delay: Ints) -> Counts | None:
     """Return how many devices each side of every cut needs at least, or None when there are not enough.
 
     A relaxation of the decision: each stage is charged the best device, the best link, and a lower bound on the delay
@@ -94,7 +94,7 @@ def _synchronised(problem: Problem, gradients: Ints, period: int, need: npt.NDAr
     return following[np.searchsorted(order, gradients), np.minimum(need, most + 1)]
 
 
-def shortest_delays(tables: StageTables, period: int) -> Ints:
+def shortest_delays(tables: SearchTables, period: int) -> Ints:
     """Return for each cut a lower bound on the delay of any plan of at most ``period`` ns, before the cut's transfers.
 
     Plain sums of stage times and transfers, over the stages that fit at all. O(n^2).

@@ -8,17 +8,16 @@ model. Here a stage stores everything or recomputes all of itself; :mod:`.segmen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from ...cost import memory_model, time_model
-from ...cost.saved import saved_bytes
+from ...cost import memory_model
+from ...cost.stage_tables import StageTables
 from ...integers import NEVER, IntLike, Ints
 from ...problem import ENDLESS, Device, Problem
-from ..cuts import waits_ns
 from ..in_flight import in_flight_limit, memory_counts
 
 Work = Callable[[Ints], Ints]  # least times of some stages, given how many microbatches they hold
@@ -131,23 +130,20 @@ def with_replicas(tables: Sequence[Ints], start: int, stops: Ints, replicas: Int
     return found
 
 
-def stage_times(problem: Problem, start: Ints, stop: Ints, device: Device) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`FewOptions.times` between layer positions, of any shape, on devices as fast; NEVER: no stage."""
-    problem = replace(problem, chain=problem.chain.timed(device.times))
-    chain, policy = problem.chain, problem.policy
-    counts = replica_counts(problem)
-    waits = waits_ns(problem, start) + waits_ns(problem, stop)
+def stage_times(tables: StageTables, device: Device) -> tuple[tuple[Ints, ...], ...]:
+    """Return :attr:`FewOptions.times` of stages on devices as fast; NEVER: no stage."""
+    problem = tables.problem
+    waits = tables.waits[0] + tables.waits[1]
+    stage = problem.chain.is_range(tables.start, tables.stop)
     options = []
-    for _, _, recompute in _choices(problem, start, stop):
-        tables = []
-        for replicas in counts:
+    for again in (0, tables.again(device))[: 1 + (problem.checkpointing == "stages")]:
+        times = []
+        for replicas in replica_counts(problem):
             problem.deadline.check()
-            table = time_model.work_ns(chain, policy, start, stop, recompute, replicas, device.speed)
-            idle = ~chain.is_range(start, stop) | (table == 0)  # a stage without work would leave orders ambiguous
-            table += waits
-            table[idle] = NEVER
-            tables.append(table)
-        options.append(tuple(tables))
+            work = tables.work(device, replicas, again)
+            idle = ~stage | (work == 0)  # a stage without work would leave orders ambiguous
+            times.append(np.where(idle, NEVER, work + waits))
+        options.append(tuple(times))
     return tuple(options)
 
 
@@ -171,30 +167,22 @@ def quickest_replicas(problem: Problem) -> int:
     return problem.most_replicas if problem.policy.zero else 1
 
 
-def stage_limits(problem: Problem, start: Ints, stop: Ints, memory: int) -> tuple[tuple[Ints, ...], ...]:
-    """Return :attr:`FewOptions.limits` between layer positions, of any shape, on devices of ``memory`` bytes."""
+def stage_limits(tables: StageTables, memory: int) -> tuple[tuple[Ints, ...], ...]:
+    """Return :attr:`FewOptions.limits` of stages on devices of ``memory`` bytes, stored and, where allowed, recomputed.
+
+    Where segments are allowed, one choice stands for all: nothing to hold and nothing to recompute, a relaxation.
+    """
+    problem, (start, stop) = tables.problem, (tables.start, tables.stop)
+    choices: list[tuple[IntLike, IntLike]] = [(0, 0) if problem.checkpointing == "segments" else (tables.kept,) * 2]
+    if problem.checkpointing == "stages":
+        keeps, transient, _ = memory_model.segment(problem.chain, start, stop)
+        choices.append((keeps, keeps + transient))
     options = []
-    for kept, peak, _ in _choices(problem, start, stop):
+    for kept, peak in choices:
         limits = []
         for replicas in memory_counts(problem):
             problem.deadline.check()
             limit = in_flight_limit(problem, start, stop, kept, peak, memory, replicas)
-            limit[~problem.chain.is_range(start, stop)] = 0
-            limits.append(limit)
+            limits.append(np.where(problem.chain.is_range(start, stop), limit, 0))
         options.append(tuple(limits))
     return tuple(options)
-
-
-def _choices(problem: Problem, start: Ints, stop: Ints) -> list[tuple[IntLike, IntLike, IntLike]]:
-    """Return (kept, peak, recompute ns) of ``layers[start:stop]`` stored and, where allowed, recomputed.
-
-    Where segments are allowed, one choice stands for all: nothing to hold and nothing to recompute, a relaxation.
-    """
-    if problem.checkpointing == "segments":
-        return [(0, 0, 0)]
-    kept = saved_bytes(problem.chain, start, stop)
-    choices = [(kept, kept, 0)]
-    if problem.checkpointing == "stages":
-        keeps, transient, recompute = memory_model.segment(problem.chain, start, stop)
-        choices.append((keeps, keeps + transient, recompute))
-    return choices

@@ -13,6 +13,7 @@ from math import isqrt
 import numpy as np
 
 from ...cost import memory_model, time_model
+from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, most_in_common
 from ...problem import Device, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
@@ -37,7 +38,7 @@ class DeviceClass:
 
 
 @dataclass(frozen=True)
-class StageTables:
+class SearchTables:
     """All that a decision reads and that doesn't depend on the period; stages start and stop at ``cuts`` alone."""
 
     problem: Problem
@@ -53,7 +54,7 @@ class StageTables:
     orders: Orders | None  # to search in turn, where the states aren't those of all
     complete: bool = True  # whether all legal cuts are here
 
-    def select(self, index: Ints) -> StageTables:
+    def select(self, index: Ints) -> SearchTables:
         """Return the same tables with the cuts ``index`` alone."""
         return replace(
             self,
@@ -66,16 +67,16 @@ class StageTables:
             complete=self.complete and len(index) == len(self.cuts),
         )
 
-    def in_order(self, order: Order) -> StageTables:
+    def in_order(self, order: Order) -> SearchTables:
         """Return the same tables for stages that take devices in ``order``."""
         return replace(self, states=replace(self.listed, order=order), orders=None)
 
-    def as_listed(self) -> StageTables:
+    def as_listed(self) -> SearchTables:
         """Return the same tables for stages that take devices in the platform's order."""
         return replace(self, states=self.listed, orders=None)
 
 
-def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
+def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
     """Return the tables of ``problem`` over all its legal cuts, or ``some``; fewer where they would take a gigabyte.
 
     Where segments are allowed, stages are taken to hold and to recompute nothing: a relaxation, in whose place
@@ -88,7 +89,7 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
         index = spread_cuts(problem, cuts, min(SPREAD, 3 * most // 4))
         assert index is not None, "these are fewer"
         cuts = cuts[index]
-    gradients = memory_model.gradient_of(chain, problem.policy, cuts[:, None], cuts[None, :])
+    stages = StageTables.between(problem, cuts)
     round_trips = [
         [min(NEVER, trip) for trip in round_trips_ns(chain, platform, cuts, level)]
         for level in range(len(platform.levels))
@@ -97,11 +98,11 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
 
     @cache
     def times_on(pace: Device) -> tuple[tuple[Ints, ...], ...]:
-        return stage_times(problem, cuts[:, None], cuts[None, :], pace)
+        return stage_times(stages, pace)
 
     @cache
     def limits_of(memory: int) -> tuple[tuple[Ints, ...], ...]:
-        return stage_limits(problem, cuts[:, None], cuts[None, :], memory)
+        return stage_limits(stages, memory)
 
     def options_of(device: Device) -> StageOptions:
         return FewOptions(cuts, times_on(replace(device, memory_bytes=0)), limits_of(device.memory_bytes))
@@ -113,13 +114,13 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> StageTables:
     speeds = tuple(x.speed for x in relaxed.platform.devices)
     listed = Line(kinds, tuple(range(len(platform))), problem.replicas, speeds)
     several = orders.count > 1 and orders.exact
-    return StageTables(
+    return SearchTables(
         problem,
         cuts,
         tuple(DeviceClass(options_of(x), x) for x in slowest),
         options_of(best),
         best,
-        np.asarray(gradients),
+        stages.gradients,
         trips,
         (relaxed.chain.sums.forward_ns + relaxed.chain.sums.backward_ns)[cuts],
         counted(platform, problem.replicas, speeds) if several else listed,
@@ -137,7 +138,7 @@ def most_cuts(problem: Problem) -> int:
     return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 
-def closed(tables: StageTables, level: int, period: int) -> Ints:
+def closed(tables: SearchTables, level: int, period: int) -> Ints:
     """Return the round trips over ``level``, NEVER for those that no links between two groups can carry once per
     ``period``."""
     return carried(tables.problem, tables.round_trips[level], level, period)
@@ -151,11 +152,8 @@ def carried(problem: Problem, round_trips: Ints, level: int, period: int) -> Int
 
 
 def longest_delay(problem: Problem, period: int) -> int:
-    """Return the longest life of an activation that the policy's accumulation allows (2bw: section 3)."""
-    accumulate = problem.policy.accumulate
-    if problem.policy.weights != "2bw" or accumulate is None:
-        return NEVER - 1
-    return min(period * accumulate, NEVER - 1)
+    """Return the longest life of an activation that the policy allows (2bw: section 3)."""
+    return min(period * (problem.policy.most_lifetime or NEVER), NEVER - 1)
 
 
 def largest_synced_gradients(problem: Problem, period: int) -> Ints:

@@ -5,7 +5,7 @@ Nothing is searched and nothing has to fit: a measured run is set beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from ...cost.stage_graph import stage_graph
@@ -69,11 +69,11 @@ def costed(chain: Chain, platform: Platform, policy: Policy, asked: Configuratio
         )
     known = schedules()
     entry = known.get(asked.schedule)
-    if entry is None or entry.weights != "flush" or entry.build is None:
-        drained = ", ".join(name for name, x in known.items() if x.weights == "flush" and x.build is not None)
+    if entry is None or not entry.drains or entry.build is None:
+        drained = ", ".join(name for name, x in known.items() if x.drains and x.build is not None)
         raise BadInput(f"schedule: {asked.schedule!r} is none that drains; there are {drained}")
     microbatches = batch // chain.microbatch
-    drained_policy = replace(policy, weights="flush", accumulate=microbatches)
+    drained_policy = policy.drained(microbatches)
     problem = Problem(chain, platform, drained_policy, checkpointing="segments")
     split = asked.split or str(len(chain))
     replicas = None if asked.on is not None else replicated(split, asked.pipelines)

@@ -19,8 +19,9 @@ from ...check.evaluate import evaluate_simulated, fits
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, time_model
 from ...cost.stage_graph import stage_graph
+from ...cost.stage_tables import StageTables
 from ...errors import BadInput
-from ...partition.blocks import Activations, Costs, Pipe, Rule, moved
+from ...partition.blocks import Activations, Pipe, Rule, moved
 from ...partition.cuts import legal_cuts
 from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
@@ -81,7 +82,7 @@ class BlockSearch:
             raise BadInput(self._why_no_config(kinds))
         self.bounds: dict[Config, int] = {}
         self.finals: dict[Config, Found] = {}
-        self._costs = Costs(self.problem, tuple(self.cuts))
+        self._tables = StageTables.between(self.problem, np.array(self.cuts, dtype=np.int64))
         self._activations: dict[Recompute, Activations] = {}
         self._seen: dict[tuple[ScheduleKind, tuple[Stage, ...]], int | None] = {}
         self._lacking: tuple[int, int, str] | None = None  # bytes too many, and needed, and where
@@ -240,11 +241,11 @@ class BlockSearch:
         count = (self.problem.policy.accumulate or 1) // shape.pipelines
         if config.kind == "1f1b":
             held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
-            return Pipe(self._costs, self._activations[way], groups, count, held, ahead=True)
+            return Pipe(self._tables, self._activations[way], groups, count, held, ahead=True)
         held = occupancy(shape.ranks, shape.chunks, count).most
         if KINDS[config.kind].splits:
             held = most_held(config.kind, shape.ranks, shape.chunks, count)
-        return Pipe(self._costs, self._activations[way], groups, count, held, share=shape.chunks)
+        return Pipe(self._tables, self._activations[way], groups, count, held, share=shape.chunks)
 
     def _pipes(self, config: Config) -> Iterator[tuple[str, Callable[[], Pipe]]]:
         """Yield the rules of all ways to recompute, and what makes the pipelines that do."""

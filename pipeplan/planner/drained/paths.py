@@ -23,7 +23,7 @@ from ...integers import NEVER, Ints, ceil_div, smallest
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.tables.options import StageOptions
 from ...partition.tables.split_paths import least_longest, shortest_split, up_to
-from ...partition.tables.stages import StageTables
+from ...partition.tables.stages import SearchTables
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Problem
 
@@ -42,7 +42,7 @@ class PipelineTables:
     """
 
     problem: Problem
-    stage_tables: StageTables
+    stage_tables: SearchTables
     groups: tuple[tuple[int, ...], ...]
     microbatches: int
     trips: tuple[Ints, ...]

@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import time_model
+from ...cost.stage_tables import waits_ns
 from ...integers import NEVER, Ints, ceil_div, extend
 from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
-from ...partition.cuts import round_trips_ns, waits_ns
+from ...partition.cuts import round_trips_ns
 from ...partition.tables.options import Ranges, StageOptions
 from ...partition.tables.split_paths import first_split, least_longest, shortest_split, up_to
-from ...partition.tables.stages import StageTables
+from ...partition.tables.stages import SearchTables
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Policy, Problem
 from .run import Run
@@ -41,7 +42,7 @@ class Tables:
     """What every stage takes on a group of devices of which it has one part in ``parts`` of the memory, each table
     computed once, shape (cuts, cuts)."""
 
-    def __init__(self, problem: Problem, found: StageTables, most_ns: int, parts: int = 1) -> None:
+    def __init__(self, problem: Problem, found: SearchTables, most_ns: int, parts: int = 1) -> None:
         self.problem, self.found, self.most_ns, self.parts = problem, found, most_ns, parts
         self.microbatches = problem.policy.accumulate or 1
         self.size = len(found.cuts)

@@ -23,7 +23,7 @@ from ...partition.contiguous.contiguous import feasible
 from ...partition.contiguous.grouped import coarseness
 from ...partition.devices.orders import Orders
 from ...plan import Allocation, Schedule, ScheduleKind, Stage
-from ...problem import Level, Platform, Problem, Weights
+from ...problem import WEIGHTS, Level, Platform, Problem
 from ...schedule.kinds import KINDS
 from ...schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ...units import format_bytes, format_ns
@@ -261,8 +261,8 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
         found.append(f"with {gpus} GPUs")
     if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
         found.append("with checkpointing")
-    others: tuple[Weights, ...] = ("latest", "2bw", "flush")
-    for weights in filter(problem.policy.goes_with, others):
+    lighter = [weights for weights, rules in WEIGHTS.items() if rules.most_versions is not None]
+    for weights in filter(problem.policy.goes_with, reversed(lighter)):
         policy = replace(problem.policy, weights=weights)
         if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:
             found.append(f"with --weights {weights}")

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from itertools import accumulate, pairwise
 
 from ...check.validate import structure_violations
+from ...choices import DRAINED
 from ...errors import BadInput
 from ...names import SENTENCE, shown
 from ...plan import Allocation, Stage
@@ -49,7 +50,7 @@ def stated(
         Stage(start, stop, group, _inside(segments, start, stop))
         for (start, stop), group in zip(pairwise(bounds), groups, strict=True)
     )
-    drained = replace(problem.policy, weights="flush")  # which layers may be parted is the policy's rule, not a slip
+    drained = replace(problem.policy, weights=DRAINED)  # which layers may be parted is the policy's rule, not a slip
     found = structure_violations(chain, platform, drained, stages) or _ruled_out(problem, stages)
     if found:
         raise BadInput("; ".join(found[:MOST_SAID]))
@@ -199,7 +200,7 @@ def _ruled_out(problem: Problem, stages: Sequence[Stage]) -> list[str]:
     found = []
     for s, stage in enumerate(stages):
         if stage.replicas > 1 and not problem.replicas:
-            more = "; --schedule pattern has replicas with newest weights" if problem.policy.weights == "latest" else ""
+            more = "; --schedule pattern has replicas with newest weights" if problem.policy.rules.reads_newest else ""
             found.append(f"stage {s} has {stage.replicas} GPUs; --no-replicas, and nf1b, want one for each stage{more}")
         whole = stage.checkpoint in ((), ((stage.start, stage.stop),))
         if stage.checkpoint and (problem.checkpointing == "none" or (problem.checkpointing == "stages" and not whole)):

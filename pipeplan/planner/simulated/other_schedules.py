@@ -11,12 +11,12 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from ...choices import BEST
+from ...choices import BEST, DRAINED
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...errors import BadInput
 from ...partition.balance import balance
 from ...plan import Plan, Schedule, Stage
-from ...problem import Platform, Policy, Problem
+from ...problem import WEIGHTS, Platform, Policy, Problem
 from ...schedule.kinds import endless, graph_of, kind_of, loop, shown_microbatches, too_long
 from ...schedule.nf1b import DEFAULT_BATCH
 from ...schedule.program import Program, pipelines, unroll
@@ -30,7 +30,7 @@ def drains(plan: Plan, schedule: str) -> bool:
     if schedule == BEST:
         return True
     weights = named(schedule).weights
-    return (weights or plan.policy.weights) == "flush"
+    return WEIGHTS[weights or plan.policy.weights].drains
 
 
 def own_schedule(plan: Plan) -> str:
@@ -76,9 +76,9 @@ def program_of_written(plan: Plan, written: Written, name: str) -> Program:
     found = incomplete(written) or deadlock(written)
     if found:
         raise BadInput(f"{name}: {found[0]}")
-    alone = stage_graph(plan.chain, plan.platform, replace(plan.policy, weights="flush", accumulate=1), stages)
+    alone = stage_graph(plan.chain, plan.platform, replace(plan.policy, weights=DRAINED, accumulate=1), stages)
     count = written.microbatches * pipelines(alone, name)
-    policy = replace(plan.policy, weights="flush", accumulate=count, vertical_sync=False)
+    policy = plan.policy.drained(count)
     graph, order = stage_graph(plan.chain, plan.platform, policy, stages), order_of(written)
     refused = unfit(graph, order, count)
     if refused is not None:
@@ -110,9 +110,10 @@ def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2
     """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
     entry = named(schedule)
     weights = entry.weights or plan.policy.weights
-    accumulate = microbatches if weights == "flush" else batch if weights == "latest" else 1
+    drained = WEIGHTS[weights].drains
+    accumulate = microbatches if drained else batch
     synced = plan.policy.vertical_sync and schedule == own_schedule(plan)
-    engine = plan.policy.engine if weights == "flush" else None
+    engine = plan.policy.engine if drained else None
     policy = replace(plan.policy, weights=weights, accumulate=accumulate, vertical_sync=synced, engine=engine)
     return stage_graph(plan.chain, plan.platform, policy, schedule_stages(plan, schedule, chunks))
 

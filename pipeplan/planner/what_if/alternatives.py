@@ -17,7 +17,7 @@ from ...partition.cuts import legal_cuts
 from ...partition.madpipe.exact import smallest_period
 from ...partition.madpipe.tables import MOST_CUTS
 from ...plan import Allocation, Alternative, Plan, Provenance, Schedule
-from ...problem import Checkpointing, Problem, Weights
+from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ...schedule.kinds import kinds_for
 from ...status import Status
 from ..drained.plan import plan_drained
@@ -26,7 +26,7 @@ from ..periodic.incumbent import Incumbent, Settings
 from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
 from ..plan import Planned, make_plan
 
-COMPARED: tuple[Weights, ...] = ("flush", "2bw", "stash")
+COMPARED = [weights for weights, rules in WEIGHTS.items() if not rules.reads_newest]
 MOST_STEPS = 3 * 10**5  # of simulated mini-batches, which take as long
 LEAST_S = 5.0  # of CPU time for the price of draining, where the search took less
 _DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates, about
@@ -53,7 +53,7 @@ def with_alternatives(
     with suppress(OutOfTime):
         for weights in COMPARED:
             if weights not in known and problem.policy.goes_with(weights):
-                drained = _drained(problem, plan.interval, settings, seconds) if weights == "flush" else []
+                drained = _drained(problem, plan.interval, settings, seconds) if WEIGHTS[weights].drains else []
                 found += drained or _alternative(problem, weights, plan)
     found.sort(key=lambda x: COMPARED.index(x.weights) if x.weights in COMPARED else -1)
     options = dict(plan.provenance.options)
@@ -79,13 +79,13 @@ def _drained(problem: Problem, interval: int, settings: Settings | None, seconds
     settings = replace(settings or Settings(), explained=False, progress=None, status=Status())
     end, given = time.process_time() + max(seconds, LEAST_S), problem.deadline
     deadline = Deadline(lambda: min(end - time.process_time(), given.remaining_s()))
-    policy = replace(problem.policy, weights="flush", accumulate=interval, vertical_sync=False)
+    policy = problem.policy.drained(interval)
     try:
         found = make_plan(replace(problem.with_policy(policy), deadline=deadline), settings=settings, effort="quick")
     except (BadInput, Infeasible, OutOfTime):  # some have too many steps to be simulated
         return []
     done = found.plan.provenance.solver_status != "time limit"
-    return [Alternative("flush", interval, found.evaluation.period_ns)] if done else []
+    return [Alternative(policy.weights, interval, found.evaluation.period_ns)] if done else []
 
 
 def _under(problem: Problem, weights: Weights, interval: int) -> Problem:
@@ -102,7 +102,7 @@ def _alternative(problem: Problem, weights: Weights, plan: Plan) -> list[Alterna
     interval = plan.interval
     here = _under(problem, weights, interval)
     kind = kinds_for(weights)[0]
-    if kind == "flush":
+    if here.policy.drains:
         steps = interval * (4 * min(len(here.platform), len(here.chain)) - 2)
         if steps > MOST_STEPS:
             return []
@@ -110,13 +110,13 @@ def _alternative(problem: Problem, weights: Weights, plan: Plan) -> list[Alterna
         incumbent, _ = plan_drained(here, propose, Settings(), False, kind, None)
     else:
         incumbent = Incumbent(here, Settings())
-        if plan.policy.weights != "flush":
+        if not plan.policy.drains:
             incumbent.try_(Allocation(plan.allocation.stages))
         _contiguous(incumbent)
         _with_ties_on_one_device(incumbent)
     if incumbent.best is None:
         return [Alternative(weights, interval, None)]
-    schedule = Schedule(kind, interval if kind == "flush" else None)
+    schedule = Schedule(kind, interval if here.policy.drains else None)
     best = incumbent.best
     plan = Plan(
         here.chain, here.platform, here.policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule

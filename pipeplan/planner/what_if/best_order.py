@@ -37,7 +37,7 @@ def placed_graph(plan: Plan, placement: str, microbatches: int, chunks: int = 2)
     """Return the drained stages of a plan: its ``own``, or balanced ones that are placed anew on its GPUs."""
     if placement != OWN:
         return schedule_graph(plan, PLACEMENTS[placement], microbatches, chunks)
-    policy = replace(plan.policy, weights="flush", accumulate=microbatches, vertical_sync=False, engine=None)
+    policy = replace(plan.policy.drained(microbatches), engine=None)
     return stage_graph(plan.chain, plan.platform, policy, plan.allocation.stages)
 
 

@@ -166,7 +166,7 @@ def gpipe_period_ns(problem: Problem, microbatches: int) -> int | None:
     are recomputed where the problem allows it and they don't fit otherwise. None at the problem's deadline, and where
     the mini-batch has too many steps to be simulated.
     """
-    policy = replace(problem.policy, weights="flush", accumulate=microbatches)
+    policy = problem.policy.drained(microbatches)
     with suppress(OutOfTime), problem.deadline.insist():
         for allocation in balance(problem.with_policy(policy)):
             graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)

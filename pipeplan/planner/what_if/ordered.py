@@ -56,7 +56,7 @@ def _early(plan: Plan) -> Plan | None:
 
 def _written(plan: Plan, program: Program, stages: tuple[Stage, ...], told: Mapping[str, Any]) -> Plan:
     schedule = Schedule("written", program.microbatches, order=order_of_program(program))
-    policy = replace(plan.policy, weights="flush", accumulate=program.microbatches, vertical_sync=False)
+    policy = plan.policy.drained(program.microbatches)
     allocation = Allocation(stages)
     bounds = tuple(
         bound

@@ -9,19 +9,20 @@ from dataclasses import replace
 from ...check.bounds import any_bound
 from ...check.targets import TARGETS, CannotExpress, Target, Unit
 from ...check.validate import check
+from ...choices import DRAINED
 from ...deadline import OutOfTime
 from ...errors import BadInput, Infeasible
 from ...integers import ceil_div
 from ...names import shown
 from ...plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
-from ...problem import MICROBATCHES_PER_DEVICE, Chain, Problem, Weights
+from ...problem import MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Problem, Weights
 from ...version import __version__
 from ..drained.block_search import BlockSearch
 from ..drained.search import EFFORTS
 from ..periodic.incumbent import Settings
 from ..plan import Planned, make_plan
 
-PRICED: tuple[Weights, ...] = ("flush", "2bw")
+PRICED = [weights for weights, rules in WEIGHTS.items() if rules.together]
 PRICE_S = 2.0  # of CPU time, which the price may take where the search took less
 MUCH = 1.1  # times as long as without the restriction: what binds is then said
 
@@ -126,7 +127,7 @@ def what_binds(problem: Problem, planned: Planned, name: str) -> str | None:
     where the price is small or not known.
     """
     own = planned.evaluation.period_ns
-    price = planned.plan.provenance.options.get("price", {}).get("flush", own)
+    price = planned.plan.provenance.options.get("price", {}).get(DRAINED, own)
     if own < MUCH * price:
         return None
     best, sentence = own - (own - price) // 2, _only(TARGETS[name])

@@ -90,14 +90,25 @@ class HeldOut:
             runner.versions.install_newest()
             runner.versions.assemble()
         average = averaged(rank, stages.runners) if self._asked.averaged else {}
-        for s in rank.first_of:
-            for mine, theirs in zip(self._rank.layers(s), rank.layers(s), strict=True):
-                state = {theirs.names.get(key): x for key, x in theirs.module.state_dict(keep_vars=True).items()}
-                for key, x in mine.module.state_dict(keep_vars=True).items():
-                    name = mine.names.get(key)
-                    found = average.get(rank.model.first_names.get(name or "", name or ""), state.get(name))
-                    if name is not None and isinstance(found, Tensor) and isinstance(x, Tensor):
-                        x.data = found.data.to(x.device, x.dtype)
+        trained = [layer for s in rank.first_of for layer in rank.layers(s)]
+        state = {
+            layer.names[key]: x
+            for layer in trained
+            for key, x in layer.module.state_dict(keep_vars=True).items()
+            if key in layer.names
+        }
+        for mine in (layer for s in rank.first_of for layer in self._rank.layers(s)):
+            for key, x in mine.module.state_dict(keep_vars=True).items():
+                name = mine.names.get(key)
+                if name is None or name in rank.model.unused or not isinstance(x, Tensor):
+                    continue
+                found = average.get(rank.model.first_names.get(name, name), state.get(name))
+                if not isinstance(found, Tensor):
+                    raise BadInput(
+                        f"model: in evaluation its layer {mine.name} has {name}, which another rank trains: its "
+                        "operations come in another order then; evaluate it without a pipeline"
+                    )
+                x.data = found.data.to(x.device, x.dtype)
         for runner in stages.runners.values():
             runner.versions.part()
 

@@ -17,6 +17,7 @@ from ...schedule.kinds import graph_of
 from ...schedule.pattern import starts_of
 from ...schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ...schedule.periodic.retime import order_of, retime
+from ...schedule.registry import OTHERS
 from ..data.loader import Loader
 from ..device import Choice as DeviceChoice
 from ..lowering.lowered_run import lower_run
@@ -203,8 +204,10 @@ def run_otherwise(plan: Plan, vertical_sync: bool, schedule: str | None, limit: 
     if schedule is None:
         return plan
     if schedule == PIPEDREAM:
-        if plan.policy.weights != "stash":
-            raise BadInput(f"plan: {PIPEDREAM} keeps weights stash; this plan has {plan.policy.weights}")
+        if plan.policy.weights != OTHERS[PIPEDREAM].weights:
+            raise BadInput(
+                f"plan: {PIPEDREAM} keeps weights {OTHERS[PIPEDREAM].weights}; this plan has {plan.policy.weights}"
+            )
         pattern = one_f_one_b_pattern(graph_of(plan), limit)
         bounds = tuple(x for x in plan.lower_bounds if x.schedule is None)
         plan = replace(plan, schedule=Schedule(), pattern=pattern, lower_bounds=bounds)

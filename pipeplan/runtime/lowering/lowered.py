@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from ...errors import InvalidPlan
+from ...problem import WeightRules
 from ...schedule.program import Program, RankOp, Step, lower
 from ...schedule.timeline import Timeline, Turn
-from ...schedule.weight_versions import Use, WeightPolicy, alive, used
+from ...schedule.weight_versions import Use, alive, used
 from .instructions import (
     Backward,
     BackwardWeights,
@@ -34,7 +35,7 @@ LATER = 10**15  # before everything else of a turn
 
 def lowered(
     timeline: Timeline,
-    policy: WeightPolicy,
+    policy: WeightRules,
     interval: int,
     ranks: Mapping[int, int],
     tied: Sequence[tuple[int, ...]] = (),
@@ -181,7 +182,7 @@ def _position(program: Program, op: RankOp) -> int:
             return program.position[op.kind, op.stage]
 
 
-def _check_versions(stage: int, uses: Sequence[Use], policy: WeightPolicy, interval: int) -> None:
+def _check_versions(stage: int, uses: Sequence[Use], policy: WeightRules, interval: int) -> None:
     """Raise InvalidPlan unless every version exists when it is used and the policy keeps enough of them."""
     for use, count in zip(uses, alive([(use.made, use.version) for use in uses]), strict=True):
         if use.version > use.made:

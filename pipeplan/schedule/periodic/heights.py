@@ -19,8 +19,7 @@ def height_bounds(graph: StageGraph, low: int, high: int) -> dict[tuple[int, int
     last = len(graph.operations) - 1
     fewest, _ = group_counts(graph, high)
     whole = ceil(graph.path_ns / low) + last * slack + 1
-    if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
-        whole = min(whole, graph.policy.accumulate)
+    whole = min(whole, graph.policy.most_lifetime or whole)
     stays = [(0, last, whole)]  # (first operation, last operation, periods T)
     for s, stage in enumerate(graph.stages):
         replicas = graph.resources[stage.resource].replicas

@@ -238,10 +238,10 @@ class _Model:
         return due
 
     def add_updates(self) -> None:
-        """Updates of 2bw: at most ``accumulate`` microbatches are in flight at the first stage, so at any."""
-        policy = self.graph.policy
-        if policy.weights == "2bw" and policy.accumulate is not None:
-            self.problem.addConstraint(self.x[-1] + self.duration(len(self.x) - 1, 0) <= policy.accumulate)
+        """At most so many microbatches as the policy allows are in flight at the first stage, so at any."""
+        most = self.graph.policy.most_lifetime
+        if most is not None:
+            self.problem.addConstraint(self.x[-1] + self.duration(len(self.x) - 1, 0) <= most)
 
     def add_nesting(self) -> None:
         """A stage holds what later ones hold (implied; not so where a later stage has fewer replicas)."""

@@ -28,8 +28,7 @@ def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
         starts[-1 - i] = starts[i] + life - back.duration_ns
     if not memory_fits(graph, starts, period):
         return None
-    policy = graph.policy
-    limit = policy.accumulate if policy.weights == "2bw" else None
+    limit = graph.policy.most_lifetime
     if limit is not None and most_in_flight(graph, starts, period) > limit:
         return None
     return make_pattern(graph, starts, period)

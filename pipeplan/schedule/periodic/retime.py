@@ -59,9 +59,8 @@ def precedences(graph: StageGraph, order: Order, separation_ns: int = 0) -> list
         replicas = graph.resources[graph.operations[u].resource].replicas
         rules.append(Precedence(u, v, max(duration[u], separation_ns), replicas * height))
         rules.append(Precedence(v, u, max(duration[v], separation_ns), replicas * (1 - height)))
-    if graph.policy.weights == "2bw" and graph.policy.accumulate is not None:
-        # the first stage holds a microbatch longest; at most ``accumulate`` of them are in flight
-        rules.append(Precedence(len(duration) - 1, 0, duration[-1], graph.policy.accumulate))
+    if graph.policy.most_lifetime is not None:  # the first stage holds a microbatch longest
+        rules.append(Precedence(len(duration) - 1, 0, duration[-1], graph.policy.most_lifetime))
     return rules
 
 

@@ -102,9 +102,8 @@ class _Search:
         slack = lcm(*(resource.replicas for resource in graph.resources)) * period
         at = np.arange(count - 1)
         after[at, at + 1], after[at + 1, at] = length[:-1], -(length[:-1] + slack)
-        policy = graph.policy
-        if policy.weights == "2bw" and policy.accumulate is not None:
-            after[-1, 0] = max(after[-1, 0], length[-1] - policy.accumulate * period)
+        if graph.policy.most_lifetime is not None:
+            after[-1, 0] = max(after[-1, 0], length[-1] - graph.policy.most_lifetime * period)
         least = np.array([-ways[pair][1] for pair in pairs], dtype=np.int64)
         most = np.array([-ways[pair][0] for pair in pairs], dtype=np.int64)
         found = self._solve(_State(after, least, most))

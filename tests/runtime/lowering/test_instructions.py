@@ -14,7 +14,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible, InvalidPlan
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.plan import make_plan
-from pipeplan.problem import Platform, Policy
+from pipeplan.problem import WEIGHTS, Platform, Policy
 from pipeplan.runtime.lowering.instructions import (
     Agree,
     Backward,
@@ -35,7 +35,7 @@ from pipeplan.schedule.pattern import device_uses, in_flight, most_in_flight, st
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.weight_versions import WEIGHT_POLICIES, WITH_VERTICAL_SYNC, weight_policy
+from pipeplan.schedule.weight_versions import weight_policy
 
 
 def lists_of(chain, stages, *, weights, interval, microbatches):
@@ -45,7 +45,7 @@ def lists_of(chain, stages, *, weights, interval, microbatches):
     graph = stage_graph(chain, platform, Policy("flush", accumulate=interval), stages)
     pattern = best_one_f_one_b_star(graph)
     program = unroll(graph, pattern, microbatches)
-    rules = WITH_VERTICAL_SYNC["stash"] if weights == "vertical" else WEIGHT_POLICIES[weights]
+    rules = WEIGHTS["stash"].synced if weights == "vertical" else WEIGHTS[weights]
     return graph, lowered(simulate(program), rules, interval, {d: d for d in range(devices)})
 
 
@@ -199,7 +199,7 @@ def test_random_plans_follow_the_rules_of_versions_and_never_deadlock(seed):
     for weights in ("2bw", "flush"):
         if weights == "flush":
             program = unroll(graph, pattern, interval)
-        lists = lowered(simulate(program), WEIGHT_POLICIES[weights], interval, {d: d for d in range(len(platform))})
+        lists = lowered(simulate(program), WEIGHTS[weights], interval, {d: d for d in range(len(platform))})
         assert not deadlocks(lists)
         for rank in lists:
             for x in rank:
@@ -232,7 +232,7 @@ def test_stashing_keeps_the_versions_that_the_memory_model_counts(seed, weights)
     interval = policy.update_interval(most)
     program = unroll(graph, pattern, 12 * interval)
     ranks = {d: d for d in range(len(platform))}
-    rules = WITH_VERTICAL_SYNC["stash"] if weights == "vertical" else WEIGHT_POLICIES["stash"]
+    rules = WEIGHTS["stash"].synced if weights == "vertical" else WEIGHTS["stash"]
     lists = lowered(simulate(program), rules, interval, ranks)
     assert not deadlocks(lists)
     held = [in_flight(graph, starts, period, s, starts[graph.position["F", s]]) for s in range(len(stages))]
@@ -285,7 +285,7 @@ def test_vertical_sync_keeps_on_every_stage_what_the_first_keeps(seed):
     pattern = best_one_f_one_b_star(graph)
     program = unroll(graph, pattern, 16)
     ranks = {stage.devices[0]: rank for rank, stage in enumerate(stages)}
-    lists = lowered(simulate(program), WITH_VERTICAL_SYNC["stash"], 1, ranks)
+    lists = lowered(simulate(program), WEIGHTS["stash"].synced, 1, ranks)
     uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform)
     for s, stage in enumerate(graph.stages):
         kept = live_versions(lists[s], s)
@@ -383,6 +383,6 @@ def test_steps_must_be_positive():
 
 
 def test_vertical_sync_has_policies_of_its_own():
-    assert weight_policy(Policy("stash", vertical_sync=True)) is WITH_VERTICAL_SYNC["stash"]
-    assert weight_policy(Policy("latest", vertical_sync=True)) is WITH_VERTICAL_SYNC["latest"]
-    assert weight_policy(Policy("latest")) is WEIGHT_POLICIES["latest"]
+    assert weight_policy(Policy("stash", vertical_sync=True)) is WEIGHTS["stash"].synced
+    assert weight_policy(Policy("latest", vertical_sync=True)) is WEIGHTS["latest"].synced
+    assert weight_policy(Policy("latest")) is WEIGHTS["latest"]

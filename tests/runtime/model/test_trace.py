@@ -18,6 +18,7 @@ from pipeplan.partition.layer_orders.ideal_chain import IdealChain
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.runtime.model.network import final_outputs, tied_layers
+from pipeplan.runtime.model.samples import Samples
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
@@ -370,3 +371,36 @@ def test_every_device_that_a_trace_names_is_that_of_the_run(device, region):
         for layer in network.layers:
             values |= dict(zip(layer.makes, layer.module.to("meta")(*(values[v] for v in layer.reads)), strict=True))
         assert {x.device.type for x in values.values()} == {"meta"}
+
+
+class Adapting(nn.Module):
+    """It makes what nobody reads, and scales a weight in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not self.training:
+            with torch.no_grad():
+                self.last.weight.div_(2)
+        x = self.first(x)
+        x.exp().sin()
+        return self.last(x)
+
+
+def test_what_nobody_reads_is_no_layer():
+    assert [code.name for code in trace_module(Adapting(), torch.zeros(2, 4)).layers] == ["first", "last"]
+
+
+def test_a_weight_that_an_evaluation_changes_is_refused():
+    with pytest.raises(BadInput, match=r"Adapting changes its weight last.weight in its forward"):
+        trace_module(Adapting(), torch.zeros(2, 4), training=False)
+
+
+def test_data_keep_no_more_memory_than_their_own():
+    tokens = torch.arange(12).reshape(3, 4)
+    samples = Samples(lambda index, seed: tokens, lambda _, given: ((given[:, :-1],), {"target": given[:, 1:]}))
+    (x,), target = samples(0, 0)
+    assert [y.untyped_storage().nbytes() for y in (x, target["target"])] == [x.nbytes] * 2
+    assert torch.equal(target["target"], tokens[:, 1:])

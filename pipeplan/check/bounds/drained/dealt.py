@@ -43,7 +43,7 @@ def looped_bound(pipes: Iterable[tuple[str, Callable[[], Pipe]]], shape: Shape) 
         if rule == enough:
             continue
         pipe = make()
-        problem, count = pipe.costs.problem, pipe.microbatches
+        problem, count = pipe.tables.problem, pipe.microbatches
         problem.deadline.check()
         have = occupancy(shape.ranks, shape.chunks, count)
         shared, steps, sums = _shared(problem, shape)
@@ -72,7 +72,7 @@ def split_bound(pipe: Pipe, kind: ScheduleKind, shape: Shape) -> int:
     Rank r begins with its first forward and has the passes of whole units, as many as fit its memory when its first
     backward begins: forwards and backwards have a fixed order, and no weight part comes before.
     """
-    shared, steps, _ = _shared(pipe.costs.problem, shape)
+    shared, steps, _ = _shared(pipe.tables.problem, shape)
     before = pipe.arrivals[: shape.ranks]
     dealt = least_dealt(pipe, held_at_first(kind, shape.ranks, shape.chunks, pipe.microbatches), before, shared, steps)
     if dealt is None:
@@ -124,7 +124,7 @@ def least_dealt(
     count = len(pipe.groups)
     pairs = zip(pipe.times, pipe.holding(held), strict=True)
     least = [tuple(least_of(table, s, count) for table in pair) for s, pair in enumerate(pairs)]
-    platform = pipe.costs.problem.platform
+    platform = pipe.tables.problem.platform
     works = []
     for group in dict.fromkeys(pipe.groups):
         own = [(work, size, size) for s, (work, size) in enumerate(least) if pipe.groups[s] == group]

@@ -82,7 +82,7 @@ def traced_model(
         x, target = sample_of(given, loss)
         x = _as(x, dtype)
         tensors = _in_order(f"data: microbatch {index}", x, wanted)
-        for value, tensor in enumerate(tensors if len(tensors) > 1 else ()):
+        for value, tensor in enumerate(tensors):
             found, spec = TensorSpec(tuple(tensor.shape), tensor.dtype), network.shapes[value]
             if (found.shape, found.dtype) != (spec.shape, spec.dtype):
                 raise BadInput(f"data: microbatch {index} has an input of {found}; the example input has {spec}")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ....errors import BadInput
 from ....plan import Plan
 from ....problem import AUTOCAST
-from ....schedule.weight_versions import weight_policy
 from ...device import CPU
 from ...model.autocast import Autocast
 from ...model.contract import boundaries_of
@@ -51,12 +50,12 @@ def half_type(plan: Plan, options: HalfOptions) -> torch.dtype | None:
         return None
     dtype = TYPES[options.half] if options.half else getattr(torch, plan.chain.dtype.removeprefix(AUTOCAST))
     assert isinstance(dtype, torch.dtype), "lower_run refuses profiles of other types"
-    if dtype == torch.float16 and not weight_policy(plan.policy).drains:
+    if dtype == torch.float16 and not plan.policy.drains:
         raise BadInput(
             f"plan: --weights {plan.policy.weights} cannot skip an update on all stages at once, as fp16 needs when a "
             "gradient overflows; bf16 can be run, or --weights flush"
         )
-    if options.window is not None and not weight_policy(plan.policy).drains:
+    if options.window is not None and not plan.policy.drains:
         raise BadInput(
             f"plan: with --weights {plan.policy.weights} no update can be skipped, so the loss scale stays as it is; "
             "a window goes with --weights flush"
@@ -76,7 +75,7 @@ def first_scale(plan: Plan, dtype: torch.dtype, options: HalfOptions) -> LossSca
     """Return the loss scale to begin with; it stays the same where no update can be skipped."""
     start = START[dtype] if options.loss_scale is None else options.loss_scale
     window = WINDOW if options.window is None else options.window
-    return LossScale(start, window if weight_policy(plan.policy).drains else 0)
+    return LossScale(start, window if plan.policy.drains else 0)
 
 
 def halved(

@@ -1,0 +1,123 @@
+"""What does every stage between some positions take and hold? The tables that searches and bounds read.
+
+What a stage costs is asked of the two models here alone, for all stages at once; each table is made when somebody first
+asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from ..integers import IntLike, Ints
+from ..problem import Chain, Device, Problem
+from . import memory_model, time_model
+from .saved import saved_bytes
+
+
+def crossing_bytes(chain: Chain) -> Ints:
+    """Return the bytes that cross every position in one direction, shape (L + 1,); the chain's two ends are no cuts."""
+    return np.array((0, *chain.cut_bytes[1:-1], 0), dtype=np.int64)
+
+
+def waits_ns(problem: Problem, cuts: Ints) -> Ints:
+    """Return for how long a microbatch's messages in both directions keep a stage that begins or ends at each of
+    ``cuts``, of any shape, from computing: over the lowest level, where they block."""
+    sizes, which = np.unique(crossing_bytes(problem.chain)[cuts], return_inverse=True)
+    held = np.array([2 * problem.platform.held_ns(size, 0) for size in sizes.tolist()], dtype=np.int64)
+    return held[which].reshape(cuts.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class StageTables:
+    """The stages ``layers[start:stop]`` of a problem; tables have the shape that the two have together.
+
+    Times are ns of a microbatch on a device as fast as ``device``, whose own profile counts; sizes are bytes on each of
+    ``replicas``. What stands where there is no stage means nothing.
+    """
+
+    problem: Problem
+    start: Ints
+    stop: Ints
+
+    @staticmethod
+    def between(problem: Problem, cuts: Ints) -> StageTables:
+        """Return the tables ``[first cut, last cut]`` of all stages between two of the ``cuts``."""
+        return StageTables(problem, cuts[:, None], cuts[None, :])
+
+    @cached_property
+    def _known(self) -> dict[object, Ints]:
+        return {}
+
+    def once(self, key: object, compute: Callable[[], IntLike]) -> Ints:
+        """Return what was computed for ``key``, computed now if it wasn't."""
+        if key not in self._known:
+            self._known[key] = np.asarray(compute())
+        return self._known[key]
+
+    @cached_property
+    def crossing(self) -> tuple[Ints, Ints]:
+        """Bytes that enter and leave in one direction, by first and by last cut."""
+        every = crossing_bytes(self.problem.chain)
+        return every[self.start], every[self.stop]
+
+    @cached_property
+    def waits(self) -> tuple[Ints, Ints]:
+        """What a stage waits for messages where it begins and where it ends, as far as they block."""
+        return waits_ns(self.problem, self.start), waits_ns(self.problem, self.stop)
+
+    @cached_property
+    def weights(self) -> tuple[Ints, Ints]:
+        """Bytes of one copy of the weights, and parameters."""
+        return memory_model.weights_of(self.problem.chain, self.start, self.stop)
+
+    @cached_property
+    def gradients(self) -> Ints:
+        """Bytes that replicas exchange."""
+        return np.asarray(memory_model.gradient_bytes(self.problem.policy, *self.weights))
+
+    @cached_property
+    def kept(self) -> Ints:
+        """Bytes of a microbatch that is stored."""
+        return np.asarray(saved_bytes(self.problem.chain, self.start, self.stop))
+
+    def weights_bytes(self, in_flight: IntLike = 1, replicas: int = 1) -> Ints:
+        """Return weights, gradient and optimizer state with so many microbatches in flight."""
+        return np.asarray(memory_model.weights_bytes(self.problem.policy, *self.weights, in_flight, replicas))
+
+    def buffers(self, replicas: int = 1) -> Ints:
+        """Return the buffers of messages."""
+        return np.asarray(memory_model.message_bytes(self.problem.policy, *self.crossing, replicas))
+
+    def forward(self, device: Device) -> Ints:
+        """Return the forward."""
+        chain = self.problem.chain.timed(device.times)
+        return self.once(
+            ("forward", device.times, device.speed),
+            lambda: time_model.forward_ns(chain, self.start, self.stop, device.speed),
+        )
+
+    def again(self, device: Device) -> Ints:
+        """Return what recomputing all layers takes a device of speed 1, which :meth:`work` may be given."""
+        return self.forward(replace(device, speed=Fraction(1)))
+
+    def backward(self, device: Device, replicas: int = 1, again: IntLike = 0) -> Ints:
+        """Return the backward with its share of the optimizer's steps, where ``again`` ns are recomputed."""
+        chain, policy = self.problem.chain.timed(device.times), self.problem.policy
+        return np.asarray(time_model.backward_ns(chain, policy, self.start, self.stop, again, replicas, device.speed))
+
+    def work(self, device: Device, replicas: int = 1, again: IntLike = 0) -> Ints:
+        """Return forward and backward together."""
+        return np.asarray(self.forward(device) + self.backward(device, replicas, again))
+
+    def sums(self, replicas: int, path: tuple[int, int]) -> Ints:
+        """Return what a ring over so many replicas takes for all gradients, over links of a bandwidth and latency."""
+        gradients = np.maximum(self.gradients, 0).astype(object)  # bytes times 1e9 exceed 64 bits
+        return self.once(
+            ("sums", replicas, path),
+            lambda: np.asarray(time_model.ring_all_reduce_ns(gradients, replicas, *path)).astype(np.int64),
+        )
