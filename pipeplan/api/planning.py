@@ -113,7 +113,8 @@ def plan(
         heard: dict[str, Any] = {"progress": progress, "status": status, "on_plan": on_plan}
 
         def of_degree(part: Profile, until: Deadline) -> PlanResult:
-            return plan(part, **heard, **{**asked, "tensor": None, "microbatch": None, "time_limit": until})
+            again: Any = {**asked, "tensor": None, "microbatch": None, "time_limit": until}
+            return plan(part, **heard, **again)
 
         return best_degree(parts(given, said["tensor"]), of_degree, deadline, status)
     until = deadline.part(2) if best else deadline
