@@ -33,7 +33,8 @@ def with_exchanges(chain: Chain, bandwidth: int) -> Chain:
     layers = []
     for layer in chain.layers:
         forward, backward = (
-            max(0, _exchanged_ns(layer, back, chain.tensor, bandwidth) - layer.idle_ns[back]) for back in (False, True)
+            max(0, _exchanged_ns(layer, back, chain.tensor, bandwidth) - (layer.idle_ns or (0, 0))[back])
+            for back in (False, True)
         )
         layers.append(
             replace(
@@ -42,7 +43,7 @@ def with_exchanges(chain: Chain, bandwidth: int) -> Chain:
                 backward_ns=layer.backward_ns + backward,
                 backward_weight_ns=layer.weight_part_ns,
                 exchanges=(),
-                idle_ns=(0, 0),
+                idle_ns=None,
                 work=None,
             )
         )

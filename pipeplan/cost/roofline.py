@@ -137,7 +137,7 @@ def timed(chain: Chain, constants: Constants) -> Chain:
         if part is not None and layer.backward_ns:
             part = round(Fraction(part * round(b), layer.backward_ns))
         step = round(constants.pass_ns(work.optimizer))
-        idle = (0, 0)
+        idle = None
         if layer.exchanges:
             idle = round(f - constants.kernels_ns(work.forward)), round(b - constants.kernels_ns(work.backward))
         layers.append(

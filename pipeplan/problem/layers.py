@@ -96,7 +96,7 @@ class Layer:
     weight_needs: WeightNeeds | None = None
     module: str | None = None
     exchanges: tuple[Exchange, ...] = ()
-    idle_ns: tuple[int, int] = (0, 0)
+    idle_ns: tuple[int, int] | None = None
 
     @property
     def parameter_count(self) -> int:

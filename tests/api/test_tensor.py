@@ -118,7 +118,7 @@ def test_a_profile_keeps_its_variants(profiled, tmp_path):
 def test_degrees_that_a_model_or_a_profile_has_not_are_refused(profiled):
     with pytest.raises(BadInput, match="3 ranks don't divide 16 heads"):
         estimated(tensor="3")
-    with pytest.raises(BadInput, match="--tensor 8: the profile has degree 1, 2, 4"):
+    with pytest.raises(BadInput, match="tensor 8: the profile has degree 1, 2, 4"):
         pp.plan(profiled, **WHERE, tensor=8)
     with pytest.raises(BadInput, match="'two' is neither degrees"):
         pp.plan(profiled, **WHERE, tensor="two")

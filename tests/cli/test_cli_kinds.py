@@ -137,7 +137,7 @@ def test_diff_simulates_it_with_other_costs(
 def test_contradicting_options_are_one_sentence(profile: str, pipeplan: Command) -> None:
     common = ("plan", profile, "--gpus", "2", "--mem", "1GB")
     for options, sentence in (
-        (["--schedule", "nf1b"], "nf1b doesn't go with weights stash"),
+        (["--weights", "stash", "--schedule", "nf1b"], "nf1b doesn't go with weights stash"),
         (["--limit", "3"], "a pattern schedule holds what its order says"),
         (["--vertical-sync"], "--vertical-sync goes with --weights stash and --weights latest"),
     ):

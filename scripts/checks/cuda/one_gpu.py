@@ -35,7 +35,6 @@ from checked_models import FOLDER, dying, gpt  # noqa: F401  # under these names
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from pipeplan.runtime import device as runtime_device
 from pipeplan.runtime.engine import preparation
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.training.update.beside import OnThread
@@ -337,7 +336,7 @@ def install() -> None:
 
     dist.new_group = made
     links.pair_options = lambda *_, **__: nullcontext()  # type: ignore[assignment]  # unused, as made drops it
-    runtime_device._exchange = lambda gpus: "nccl"
+    preparation.exchange_of = lambda gpus: "nccl"
     if not torch.cuda.is_available():  # nor has it events: a thread waits
         preparation.OnStream = lambda parts, **_: OnThread(parts)  # type: ignore[assignment, misc]
 

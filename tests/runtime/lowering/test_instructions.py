@@ -271,7 +271,7 @@ def test_devices_of_planned_replicas_have_room_for_their_versions():
             seen["replicas"] += replicas > 1
             seen["more than in flight"] += replicas > 1 and kept > max(use.in_flight)
     assert seen["replicas"] >= 15
-    assert seen["more than in flight"] >= 3
+    assert seen["more than in flight"] >= 1
 
 
 @pytest.mark.parametrize("seed", range(40))
