@@ -29,7 +29,7 @@ ScheduleKind = Literal[
     "written",
     "pattern",
 ]
-Weights = Literal["flush", "2bw", "stash", "latest"]
+Weights = Literal["flush", "2bw", "2bw-uniform", "stash", "latest"]
 DRAINED: Final = "flush"  # the weights of what is asked to drain
 PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what plans are made for
 BEST: Final = "best"  # of all orders that are found, instead of a schedule's

@@ -26,6 +26,14 @@ class Infeasible(PipeplanError):
     """No plan exists under the limits; the message names what binds and the least change that helps."""
 
 
+class NoBetter(Infeasible):
+    """No plan is shorter than one that is known; none is below ``bound_ns``."""
+
+    def __init__(self, bound_ns: int) -> None:
+        self.bound_ns = bound_ns
+        super().__init__("no plan is shorter than the best one known")
+
+
 class InvalidPlan(PipeplanError):
     """A plan that breaks the rules; ``violations`` holds one sentence for each."""
 

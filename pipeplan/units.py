@@ -124,6 +124,11 @@ def format_devices(devices: Sequence[int], separator: str = ",") -> str:
     return separator.join(map(str, devices))
 
 
+def gpu_name(device: int, width: int = 1) -> str:
+    """Return what a device is called that is one GPU, or a group of so many: ``GPU 3``, ``GPUs 8-15``."""
+    return f"GPU {device}" if width == 1 else f"GPUs {device * width}-{(device + 1) * width - 1}"
+
+
 def _parse(text: str, units: dict[str, int] | dict[str, Fraction], place: str, example: str) -> int:
     match = _QUANTITY.fullmatch(text)
     text = f"'{shown(text)}'"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pipeplan import zoo
-from pipeplan.files.accelerators import accelerator
+from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.files.text import write_text
 from pipeplan.problem import Chain

@@ -1,9 +1,12 @@
 """The law of the house: which room may import which, in one ordered list, and where outside libraries may be used."""
 
 import ast
+import re
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -12,9 +15,10 @@ import pytest
 from cases.patience import SECONDS
 
 from pipeplan.choices import DRAINED, Weights
+from pipeplan.registry import Late
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-NOUNS = "choices version errors integers names units deadline status scratch problem plan"
+NOUNS = "registry choices version errors integers names units deadline status scratch problem plan"
 MODELS = "runtime.model runtime.data runtime.model.build"
 RUNTIME = f"runtime.device runtime.lowering runtime.measure {MODELS} runtime.exchange runtime.training"
 TORCH_FREE = [
@@ -24,6 +28,7 @@ TORCH_FREE = [
 
 # A room, and the rooms above it in this list that it may import. A module lies in the longest room that names it.
 LAW = {
+    "registry": "",
     "choices": "",
     "version": "",
     "errors": "",
@@ -52,14 +57,15 @@ LAW = {
     "runtime.measure": f"{NOUNS} cost schedule check files runtime.device runtime.lowering",
     "runtime.model": f"{NOUNS} zoo schedule runtime.device",
     "runtime.data": f"{NOUNS} runtime.processes.own_processes runtime.model",
-    "runtime.model.build": f"{NOUNS} zoo runtime.device runtime.model runtime.data",
+    "runtime.model.build": f"{NOUNS} files zoo runtime.device runtime.model runtime.data",
     "runtime.profiler": f"{NOUNS} cost files runtime.clock runtime.processes.own_processes runtime.device {MODELS}",
     "runtime.exchange": f"{NOUNS} runtime.clock runtime.device runtime.lowering runtime.model",
     "runtime.training": f"{NOUNS} schedule files {RUNTIME.removesuffix(' runtime.training')}",
     "runtime": f"{NOUNS} runtime.measure",
     "runtime.engine": f"{NOUNS} cost schedule schedule.periodic check files runtime.processes.own_processes {RUNTIME}",
-    "runtime.processes": f"{NOUNS} runtime.processes.own_processes runtime.engine {RUNTIME}",
-    "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.measure",
+    "runtime.processes": f"{NOUNS} files runtime.processes.own_processes runtime.engine {RUNTIME}",
+    "report": f"{NOUNS} cost schedule schedule.synthesis check partition planner files runtime.lowering "
+    "runtime.measure runtime.profiler",
     "api": f"{NOUNS} zoo cost schedule schedule.periodic schedule.synthesis check partition planner files runtime "
     f"runtime.surroundings runtime.processes runtime.engine runtime.profiler {RUNTIME} report",
     "cli": "*",
@@ -74,7 +80,8 @@ OUTSIDE = {
     "rich": "report",
     "matplotlib": "report",
     "numba": "",
-    "msgspec": "files runtime.measure.trace_file runtime.training.state.checkpoint",
+    "msgspec": "files runtime.exchange.collective runtime.measure.trace_file runtime.model.build.state_file "
+    "runtime.training.state.checkpoint",
 }
 
 MODULES = {
@@ -93,8 +100,9 @@ def room_of(module):
 
 
 @cache
-def imports(module):
-    """What a module imports anywhere but for annotations: pipeplan's modules by name, others with a leading '!'."""
+def imports(module, annotations=False):
+    """What a module imports anywhere, on request for ``annotations`` too: pipeplan's modules by name, others with a
+    leading '!'."""
     path = MODULES[module]
     package = path.relative_to(PACKAGE).parts[:-1]
     tree = ast.parse(path.read_text())
@@ -102,7 +110,7 @@ def imports(module):
               for n in ast.walk(test)}  # fmt: skip
     found = set()
     for node in ast.walk(tree):
-        if node in unused:
+        if node in unused and not annotations:
             continue
         if isinstance(node, ast.Import):
             found |= {f"!{alias.name.split('.')[0]}" for alias in node.names}
@@ -118,10 +126,29 @@ def imports(module):
     return found
 
 
+@cache
+def late(module):
+    """What the rows of a module's tables name, to be imported when it is asked for."""
+    own = import_module(f"pipeplan.{module}") if "Late(" in MODULES[module].read_text() else None
+    return {x.path for x in inside_values(vars(own))} if own else set()
+
+
+def inside_values(value, depth=5):
+    """Every Late in a table, or in the rows of one."""
+    if isinstance(value, Late):
+        yield value
+    elif depth:
+        rows = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if is_dataclass(value) and not isinstance(value, type):
+            rows = [getattr(value, x.name) for x in fields(value)]
+        for row in rows:
+            yield from inside_values(row, depth - 1)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_import_from_the_rooms_that_the_law_names(module):
     own = room_of(module)
-    for name in imports(module):
+    for name in imports(module, annotations=True) | {path.split(":")[0] for path in late(module)}:
         if name.startswith("!"):
             assert name != "!pipeplan", f"{module} imports pipeplan by its full name; write a relative import"
             places = OUTSIDE.get(name[1:])
@@ -129,6 +156,26 @@ def test_modules_import_from_the_rooms_that_the_law_names(module):
             assert allowed, f"{module} imports {name[1:]}, whose place is {places}"
         elif room_of(name) != own and LAW[own] != "*":
             assert room_of(name) in LAW[own].split(), f"{module} (room {own}) imports {name} (room {room_of(name)})"
+
+
+OUTER = (  # what a plan may need, but not every plan: reached by the rows of tables alone
+    "schedule.programs schedule.written schedule.synthesis check.bounds.drained partition.madpipe partition.pipedream "
+    "planner.drained planner.grids planner.simulated planner.what_if planner.robust"
+)
+
+
+@pytest.mark.parametrize("core", ["planner.plan", "check.validate"])
+def test_the_core_reaches_outer_folders_by_rows_alone(core):
+    below = nx.DiGraph((module, name) for module in MODULES for name in imports(module))
+    for name in nx.descendants(below, core):
+        assert not any(inside(name, room) for room in OUTER.split()), f"{core} imports {name}"
+
+
+def test_what_rows_name_is_there():
+    for module in MODULES:
+        for path in late(module):
+            name, own = path.split(":")
+            assert callable(getattr(import_module(f"pipeplan.{name}"), own)), path
 
 
 def test_nobody_compares_the_names_of_weights_policies():
@@ -140,6 +187,13 @@ def test_nobody_compares_the_names_of_weights_policies():
                 named = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)} & set(get_args(Weights))
                 allowed = {DRAINED} if "weights" not in ast.unparse(node) else set()
                 assert named <= allowed, f"{module}: {ast.unparse(node)}"
+
+
+def test_ranks_exchange_nothing_that_is_unpickled():
+    """gloo and NCCL ask nobody who he is, and torch's collectives of objects unpickle what comes."""
+    for module, path in MODULES.items():
+        named = {x.attr for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Attribute)}
+        assert not [x for x in named if re.search("_object(_list)?$", x)], module
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if any(inside(m, room) for room in TORCH_FREE)])
@@ -161,16 +215,30 @@ def test_the_law_sees_every_module():
     assert len(MODULES) > 100
     assert "integers" in imports("problem.sums")
     assert "!numpy" in imports("problem.chain")
-    assert "partition.contiguous.contiguous" in imports("partition")
+    assert "partition.contiguous.contiguous" in imports("planner.periodic.portfolio")
     assert imports("__main__") == {"!__future__", "!atexit", "!os", "!signal", "!sys", "cli", "errors"}
     assert room_of("runtime.training.stage") == "runtime.training"
     assert room_of("runtime.processes.launch") == "runtime.processes"
 
 
 def test_no_two_modules_import_each_other():
-    """Inside a room the law allows any direction, but not circles."""
-    arrows = ((module, name) for module in MODULES for name in imports(module) if name in MODULES and name != module)
-    assert list(nx.simple_cycles(nx.DiGraph(arrows))) == []
+    """Inside a room the law allows any direction, but not circles, for annotations neither."""
+    below = {module: imports(module, annotations=True) & MODULES.keys() - {module} for module in MODULES}
+    assert list(nx.simple_cycles(nx.DiGraph(below))) == []
+
+
+OUTER_OF_RUNS = (  # what a run may need, but not every run: reached by rows alone
+    "runtime.model.trace.traced runtime.model.trace.trace runtime.model.trace.compared runtime.exchange.nearby "
+    "runtime.exchange.threaded runtime.engine.torch_engine runtime.engine.held_out runtime.engine.comparison "
+    "runtime.engine.arrival_order runtime.training.state runtime.measure.report"
+)
+
+
+def test_a_run_reaches_what_few_need_by_rows_alone():
+    below = nx.DiGraph((module, name) for module in MODULES for name in imports(module))
+    reached = nx.descendants(below, "runtime.engine.phases")
+    assert [name for name in reached if any(inside(name, room) for room in OUTER_OF_RUNS.split())] == []
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in reached & MODULES.keys()) < 23_000
 
 
 def folder_of(module, inside):

@@ -270,7 +270,7 @@ def test_every_weights_policy_has_a_row():
 
 
 def test_an_undecided_interval_is_open_under_2bw_alone():
-    assert [weights for weights in get_args(Weights) if Policy(weights).open] == ["2bw"]
+    assert [weights for weights in get_args(Weights) if Policy(weights).open] == ["2bw", "2bw-uniform"]
     assert not Policy(accumulate=1).open
     assert Policy().update_interval(4) == ENDLESS
 

@@ -5,7 +5,7 @@ Types stand in the annotations, so none of them is left as text; nothing here co
 """
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, get_args, get_origin
 
@@ -239,8 +239,9 @@ class Parts(TypedDict, total=False):
     tensor: Annotated[
         int | str | None,
         Word(
-            "Tensor parallelism: N GPUs of a server run each layer together. Of several degrees plan takes the best; "
-            "any: all that the profile has, or that a model estimated by its name has up to 8.  [default: 1]",
+            "Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; any: all "
+            "that a model estimated by its name has up to 8.  [default: all that the profile has; of a model 1, but "
+            "any for a target that runs them]",
             "any|N,N,..",
         ),
     ]
@@ -275,7 +276,7 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
         Literal["auto"] | AlgorithmName,
         Word("auto is the portfolio: exact contiguous first, then what might beat it.", default=AUTO),
     ]
-    options: Annotated[Any, Word("Of the algorithm, by name.", "KEY=VALUE", option="option")]
+    options: Annotated[Mapping[str, Any] | None, Word("Of the algorithm, by name.", "KEY=VALUE", option="option")]
     robust: Annotated[
         float | None,
         Word(
@@ -314,7 +315,7 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     runs: Annotated[int, Word("Of --robust.", "N", 20, most=MOST_RUNS, knob=True)]
 
 
-class Grids(Common, Searched, total=False):
+class Grids(Common, Parts, Searched, total=False):
     """Which grid of stages x pipelines is best: see :func:`.planning.grid`."""
 
     pipelines: Annotated[
@@ -333,7 +334,7 @@ class Grids(Common, Searched, total=False):
         ),
     ]
     profiles: Annotated[
-        Any,
+        Sequence[Any],
         Word(
             "A profile of the same network at another microbatch size; repeatable.",
             "FILE",
@@ -360,7 +361,7 @@ class Grids(Common, Searched, total=False):
     ]
 
 
-class Comparing(Asked, Knobs, total=False):
+class Comparing(Asked, Parts, Knobs, total=False):
     """Which algorithm is best: see :func:`.comparing.compare`."""
 
     algorithms: Annotated[str | Sequence[str], Word("auto, gpipe, or of plan --algorithm.", "NAMES", COMPARED)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Unpack
 
 from ..deadline import NEVER
@@ -17,9 +19,10 @@ from ..planner.what_if.compare import compare as compared
 from ..problem import MICROBATCHES_PER_DEVICE, Problem
 from ..status import Status
 from ..units import parse_bytes, parse_counts
-from .asked import Asked, Comparing, defaults, part_of
+from .asked import Asked, Comparing, Parts, defaults, part_of
 from .planning import Given, given_profiles
 from .problems import assumed_batch, deadline_of, problem_of
+from .tensor import parts
 
 DEFAULTS: Comparing = defaults(Comparing)
 NAMES = (AUTO, GPIPE, *ALGORITHMS)
@@ -41,7 +44,7 @@ class Comparison:
 
     def show(self, width: int | None = None) -> None:
         """Print the table, as ``pipeplan compare`` does."""
-        from ..report.comparison import print_rows
+        from ..report.tables.comparison import print_rows
 
         print_rows(self.problem, self.rows, self.assumptions, width)
 
@@ -70,26 +73,37 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
         raise BadInput(f"--gpus, --mem: {searches}; more than {MOST_CASES} cases want a --time-limit")
     status, began = status or Status(), time.monotonic()
     words["gpus"], words["mem"] = (counts[0],), min(memories)
-    (given,), deadline = given_profiles(profile, words, [None], status, deadline)
-    problem, assumptions = problem_of(given, **words, deadline=deadline)
+    parted: Parts = part_of(Parts, said)
+    (given,), deadline = given_profiles(profile, words, [None], status, deadline, parted)
+    problems, assumptions = list[Problem](), list[str]()
+    for part in parts(given, said["tensor"]):
+        fitting = [count for count in counts if count % part.chain.tensor == 0]
+        if fitting:
+            words["gpus"] = (fitting[0],)
+            problem, assumptions = problem_of(part, **words, deadline=deadline)
+            problems.append(problem)
+    if not problems:
+        raise BadInput(f"--tensor {said['tensor']}: groups of so many GPUs don't share any of --gpus evenly")
+    total = len(memories) * sum(count % x.chain.tensor == 0 for x in problems for count in counts)
     batch = words["accumulate"] is not None or words["batch"] is not None
     if not batch and len(counts) > 1:
         assumptions[0] = assumed_batch(f"of {MICROBATCHES_PER_DEVICE} microbatches a GPU")
     settings = Settings(said["solver"], gap=GAP if said["gap"] is None else said["gap"])
     status.say(f"0 of {total} cases done")
     rows: list[OnePlatform] = []
-    for row in compared(
-        problem,
-        counts,
-        memories,
-        algorithms,
+    compared_by = partial(
+        compared,
+        gpus=counts,
+        memories=memories,
+        algorithms=algorithms,
         clock=time.process_time,
         settings=settings,
         effort=said["effort"] or "normal",
         jobs=said["jobs"],
         weights=words["weights"] is not None,
         batch=batch,
-    ):
+    )
+    for row in chain.from_iterable(map(compared_by, problems)):
         if deadline.passed:  # this row may have been cut short
             break
         rows.append(row)
@@ -97,4 +111,4 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
         status.say(f"{len(rows)} of {total} cases done, {left:.0f} s more at this pace")
     if not rows:
         raise PipeplanError("the time limit ended the comparison before its first case was done")
-    return Comparison(problem, tuple(assumptions), tuple(rows), total)
+    return Comparison(problems[0], tuple(assumptions), tuple(rows), total)

@@ -128,8 +128,10 @@ def _fits(value: Any, kind: Any) -> bool:
     if not isinstance(kind, type) or not isinstance(value, kind):
         return not isinstance(kind, type)
     if isinstance(value, str | bytes | Mapping) or not parts or not isinstance(value, Iterable):
-        return not (isinstance(value, str) and kind is not str)
-    return all(_fits(each, parts[0]) for each in value) if isinstance(value, list | tuple) else True
+        return not (isinstance(value, str | bytes) and kind is not type(value))
+    if not isinstance(value, list | tuple):
+        return True
+    return all(_fits(each, parts[0]) for each in value) and (bool(value) or kind is not tuple)
 
 
 def _written(kind: Any) -> str:
@@ -146,6 +148,8 @@ def _written(kind: Any) -> str:
         return WRITTEN[kind]
     if kind is Path:
         return "a path"
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a dictionary"
     if origin in (list, tuple) or (isinstance(origin, type) and issubclass(origin, Iterable)):
         return f"a list of which each is {_written(parts[0])}" if parts else "a list"
     if origin is not None and issubclass(origin, Callable):  # type: ignore[arg-type]  # an abstract class of callables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -24,13 +25,13 @@ from ..schedule.kinds import KINDS
 from ..status import Status
 from ..units import parse_time
 from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
-from .problems import ANY, deadline_of, problem_of
+from .problems import ANY, deadline_of, on_groups, problem_of
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
-from .tensor import best_degree, parts
+from .tensor import OfDegree, Worth, best_degree, parts
 
 if TYPE_CHECKING:
-    from ..planner.robust import Jitter
+    from ..planner.plan import Jitter
 
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 DEFAULTS: Planning = defaults(Planning)
@@ -56,8 +57,7 @@ class Question:
 
     def made(self, problem: Problem) -> Planned:
         """Return the plan of a problem as it stands: searched for, or stated."""
-        from ..planner.periodic.stated import STATED
-        from ..planner.plan import make_plan
+        from ..planner.plan import STATED, make_plan
 
         algorithm, options = (
             (self.said["algorithm"], _known(self.said)) if self.stated is None else (STATED, self.stated)
@@ -101,45 +101,80 @@ def plan(
     """
     from ..planner.what_if.best_order import OWN, TRIED
     from ..planner.what_if.ordered import WHY_NOT, ordered
+    from ..planner.what_if.target import priced
 
     status = status or Status()
     question = _question({**DEFAULTS, **asked}, progress, status)
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
     words: Asked = part_of(Asked, said)
-    parted: Parts = part_of(Parts, said)
-    (given,), deadline = given_profiles(profile, words, [said["microbatch"]], status, question.deadline, parted)
-    if said["tensor"] is not None or given.chain.variants:
-        heard: dict[str, Any] = {"progress": progress, "status": status, "on_plan": on_plan}
+    (given,), deadline = given_profiles(
+        profile, words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
+    )
+    until, began = deadline.part(2) if best else deadline, time.perf_counter()
 
-        def of_degree(part: Profile, until: Deadline) -> PlanResult:
-            again: Any = {**asked, "tensor": None, "microbatch": None, "time_limit": until}
-            return plan(part, **heard, **again)
+    def of_part(part: Profile) -> OfDegree:
+        problem, assumptions = problem_of(part, **words, segments=said["algorithm"] == AUTO, deadline=until)
+        if best and not problem.policy.drains:
+            raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
+        return OfDegree(problem, assumptions)
 
-        return best_degree(parts(given, said["tensor"]), of_degree, deadline, status)
-    until = deadline.part(2) if best else deadline
-    problem, assumptions = problem_of(given, **words, segments=said["algorithm"] == AUTO, deadline=until)
-    if best and not problem.policy.drains:
-        raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
-    began = time.perf_counter()
-    if said["for_"] is not None:
-
-        def tell(planned: Planned) -> None:
+    def planned(part: OfDegree, beat_ns: int | None) -> Planned:
+        def tell(found: Planned) -> None:
             if on_plan is not None:
-                on_plan(_timed(planned, assumptions, began))
+                on_plan(_timed(found, part.assumptions, began))
 
-        found = _for_target(question, problem, said["for_"], tell, began)
-    else:
-        found = _searched(question, problem)
+        if said["for_"] is None:
+            return _searched(question, part.problem)
+        return _for_target(question, part.problem, tell, beat_ns)
+
+    worth = Worth(
+        "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
+    )
+    found, degree = best_degree(parts(given, said["tensor"]), of_part, planned, worth, until, status)
+    if said["for_"] is not None:
+        seconds, whole = time.perf_counter() - began, replace(degree.problem, deadline=until)
+        found = priced(whole, found, said["for_"], question.settings, question.effort, seconds)
     if best:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
-    return _timed(found, assumptions, began)
+    return _timed(found, degree.assumptions, began)
+
+
+def _parts_of(profile: Given, said: Planning) -> Parts:
+    """Return in which degrees a model that is named is estimated: where nobody says, in all for a target that can run
+    them."""
+    parted: Parts = part_of(Parts, said)
+    target = None if said["for_"] is None else TARGETS[said["for_"]]
+    if is_name(profile) and said["tensor"] is None and target is not None and target.tensor:
+        return {"tensor": ANY, "sequence_parallel": True}
+    return parted
+
+
+def _least(question: Question, problem: Problem) -> int:
+    """Return what no plan of a problem takes less than, quickly, whatever weights it may choose."""
+    from ..check.bounds import load_bound, quick_proof
+    from ..planner.what_if.target import as_run_by
+
+    target = question.said["for_"]
+    if target is not None:
+        problem = as_run_by(problem, target)
+    elif question.said["weights"] is None:
+        return load_bound(problem)
+    return quick_proof(problem).period_ns
+
+
+def _proved(question: Question, found: Planned) -> int:
+    """Return what no plan of the degree of one that was found takes less than, of what is asked."""
+    asked = "any", question.said["for_"]
+    return max(
+        x.period_ns for x in found.plan.lower_bounds if x.allocation in asked and x.schedule in (None, question.kind)
+    )
 
 
 def _question(said: Planning, progress: Callable[[str], None] | None, status: Status) -> Question:
     """Return what is asked, with the weights that follow; BadInput for what contradicts."""
-    from ..planner.robust import Jitter
+    from ..planner.plan import Jitter
 
     deadline, schedule = deadline_of(said["time_limit"]), said["schedule"]
     algorithm, gap, target = said["algorithm"], said["gap"], said["for_"]
@@ -167,16 +202,15 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
     return Question(said, settings, None if schedule == BEST else schedule, stated, jitter, deadline)
 
 
-def _for_target(
-    question: Question, problem: Problem, target: str, tell: Callable[[Planned], None], began: float
-) -> Planned:
-    """Return the best plan that ``target`` can express, with its price."""
-    from ..planner.what_if.target import make_target_plan, priced
+def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], None], beat_ns: int | None) -> Planned:
+    """Return the best plan that a target can express."""
+    from ..planner.what_if.target import make_target_plan
 
-    kinds = () if question.kind is None else (question.kind,)
-    found = make_target_plan(problem, target, question.settings, question.effort, kinds, tell)
+    target, kinds = question.said["for_"], () if question.kind is None else (question.kind,)
+    assert target is not None, "else it is searched for without"
+    found = make_target_plan(problem, target, question.settings, question.effort, kinds, tell, beat_ns)
     tell(found)
-    return priced(problem, found, target, question.settings, question.effort, time.perf_counter() - began)
+    return found
 
 
 def _searched(question: Question, problem: Problem) -> Planned:
@@ -190,7 +224,11 @@ def _searched(question: Question, problem: Problem) -> Planned:
     )
     if question.stated is not None:  # other stages than the stated ones are no alternatives
         return found
-    return with_alternatives(found, problem, question.settings, time.process_time() - worked)
+    quiet = replace(question.settings, progress=None, explained=False, status=Status())
+    other = replace(question, settings=quiet, kind=None, jitter=None)
+    return with_alternatives(
+        found, problem, question.settings, time.process_time() - worked, lambda x: other.found(x)[0]
+    )
 
 
 def grid(
@@ -207,7 +245,7 @@ def grid(
     layer's pass that doesn't shrink with the microbatch. What is ``asked`` is as in :func:`plan`, but that weights are
     ``flush``, with an update for each batch, and replicas are the pipelines.
     """
-    from ..planner.drained.space import grid_problem
+    from ..planner.grids.space import grid_problem
     from ..planner.what_if.grid import make_grid_plan
 
     said: Grids = {**GRID_DEFAULTS, **asked}
@@ -219,23 +257,39 @@ def grid(
     merged = merging(said["granularity"], said["blocks"])
     status = status or Status()
     sizes = sorted(set(microbatches)) if microbatches and is_name(profile) else [None]
-    (first, *others), deadline = given_profiles(profile, words, sizes, status, deadline)
-    others += [other for x in said["profiles"] for other in given_profiles(x, words, [None], status, deadline)[0]]
-    problem, assumptions = problem_of(first, **words, deadline=deadline)
-    question, more = grid_problem(
-        problem,
-        batch,
-        [problem.chain, *(merged(other.chain) for other in others)],
-        microbatches,
-        pipelines=said["pipelines"],
-        fixed_ns=parse_time(said["layer_overhead"], "--layer-overhead"),
-        offload=said["offload"],
-        overlap=said["overlap"],
-        limit=said["limit"],
-    )
+    given, deadline = given_profiles(profile, words, sizes, status, deadline, part_of(Parts, said))
+    given += [other for x in said["profiles"] for other in given_profiles(x, words, [None], status, deadline)[0]]
     began = time.perf_counter()
-    found = make_grid_plan(question, Settings(progress=progress, status=status), said["effort"] or "normal")
-    return _timed(found, [*assumptions, *more], began)
+
+    def of_part(part: Profile) -> OfDegree:
+        return OfDegree(*problem_of(part, **words, deadline=deadline))
+
+    def planned(part: OfDegree, _: int | None) -> Planned:
+        problem = part.problem
+        others = [parts(x, part.degree)[0].chain for x in given[1:]]
+        timed = [merged(on_groups(x, problem.platform.whole or problem.platform)[0]) for x in others]
+        question, more = grid_problem(
+            problem,
+            batch,
+            [problem.chain, *timed],
+            microbatches,
+            pipelines=said["pipelines"],
+            fixed_ns=parse_time(said["layer_overhead"], "--layer-overhead"),
+            offload=said["offload"],
+            overlap=said["overlap"],
+            limit=said["limit"],
+        )
+        part.assumptions.extend(more)
+        return make_grid_plan(question, Settings(progress=progress, status=status), said["effort"] or "normal")
+
+    worth = Worth(
+        "batch_ns",
+        lambda found: int(found.plan.provenance.options["grid"]["batch_ns"]),
+        lambda problem: 0,
+        lambda found: int(found.plan.provenance.options["bound_ns"]),
+    )
+    found, degree = best_degree(parts(given[0], said["tensor"]), of_part, planned, worth, deadline, status)
+    return _timed(found, degree.assumptions, began)
 
 
 def read_plan(path: str | Path) -> PlanResult:

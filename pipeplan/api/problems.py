@@ -12,8 +12,8 @@ from ..choices import OPTIMIZERS
 from ..cost.collectives import with_exchanges
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
-from ..files.machines import platform_of_gpus
-from ..files.platforms import grouped, read_platform, reserving
+from ..files.machines.equal_gpus import platform_of_gpus
+from ..files.machines.platforms import grouped, read_platform, reserving
 from ..names import shown
 from ..partition.merging import AUTO, merging
 from ..problem import (
@@ -77,8 +77,9 @@ def problem_of(
 
 
 def on_groups(chain: Chain, where: Platform) -> tuple[Chain, Platform]:
-    """Return a rank's chain with what its group's exchanges take, and the platform of such groups; BadInput where there
-    are none."""
+    """Return a rank's chain, of no other degree, with what its group's exchanges take, and the platform of such groups;
+    BadInput where there are none."""
+    chain = replace(chain, variants=()) if chain.variants else chain
     if chain.tensor == 1:
         return chain, where
     return with_exchanges(chain, where.levels[0].bandwidth), grouped(where, chain, "--tensor")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import datetime
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
-from ..files.accelerators import accelerator, constants_of
 from ..files.examples import PREFIX, located
+from ..files.machines.accelerators import accelerator, constants_of
 from ..files.profile_rules import MOST_DEGREE
 from ..files.profiles import profile_text
 from ..files.profiles import read_profile as read_chain
@@ -27,6 +27,7 @@ from .models import build_named, data_to_read, named_model
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
+    from ..runtime.profiler.steps import MeasureOptions
 
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
@@ -200,63 +201,26 @@ def profile(
     many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
-    from ..partition.granularity import like_blocks, merge_zero_time
-    from ..runtime.model.autocast import Autocast
-    from ..runtime.profiler.beside import Others
     from ..runtime.profiler.estimate import estimate_model
-    from ..runtime.profiler.live import builder_of_live, samples_in
-    from ..runtime.profiler.measure import measure_model, measured_again
-    from ..runtime.profiler.steps import MeasureOptions, chosen_device, dtype_of
-    from ..runtime.training.update.optimizers import optimizer_maker
+    from ..runtime.profiler.measure import measure_model
 
     merge = merging(granularity, blocks)
-    if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
-        raise BadInput("--estimate needs no device; leave out --device, --hold and --beside")
-    if not 1 <= beside <= MOST_BESIDE:
-        raise BadInput(f"--beside: {beside} is no number of processes from 1 to {MOST_BESIDE}")
-    if gpu is None and host_time is not None:
-        raise BadInput("--host-time goes with --estimate")
-    if isinstance(model, str):
-        batch = microbatch or MICROBATCH
-        build, batches = named_model(model, batch)
-        builder: Callable[[], Any] = partial(build_named, model, batch)
-        called = model.removeprefix(ZOO)
-    else:
-        batch = microbatch or samples_in(inputs)
-        build, batches = builder_of_live(model, inputs, loss, fake=gpu is not None), None
-        builder = partial(builder_of_live, model, inputs, loss, fake=False)
-        called = type(model).__name__
-    if data is not None:
-        batches = data_to_read(data, batch)
-    where = "cpu" if gpu is not None else chosen_device(device)
-    casts = dtype is not None and dtype.startswith(AUTOCAST)
-    options = MeasureOptions(
-        dtype=None if dtype is None or casts else dtype_of(dtype),
-        autocast=Autocast(dtype_of(dtype.removeprefix(AUTOCAST)), where) if dtype is not None and casts else None,
-        optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
-        device=where,
-        read=None if batches is None or gpu is not None else _read_beside(batches),
-        others=None if beside == 1 else Others(beside - 1, partial(measured_again, builder, batch)),
-        **{"steps": STEPS, "seconds": SECONDS} | measuring,
-    )
-    if beside > 1 and options.device != "cpu":
-        raise BadInput("--beside: processes that share CPUs slow each other; on GPUs leave it out, or say --device cpu")
+    _refuse(gpu, host_time, device, beside, measuring)
+    source = _named(model, microbatch) if isinstance(model, str) else _live(model, inputs, loss, microbatch, gpu)
+    batches = source.batches if data is None else data_to_read(data, source.batch)
+    options = _measuring(source, batches, gpu, device, dtype, optimizer, beside, measuring)
     about: dict[str, Any] = {
-        "name": name or called,
+        "name": name or source.name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "data": batches,
     }
     if gpu is not None:
         target = accelerator(gpu)
         constants = constants_of(target, host_time)
-        measured = estimate_model(build, batch, target, options, **about, constants=constants)
+        measured = estimate_model(source.build, source.batch, target, options, **about, constants=constants)
     else:
-        measured = measure_model(build, batch, options, **about)
-    chain = measured.chain
-    if chain.edges is not None:  # blocks first: what takes no time may stand between two
-        blocked = granularity == "block" or blocks is not None or (granularity == AUTO and like_blocks(chain))
-        chain = merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
-    found = Profile(chain, measured=measured)
+        measured = measure_model(source.build, source.batch, options, **about)
+    found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
     if tensor is None:
         return found
     if gpu is None or not isinstance(model, str):
@@ -264,17 +228,99 @@ def profile(
     same: dict[str, Any] = {
         "gpu": gpu,
         "host_time": host_time,
-        "microbatch": batch,
+        "microbatch": source.batch,
         "dtype": dtype,
         "optimizer": optimizer,
+        "granularity": granularity,
+        "blocks": blocks,
     }
-    return with_variants(found, model, tensor, sequence_parallel, partial(profile, **same, name=name))
+    estimate = partial(profile, **same, name=name)
+    return with_variants(found, model, tensor, sequence_parallel, estimate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model to be profiled: what builds it here, and what does in other processes, in microbatches of ``batch``
+    samples; ``batches`` is its own data."""
+
+    name: str
+    batch: int
+    build: Callable[..., Any]
+    elsewhere: Callable[[], Any]
+    batches: Callable[[int, int], Any] | None = None
+
+
+def _named(model: str, microbatch: int | None) -> _Source:
+    batch = microbatch or MICROBATCH
+    build, batches = named_model(model, batch)
+    return _Source(model.removeprefix(ZOO), batch, build, partial(build_named, model, batch), batches)
+
+
+def _live(model: Any, inputs: Any, loss: Callable[..., Any] | None, microbatch: int | None, gpu: str | None) -> _Source:
+    from ..runtime.profiler.live import builder_of_live, samples_in
+
+    build = builder_of_live(model, inputs, loss, fake=gpu is not None)
+    elsewhere = partial(builder_of_live, model, inputs, loss, fake=False)
+    return _Source(type(model).__name__, microbatch or samples_in(inputs), build, elsewhere)
+
+
+def _refuse(gpu: str | None, host_time: str | None, device: str, beside: int, measuring: Mapping[str, Any]) -> None:
+    """Raise BadInput for what goes with an estimate alone, or with a measurement, and is said of the other."""
+    if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
+        raise BadInput("--estimate needs no device; leave out --device, --hold and --beside")
+    if not 1 <= beside <= MOST_BESIDE:
+        raise BadInput(f"--beside: {beside} is no number of processes from 1 to {MOST_BESIDE}")
+    if gpu is None and host_time is not None:
+        raise BadInput("--host-time goes with --estimate")
+
+
+def _measuring(
+    source: _Source,
+    batches: Any,
+    gpu: str | None,
+    device: Literal["auto", "cpu", "cuda"],
+    dtype: str | None,
+    optimizer: str,
+    beside: int,
+    measuring: Mapping[str, Any],
+) -> MeasureOptions:
+    """Return how a model is measured, or what is estimated of it."""
+    from ..runtime.model.autocast import Autocast
+    from ..runtime.profiler.measure import measured_again
+    from ..runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
+    from ..runtime.training.update.optimizers import optimizer_maker
+
+    where = "cpu" if gpu is not None else chosen_device(device)
+    if beside > 1 and where != "cpu":
+        raise BadInput("--beside: processes that share CPUs slow each other; on GPUs leave it out, or say --device cpu")
+    half = None if dtype is None else dtype_of(dtype.removeprefix(AUTOCAST))
+    casts = dtype is not None and dtype.startswith(AUTOCAST)
+    return MeasureOptions(
+        dtype=None if casts else half,
+        autocast=Autocast(half, where) if half is not None and casts else None,
+        optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
+        device=where,
+        read=None if batches is None or gpu is not None else _read_beside(batches),
+        others=None if beside == 1 else Others(beside - 1, partial(measured_again, source.elsewhere, source.batch)),
+        **{"steps": STEPS, "seconds": SECONDS, **measuring},
+    )
+
+
+def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blocks: str | None) -> Chain:
+    """Return ``chain`` with its layers merged, and those that take no time into others."""
+    from ..partition.granularity import like_blocks, merge_zero_time
+
+    if chain.edges is None:
+        return chain
+    # blocks first: what takes no time may stand between two
+    blocked = granularity == "block" or blocks is not None or (granularity == AUTO and like_blocks(chain))
+    return merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
 
 
 def with_variants(
     found: Profile, model: str, tensor: str | int, sequence_parallel: bool, estimate: Callable[[str], Profile]
 ) -> Profile:
-    """Return the profile of a zoo model with the variants of ``tensor`` degrees, each ``estimate``d by its options."""
+    """Return the profile of a named model with variants of ``tensor`` degrees, each ``estimate``d by its options."""
     asked, variants = degrees(tensor), []
     for degree in asked or ANY_DEGREES:
         if degree == 1:
@@ -284,15 +330,26 @@ def with_variants(
                 f"{model},tensor={degree}" + (",sequence_parallel=true" if sequence_parallel else "")
             ).chain.layers
         except BadInput as error:
-            if "no option is named" in str(error):
-                raise BadInput(
-                    f"--tensor: {shown(model)} is not written by parts; zoo models of GPT and Llama are"
-                ) from None
             if asked is None:
                 break
+            if "no option is named" in str(error):
+                raise BadInput(
+                    f"--tensor: {shown(model)} is not written by parts; zoo models of GPT and Llama, and hf:, are"
+                ) from None
             raise
+        if [x.name for x in layers] != [x.name for x in found.layers]:
+            raise BadInput(f"--tensor {degree}: a rank's layers are others than the model's; say --granularity block")
         variants.append(Variant(degree, sequence_parallel, layers))
-    return replace(found, chain=replace(found.chain, variants=tuple(variants)))
+    groups = _head_groups(named_model(model, found.microbatch)[0])
+    return replace(found, chain=replace(found.chain, variants=tuple(variants), head_groups=groups))
+
+
+def _head_groups(build: Any) -> int | None:
+    """Return how many heads of keys and values a named model has, by its configuration; None where nothing says it."""
+    config = getattr(build, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = "groups", "heads", "num_key_value_heads", "num_attention_heads"
+    return next((getattr(config, x) for x in names if getattr(config, x, None)), None)
 
 
 def degrees(tensor: str | int) -> tuple[int, ...] | None:

@@ -86,7 +86,7 @@ class PlanResult:
     @property
     def stages(self) -> tuple[StageFigures, ...]:
         """The stages in the order of the layers."""
-        from ..report.tables import stage_figures
+        from ..report.tables.plan import stage_figures
 
         names = [layer.name for layer in self.plan.chain.layers]
         return tuple(
@@ -108,7 +108,7 @@ class PlanResult:
 
         BadInput says why it cannot run so.
         """
-        from .simulating import refuse_unknown, simulations
+        from .plans.simulating import refuse_unknown, simulations
 
         names = () if schedule is None else (schedule,)
         refuse_unknown([name for name in names if not name.endswith(".csv")])
@@ -116,7 +116,7 @@ class PlanResult:
 
     def schedules(self, *names: str, microbatches: int | None = None, **options: Any) -> list[Simulation]:
         """Return its runs under the schedules that are named, or all that it can run under, best first."""
-        from .simulating import ALL, simulations
+        from .plans.simulating import ALL, simulations
 
         return simulations(self.plan, names or (ALL,), microbatches, **options)[0]
 
@@ -125,7 +125,7 @@ class PlanResult:
     ) -> int:
         """Write it as one self-contained HTML page, under its own schedule, or several side by side; with ``trace`` the
         run that it has the times of as well. Return how many microbatches of its run the page shows."""
-        from .reporting import report_page
+        from .plans.reporting import report_page
 
         text, count = report_page(self.plan, schedules, microbatches, None if trace is None else str(trace))
         write_text(str(path), text)
@@ -136,7 +136,7 @@ class PlanResult:
 
         ``options`` as in :func:`.exporting.exported`. CannotExpress says what the target has no words for.
         """
-        from .exporting import exported
+        from .plans.exporting import exported
 
         made = exported(self.plan, target, "-" if path is None else str(path), **options)
         if path is not None:
@@ -154,8 +154,8 @@ class PlanResult:
     def show(self, width: int | None = None, verbose: bool = False) -> None:
         """Print the plan's table, as ``pipeplan plan`` does; ``verbose``: also what its bound follows from."""
         from ..planner.what_if.grid import ALGORITHM as GRID
-        from ..report.grids import print_grids
-        from ..report.tables import print_plan
+        from ..report.tables.grids import print_grids
+        from ..report.tables.plan import print_plan
 
         if self.plan.provenance.algorithm == GRID:
             print_grids(self.plan, self.assumptions, width, self.evaluation)

@@ -1,68 +1,128 @@
-"""Which degree of tensor parallelism is best? The same question of every variant that a profile has."""
+"""Which degree of tensor parallelism is best? The same question of every variant that a profile has, until a bound says
+that no other is better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from ..check.bounds import proof
+from ..check.targets import CannotExpress
 from ..deadline import Deadline
-from ..errors import BadInput, Infeasible
-from ..problem import Chain
+from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
+from ..planner.plan import Planned
+from ..problem import Problem
 from ..status import Status
 from .profiles import Profile, degrees
-from .result import PlanResult
 
 
 def parts(profile: Profile, tensor: str | int | None) -> list[Profile]:
-    """Return the profile in each of the ``tensor`` degrees (None: 1, or that of which it is), the least work of all
-    its GPUs first; BadInput for a degree that it hasn't."""
+    """Return the profile in each of the ``tensor`` degrees, all that it has where nobody says; BadInput for a degree
+    that it hasn't."""
     chain = profile.chain
-    if tensor is None:
-        return [replace(profile, chain=replace(chain, variants=()))]
-    own = {chain.tensor: replace(chain, variants=())} | {x.tensor: chain.part(x) for x in chain.variants}
-    asked = degrees(tensor)
+    own = {chain.tensor: chain} | {x.tensor: chain.part(x) for x in chain.variants}
+    asked = None if tensor is None else degrees(tensor)
     for degree in asked or ():
         if degree not in own:
             raise BadInput(
                 f"--tensor {degree}: the profile has degree {', '.join(map(str, own))}; a profile with others is made "
                 "by profile --estimate GPU --tensor 1,2,4,8"
             )
-    found = sorted((own[x] for x in asked or own), key=_work)
-    return [replace(profile, chain=x) for x in found]
+    return [replace(profile, chain=own[x]) for x in asked or sorted(own)]
 
 
-def _work(chain: Chain) -> int:
-    """Return how long all GPUs of a group compute together for a microbatch, exchanges left out."""
-    return chain.tensor * int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+@dataclass(frozen=True)
+class OfDegree:
+    """The problem of one degree, and what was assumed."""
+
+    problem: Problem
+    assumptions: list[str]
+
+    @property
+    def degree(self) -> int:
+        """How many GPUs run each layer together."""
+        return self.problem.chain.tensor
+
+
+class Worth(NamedTuple):
+    """What plans are weighed by: its name, what a plan has of it (ns), what none of a problem's has less than, by
+    averages, and what a plan has proved that none has less than."""
+
+    name: str
+    of: Callable[[Planned], int]
+    least: Callable[[Problem], int]
+    proved: Callable[[Planned], int]
 
 
 def best_degree(
-    profiles: Sequence[Profile], plan: Callable[[Profile, Deadline], PlanResult], deadline: Deadline, status: Status
-) -> PlanResult:
-    """Return the plan of least period among those that ``plan`` makes of each part; Infeasible where there is none.
+    profiles: Sequence[Profile],
+    ask: Callable[[Profile], OfDegree],
+    plan: Callable[[OfDegree, int | None], Planned],
+    worth: Worth,
+    deadline: Deadline,
+    status: Status,
+) -> tuple[Planned, OfDegree]:
+    """Return the best of the plans that ``plan`` makes of each part, by what it is ``worth``, and what it is of;
+    Infeasible where there is none, BadInput where no part can be asked for.
 
-    Degrees come in the order of their work; each has an equal share of the time that is left.
+    Degrees come in the order of what no plan of theirs takes less than, until that is no less than what the best takes,
+    which ``plan`` gets to beat. Each has an equal share of the time that is left.
     """
-    best, tried, why = None, dict[int, int | None](), list[str]()
-    for k, profile in enumerate(profiles):
-        degree = profile.chain.tensor
-        status.phase = f"tensor degree {degree}"
+    if len(profiles) == 1:
+        return plan(one := ask(profiles[0]), None), one
+    queue, told, why = _in_order(profiles, ask, worth.least)
+    best: tuple[Planned, OfDegree] | None = None
+    for k, (bound, asked) in enumerate(queue):
+        period = None if best is None else worth.of(best[0])
+        if period is not None and bound >= period:
+            break
+        status.phase = f"tensor degree {asked.degree}"
+        until = deadline.part(len(queue) - k)
         try:
-            found = plan(profile, deadline.part(len(profiles) - k))
-        except (BadInput, Infeasible) as error:
-            if len(profiles) == 1:
+            found = plan(replace(asked, problem=replace(asked.problem, deadline=until)), period)
+        except NoBetter as error:
+            told[asked.degree] = None, max(bound, error.bound_ns)
+        except (BadInput, CannotExpress, Infeasible) as error:
+            known = proof(asked.problem) if isinstance(error, Infeasible) else None
+            told[asked.degree] = None, None if known is None or known.infeasible else known.period_ns
+            why[asked.degree] = error
+        except KeyboardInterrupt:
+            if best is None:
                 raise
-            tried[degree] = None
-            why.append(f"degree {degree}: {error}")
-            continue
-        tried[degree] = found.period_ns
-        if best is None or found.period_ns < best.period_ns:
-            best = found
+            break
+        else:
+            told[asked.degree] = worth.of(found), worth.proved(found)
+            if period is None or worth.of(found) < period:
+                best = found, asked
     if best is None:
-        raise Infeasible("; ".join(why))
-    provenance = best.plan.provenance
-    told = {str(degree): tried[degree] for degree in sorted(tried)}
-    return replace(
-        best,
-        plan=replace(best.plan, provenance=replace(provenance, options={**provenance.options, "tensor": told})),
-    )
+        kind = BadInput if all(isinstance(x, BadInput) for x in why.values()) else Infeasible
+        raise kind("; ".join(f"tensor degree {degree}: {error}" for degree, error in sorted(why.items())))
+    return _with_degrees(best[0], told, worth.name), best[1]
+
+
+Told = dict[int, tuple[int | None, int | None]]  # by degree: what it takes and a bound, None where there is no plan
+
+
+def _in_order(
+    profiles: Sequence[Profile], ask: Callable[[Profile], OfDegree], least: Callable[[Problem], int]
+) -> tuple[list[tuple[int, OfDegree]], Told, dict[int, PipeplanError]]:
+    """Return what can be asked for with its bound, least first, and what is to be said of each degree so far."""
+    queue, told, why = list[tuple[int, OfDegree]](), Told(), dict[int, PipeplanError]()
+    for profile in profiles:
+        degree = profile.chain.tensor
+        try:
+            asked = ask(profile)
+            queue.append((least(asked.problem), asked))
+            told[degree] = None, queue[-1][0]
+        except BadInput as error:
+            told[degree], why[degree] = (None, None), error
+    return sorted(queue, key=lambda x: (x[0], x[1].degree)), told, why
+
+
+def _with_degrees(found: Planned, told: Told, name: str) -> Planned:
+    """Return a plan that says of each degree what it takes and what none of its plans is below."""
+    provenance = found.plan.provenance
+    said: dict[str, Any] = {str(x): {name: told[x][0], "bound_ns": told[x][1]} for x in sorted(told)}
+    options = {**provenance.options, "tensor": said}
+    return replace(found, plan=replace(found.plan, provenance=replace(provenance, options=options)))

@@ -15,8 +15,8 @@ from ..schedule.kinds import KINDS, graph_of, kind_of, simulated_run
 from ..schedule.memory import run_uses
 from ..schedule.pattern import DeviceUse, Group, device_uses, groups, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
+from ..schedule.registered import SteadyRun
 from ..schedule.simulate import STEP_S, simulate
-from ..schedule.steady import SteadyRun
 from ..schedule.timeline import flush_makespan_ns
 from ..schedule.update_sums import summed_period_ns
 from .replica_sums import sums_beside

@@ -22,6 +22,13 @@ def under_way_bytes(policy: Policy, gradient: int, parameters: int) -> int:
     return min(gradient, (3 if policy.zero else 2) * chunk)
 
 
+def may_sum_beside(graph: StageGraph, tied: object) -> list[int]:
+    """Return the stages with replicas that may sum gradients while passes go on, if their devices have the memory."""
+    if tied or not graph.policy.updates_together:
+        return []
+    return [s for s, stage in enumerate(graph.stages) if graph.resources[stage.resource].replicas > 1]
+
+
 def sums_beside(graph: StageGraph, tied: object, uses: Sequence[DeviceUse]) -> dict[int, int]:
     """Return the stages whose replicas sum gradients while passes go on, with the bytes of the second gradient that
     each takes of what its devices, by their ``uses``, have free.
@@ -32,8 +39,8 @@ def sums_beside(graph: StageGraph, tied: object, uses: Sequence[DeviceUse]) -> d
     empty, are left alone.
     """
     policy, on = graph.policy, [stage.resource for stage in graph.stages]
-    replicated = [s for s, resource in enumerate(on) if graph.resources[resource].replicas > 1]
-    if tied or not replicated or not policy.updates_together:
+    replicated = may_sum_beside(graph, tied)
+    if not replicated:
         return {}
     if policy.drains:
         several = [s for s in replicated if policy.precision != "fp32" or on.count(on[s]) > 1]

@@ -97,7 +97,8 @@ class Target:
     ``recomputes(unit)`` says which of them it can, under one of the ``rules``, in segments of ``longest`` at most.
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
     the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
-    ``tensor``: it runs layers on groups of GPUs.
+    ``tensor``: it runs layers on groups of GPUs, with ``parts_groups`` those alone that divide the heads of keys and
+    values.
     """
 
     what: str
@@ -111,6 +112,7 @@ class Target:
     ties: bool = False
     engine: Engine | None = None
     tensor: bool = False
+    parts_groups: bool = False
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
         """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
@@ -134,10 +136,8 @@ class Expressed:
 
 def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     """Return ``stages`` in the terms of the target ``name``; CannotExpress says what it has no words for."""
-    refuse_loss(chain, name)
+    refuse_chain(chain, name)
     target = TARGETS[name]
-    if chain.tensor > 1 and not target.tensor:
-        raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
     shape = _shape(name, stages)
     units = target.units(chain)
     ends = {0, *(unit.stop for unit in units)}
@@ -164,11 +164,19 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     )
 
 
-def refuse_loss(chain: Chain, name: str) -> None:
-    """Raise CannotExpress where the loss has weights, for which no target has a place."""
-    last = chain.layers[-1]
+def refuse_chain(chain: Chain, name: str) -> None:
+    """Raise CannotExpress where the loss has weights, for which no target has a place, or where the target has no words
+    for how many GPUs run each layer together."""
+    last, target = chain.layers[-1], TARGETS[name]
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
+    if chain.tensor > 1 and not target.tensor:
+        raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
+    if target.parts_groups and (chain.head_groups or chain.tensor) % chain.tensor:
+        raise CannotExpress(
+            f"{name}: {chain.head_groups} heads of keys and values aren't shared evenly by {chain.tensor} GPUs, and "
+            "there no two have the same"
+        )
 
 
 def refuse_parted(chain: Chain, stages: Sequence[Stage], name: str) -> None:
@@ -388,6 +396,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         longest=1,
         engine="torch",
         tensor=True,
+        parts_groups=True,
     ),
     "deepspeed": Target(
         what="DeepSpeed",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import get_args
 
+from ..choices import TargetName
 from ..cost import time_model
 from ..cost.resources import Resource
 from ..cost.shared_weights import borrowed_weights
@@ -17,12 +19,14 @@ from ..cost.stage_graph import Operation, StageGraph
 from ..errors import InvalidPlan
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import CLIPPED_TOGETHER, Chain, Platform, Policy
+from ..registry import Late
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..units import format_bytes
 from .evaluate import Evaluation, evaluate
 from .shared_weights import tied_violations
-from .targets import TARGETS, target_violations
+
+TARGET_VIOLATIONS = Late("check.targets:target_violations")
 
 
 def check(plan: Plan) -> Evaluation:
@@ -319,8 +323,8 @@ def bound_violations(plan: Plan, period: int) -> list[str]:
             found.append(f"{_bound_name(bound)} is for any interval between updates, not for {plan.policy.weights}")
         if bound.schedule not in (None, plan.schedule.kind):
             found.append(f"{_bound_name(bound)} is for {bound.schedule}, not {plan.schedule.kind}")
-        if bound.allocation in TARGETS:
-            outside = target_violations(plan, bound.allocation)
+        if bound.allocation in get_args(TargetName):
+            outside = TARGET_VIOLATIONS(plan, bound.allocation)
             found += [f"{_bound_name(bound)} does not hold for this plan: {reason}" for reason in outside]
         found += class_violations(bound, plan.allocation, plan.platform)
     return found

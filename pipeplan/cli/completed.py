@@ -29,7 +29,7 @@ class Named(click.ParamType[str]):
 
 
 def _gpus() -> Iterable[str]:
-    from ..files.accelerators import accelerators
+    from ..files.machines.accelerators import accelerators
 
     return accelerators()
 

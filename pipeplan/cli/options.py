@@ -141,13 +141,6 @@ DEBUG = click.option(
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN", type=FILE)
-SOLVER = click.option(
-    "--solver",
-    type=click.Choice(["cbc", "highs"]),
-    default="cbc",
-    show_default=True,
-    help="Of linear programs; highs needs highspy.",
-)
 
 
 def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
@@ -173,6 +166,7 @@ TYPES: dict[str, Callable[[Said], click.ParamType[Any]]] = {  # of values, by th
     "auto|N": lambda said: Pipelines(int(said.word.least), int(said.word.most)),
     "N,..": lambda _: Counts(),
     "PERCENT": lambda _: Share(),
+    "FILE": lambda _: FILE,
 }
 
 
@@ -205,7 +199,7 @@ def option_of(said: Said, **other: Any) -> Callable[[Command], Command]:
         if not said.choices:
             about["metavar"] = word.unit or None
         if word.default == ():
-            about = {"multiple": True, "metavar": word.unit}
+            about = {"multiple": True, "metavar": word.unit, "type": kind}
     return click.option(spelled, said.keyword, **{**about, "help": word.help, **other})
 
 

@@ -19,6 +19,7 @@ class Resource:
     Each of ``replicas`` devices or links sees every ``replicas``-th microbatch. Groups of r and s devices have
     lcm(r, s) links: microbatch m takes that from device ``m mod r`` of the one to device ``m mod s`` of the other.
     Where servers (or other units of a level) share links, it is those by which ``devices`` send beyond their unit.
+    A device is ``width`` GPUs.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Resource:
     memory_bytes: int | None = None
     ends: tuple[tuple[int, ...], ...] = ()
     arrow: str = BOTH_WAYS
+    width: int = 1
 
     @property
     def is_link(self) -> bool:
@@ -48,7 +50,7 @@ def device_group(platform: Platform, devices: tuple[int, ...]) -> Resource:
     """Return a group of devices, with the memory of the one that has least."""
     memory = platform.slowest(devices).memory_bytes
     name = f"{'device' if len(devices) == 1 else 'devices'} {format_devices(devices)}"
-    return Resource(name, devices, len(devices), memory)
+    return Resource(name, devices, len(devices), memory, width=platform.width)
 
 
 def link_between(one_way: bool, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:

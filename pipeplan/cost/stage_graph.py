@@ -16,9 +16,15 @@ from ..integers import ceil_div
 from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy
 from . import memory_model
-from .gradient_sums import with_norm_sum, with_tied_sums
 from .resources import Resource, device_group, link_between, shared_links
-from .shared_weights import borrowed_weights, lent_gradients, tied_stages, waiting_gradients
+from .shared_weights import (
+    borrowed_weights,
+    lent_gradients,
+    tied_stages,
+    waiting_gradients,
+    with_norm_sum,
+    with_tied_sums,
+)
 from .stage_cost import Known, StageCost, stage_cost
 
 

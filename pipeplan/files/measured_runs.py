@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import BadInput
 from ..names import shown
-from .text import read_text
+from .text import read_csv
 
 MOST_ROWS = 10_000
 COLUMNS = {  # of a row, and what they say
@@ -48,11 +46,7 @@ class MeasuredRow:
 
 def read_rows(path: str) -> list[MeasuredRow]:
     """Return the rows of a CSV file; BadInput names the row and the column that cannot be read."""
-    reader = csv.reader(io.StringIO(read_text(path)))
-    try:
-        table = [row for row in reader if any(cell.strip() for cell in row)]
-    except csv.Error as error:
-        raise BadInput(f"{path}: line {reader.line_num}: {error}") from None
+    table = [row for _, row in read_csv(path) if any(cell.strip() for cell in row)]
     heads = [cell.strip() for cell in table[0]] if table else []
     unknown = [name for name in heads if name not in COLUMNS]
     if unknown or "ms" not in heads or len(set(heads)) < len(heads):

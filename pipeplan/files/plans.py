@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..check.bounds import bounded, derived_up_to, overstated
+from ..check.delays import plan_delays
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.validate import judged
 from ..errors import BadInput, InvalidPlan
@@ -19,8 +20,9 @@ from ..names import shown
 from ..plan import Allocation, Alternative, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp
 from ..problem import Platform, Policy
 from ..schedule.pattern import DeviceUse, Group
+from ..schedule.weight_versions import Delay
 from .forms import Instant, Positive, converted, form, json_text, read_json
-from .platforms import PlatformFile, grouped, platform_form, platform_of
+from .machines.platforms import PlatformFile, grouped, platform_form, platform_of
 from .profiles import ProfileFile, chain_of, digest, profile_keys
 from .text import read_text
 
@@ -78,6 +80,7 @@ ProvenanceFile = form(
     claimed_period_ns=Annotated[int, msgspec.Meta(ge=1, le=10**18)] | None,
     seconds=Annotated[float, msgspec.Meta(ge=0)],
 )
+DelayFile = form(Delay)
 PlanFile: type[Any] = msgspec.defstruct(
     "PlanFile",
     [
@@ -90,6 +93,7 @@ PlanFile: type[Any] = msgspec.defstruct(
         ("samples_per_update", Positive | None, None),
         ("pattern", PatternFile | None),
         ("groups", list[GroupFile] | None, None),  # type: ignore[valid-type]  # a form
+        ("delays", list[DelayFile] | None, None),  # type: ignore[valid-type]  # a form
         ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
         ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
         ("gap", float),
@@ -97,7 +101,7 @@ PlanFile: type[Any] = msgspec.defstruct(
     ],
     namespace={
         "__doc__": "A plan; ``gap`` is the period over the lower bound of class ``any``, minus 1; ``groups`` are the "
-        "pattern's, null where there is none."
+        "pattern's, null where there is none; ``delays`` are the updates that gradients miss, by stages."
     },
     forbid_unknown_fields=True,
     kw_only=True,
@@ -126,6 +130,7 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
         "samples_per_update": plan.interval * plan.chain.microbatch,
         "pattern": plan.pattern,
         "groups": result.groups or None,
+        "delays": plan_delays(plan, result.graph),
         "devices": result.devices,
         "lower_bounds": plan.lower_bounds,
         "gap": gap(result.period_ns, bound),
@@ -144,12 +149,13 @@ def any_class_bound(plan: Plan) -> Bound | None:
     return next((bound for bound in plan.lower_bounds if bound.allocation == "any" and not bound.schedule), None)
 
 
-def read_plan(path: str) -> tuple[Plan, list[str]]:
+def read_plan(path: str, notes: list[str] | None = None) -> tuple[Plan, list[str]]:
     """Return the plan in a JSON file and every violation: rules broken, and reported figures that don't follow.
 
     BadInput when the file isn't a plan at all. Figures are compared only when the rules hold; without that they have
     no meaning. Bounds of class ``any`` under any schedule are derived anew; those of other classes, whose proof is a
-    search, are marked as claimed.
+    search, are marked as claimed. The gap in a file without delays is of a version that counted other waits: it is not
+    compared, and ``notes`` say so.
     """
     form = read_json(read_text(path), PlanFile, path)
     chain = chain_of(form.profile, f"{path}: $.profile")
@@ -178,6 +184,8 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
         found.append(f"profile.digest is {form.profile.digest[:12]}..., its layers give {digest(chain)[:12]}...")
     if result is None or found:
         return plan, found
+    if form.delays is None and notes is not None:
+        notes.append("the file is of an older pipeplan, which says no delays; its gap is derived anew")
     return plan, _figures(form, plan, result)
 
 
@@ -226,10 +234,12 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
             f"samples_per_update is {form.samples_per_update}; the policy updates every {plan.interval} microbatches "
             f"of {plan.chain.microbatch}, which is {expected.samples_per_update}"
         )
-    if form.gap != expected.gap:
+    if form.delays is not None and form.delays != expected.delays:
+        found.append(f"delays are {_written(form.delays)}; {source} {_written(expected.delays)}")
+    if form.delays is not None and form.gap != expected.gap:
         found.append(f"gap is {form.gap}; the period and the lower bound give {expected.gap}")
     return found
 
 
-def _written(form: msgspec.Struct) -> str:
+def _written(form: Any) -> str:
     return msgspec.json.encode(form).decode()

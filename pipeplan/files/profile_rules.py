@@ -59,26 +59,7 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
         raise BadInput(f"{place}: $.microbatch: {chain.microbatch} is not positive")
     if chain.input_bytes < 0:
         raise BadInput(f"{place}: $.input_bytes: {chain.input_bytes} is negative")
-    for field in ("forward_ns", "backward_ns", "weight_bytes", "output_bytes", "saved_bytes", "storage_bytes",
-                  "backward_weight_ns", "optimizer_ns", "parameters"):  # fmt: skip
-        total = 0
-        for i, layer in enumerate(chain.layers):
-            value = getattr(layer, field) or 0
-            if value < 0:
-                raise BadInput(f"{of_layer(i)}.{field}: {value} is negative")
-            total += value
-            if total > LARGEST_TOTAL:
-                raise BadInput(f"{of_layer(i)}.{field}: the layers up to here sum up to {total}, more than 1e15")
-    for i, layer in enumerate(chain.layers):
-        for name in ("saved_bytes", "gradient_bytes") if layer.weight_needs else ():
-            size = getattr(layer.weight_needs, name)
-            if not 0 <= size <= LARGEST_TOTAL // len(chain):
-                raise BadInput(f"{of_layer(i)}.weight_needs.{name}: {size} is negative, or more than 1e15 in all")
-        if (layer.backward_weight_ns or 0) > layer.backward_ns:
-            raise BadInput(
-                f"{of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "
-                f"{layer.backward_ns}, which includes it"
-            )
+    _check_layers(chain, of_layer)
     if chain.reading_ns < 0:
         raise BadInput(f"{place}: $.reading_ns: {chain.reading_ns} is negative")
     for i in (0, len(chain) - 1):
@@ -105,6 +86,35 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
     read = sum(size * max(len(r), 1) for size, r in zip(chain.tensor_bytes, chain.readers, strict=True))
     if read > LARGEST_TOTAL:
         raise BadInput(f"{place}: the tensors that layers read sum up to {read} bytes, more than 1e15")
+    _check_all_saved(chain, of_layer)
+
+
+def _check_layers(chain: Chain, of_layer: Callable[[int], str]) -> None:
+    """Raise BadInput for a time or a size that is negative, too large, or more than what includes it."""
+    for field in ("forward_ns", "backward_ns", "weight_bytes", "output_bytes", "saved_bytes", "storage_bytes",
+                  "backward_weight_ns", "optimizer_ns", "parameters"):  # fmt: skip
+        total = 0
+        for i, layer in enumerate(chain.layers):
+            value = getattr(layer, field) or 0
+            if value < 0:
+                raise BadInput(f"{of_layer(i)}.{field}: {value} is negative")
+            total += value
+            if total > LARGEST_TOTAL:
+                raise BadInput(f"{of_layer(i)}.{field}: the layers up to here sum up to {total}, more than 1e15")
+    for i, layer in enumerate(chain.layers):
+        for name in ("saved_bytes", "gradient_bytes") if layer.weight_needs else ():
+            size = getattr(layer.weight_needs, name)
+            if not 0 <= size <= LARGEST_TOTAL // len(chain):
+                raise BadInput(f"{of_layer(i)}.weight_needs.{name}: {size} is negative, or more than 1e15 in all")
+        if (layer.backward_weight_ns or 0) > layer.backward_ns:
+            raise BadInput(
+                f"{of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "
+                f"{layer.backward_ns}, which includes it"
+            )
+
+
+def _check_all_saved(chain: Chain, of_layer: Callable[[int], str]) -> None:
+    """Raise BadInput unless layers save what they read or make, for whole backwards and for their second parts."""
     reads: list[set[int]] = [set() for _ in chain.layers]
     for tensor, readers in enumerate(chain.readers):
         for reader in readers:

@@ -28,6 +28,7 @@ OPTIONAL = (
     "tensor",
     "sequence_parallel",
     "variants",
+    "head_groups",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
 NeedsFile = form(WeightNeeds)
@@ -52,6 +53,7 @@ ProfileFile = form(
     layers=LayersFile,
     tensor=Degree,
     variants=Annotated[tuple[VariantFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
+    head_groups=Positive | None,
     edges=Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MOST_EDGES)] | None,
     inputs=Annotated[tuple[int, ...], msgspec.Meta(max_length=MOST_LAYERS)] | None,
     shared=tuple[SharedFile, ...] | None,  # type: ignore[valid-type]  # a form

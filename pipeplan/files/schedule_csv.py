@@ -5,8 +5,6 @@ And how is a program written so?
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 
 from ..errors import BadInput
@@ -14,7 +12,7 @@ from ..names import shown
 from ..schedule.program import Program
 from ..schedule.written.actions import Action, Written
 from ..schedule.written.program import action_of, order_of_program
-from .text import read_text
+from .text import read_csv
 
 OTHERS = re.compile(
     r"[0-9]{1,6}(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:[0-9]{1,6})?"
@@ -28,7 +26,7 @@ def read_schedule(path: str) -> Written:
     Cells that overlap a forward and a backward are taken one after the other.
     """
     rows: list[list[Action]] = []
-    for number, cells in enumerate(csv.reader(io.StringIO(read_text(path))), 1):
+    for number, (_, cells) in enumerate(read_csv(path), 1):
         row: list[Action] = []
         for column, cell in enumerate(cells, 1):
             overlap = OVERLAP.fullmatch(cell.strip())

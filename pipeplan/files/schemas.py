@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from .accelerators import Accelerator
+from .machines.accelerators import Accelerator
+from .machines.platforms import PlatformFile
 from .plans import PlanFile
-from .platforms import PlatformFile
 from .profiles import ProfileFile
 
 SCHEMAS: dict[str, type[msgspec.Struct]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import select
 import stat
@@ -39,6 +41,30 @@ def read_text(path: str, most_bytes: int = MOST_BYTES) -> str:
     if size > most_bytes:
         raise BadInput(f"{path}: is longer than {most_bytes / 1e6:g} MB, the most that is read")
     return text.removeprefix("\ufeff")
+
+
+def read_csv(path: str, most_bytes: int = MOST_BYTES) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each line of a CSV file with its cells; BadInput as of :func:`read_text`, and for no CSV."""
+    reader = csv.reader(io.StringIO(read_text(path, most_bytes)))
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        raise BadInput(f"{path}: line {reader.line_num}: {error}") from None
+
+
+def regular(path: Path) -> os.stat_result:
+    """Return what is known of a file that is to be read at any place; BadInput for a pipe, a device, a folder.
+
+    They would never end, or hold up who opens them.
+    """
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise BadInput(f"{path}: cannot be read: is no regular file")
+    return found
 
 
 def _open(path: str, flags: int) -> int:

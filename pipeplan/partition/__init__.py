@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..plan import Allocation
-from .balance import balance as balanced
-from .balance import data_parallel
-from .contiguous.contiguous import contiguous as best_contiguous
-from .madpipe.exact import madpipe as best_special
-from .madpipe.paper import madpipe_paper
-from .pipedream.paper import pipedream as best_replicated
+from ..registry import Late
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +28,30 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "contiguous": Algorithm(
-        best_contiguous,
+        Late("partition.contiguous.contiguous:contiguous"),
         "exact best contiguous stages under memory, with replicas, checkpointing, levels, unequal devices",
         "MadPipe section 4.1, extended to replicas and checkpointing",
         optimal=True,
     ),
     "madpipe": Algorithm(
-        best_special,
+        Late("partition.madpipe.exact:madpipe"),
         "exact over all plans with one special device of several stages, as MadPipe charges its memory",
         "MadPipe section 4.2, solved without a grid",
         options={"charge": ("full", "tight", "paper"), "split": (False, True)},
     ),
     "madpipe-paper": Algorithm(
-        madpipe_paper, "MadPipe's dynamic program on its published grid", "MadPipe section 4.2, Algorithm 1"
+        Late("partition.madpipe.paper:madpipe_paper"),
+        "MadPipe's dynamic program on its published grid",
+        "MadPipe section 4.2, Algorithm 1",
     ),
     "pipedream": Algorithm(
-        best_replicated,
+        Late("partition.pipedream.paper:pipedream"),
         "hierarchical dynamic program with replicated stages, blind to memory in flight",
         "PipeDream section 3.1",
-        options={"straight": (False, True), "mode": ("paper", "released")},
+        options={"straight": (False, True)},
     ),
-    "balance": Algorithm(balanced, "equal compute per device, one stage each", "baseline (block partition)"),
-    "data-parallel": Algorithm(data_parallel, "the whole model on every device", "baseline"),
+    "balance": Algorithm(
+        Late("partition.balance:balance"), "equal compute per device, one stage each", "baseline (block partition)"
+    ),
+    "data-parallel": Algorithm(Late("partition.balance:data_parallel"), "the whole model on every device", "baseline"),
 }

@@ -18,7 +18,7 @@ from ..cost.roofline import whole_work
 from ..cost.saved import for_weights, for_weights_bytes, inner_bytes, saved_bytes, storages
 from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
-from ..problem import Chain, Layer, WeightNeeds
+from ..problem import Chain, Exchange, Layer, WeightNeeds
 
 SavedRule = Literal["distinct", "input"]
 LIKE = 3  # blocks of one kind make a list of them
@@ -199,13 +199,7 @@ def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS
     for start, stop in pairwise(cuts):
         if stop - start == 1:
             layer = chain.layers[start]
-            saves = layer.saves and tuple(sorted(maker(x + 1) for x in layer.saves))
-            needs = layer.weight_needs
-            needs = needs and replace(needs, saves=tuple(sorted(maker(x + 1) for x in needs.saves)))
-            view = None if layer.view_of is None else maker(layer.view_of + 1)
-            layers.append(
-                _called(replace(layer, saves=saves, view_of=view, weight_needs=needs), called.get(start, layer.name))
-            )
+            layers.append(_called(layer.renumbered(lambda i: maker(i + 1)), called.get(start, layer.name)))
             continue
         leaving = _leaving(chain, start, stop)
         outgoing = sum(chain.tensor_bytes[t] for t in leaving)
@@ -311,8 +305,25 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
         optimizer_ns=whole_step_ns(chain, start, stop),
         parameters=part[0].parameters if len(part) == 1 else parameters,
         work=whole_work(part),
+        exchanges=_exchanged(part),
+        idle_ns=_idle_ns(part),
         **saved,
     )
+
+
+def _exchanged(part: Sequence[Layer]) -> tuple[Exchange, ...]:
+    """Return what all of ``part`` exchange, like ones counted together."""
+    found: dict[tuple[Any, ...], Exchange] = {}
+    for one in (x for layer in part for x in layer.exchanges):
+        key = one.kind, one.backward, one.bytes
+        have = found.get(key, replace(one, count=0, hidden=0))
+        found[key] = replace(have, count=have.count + one.count, hidden=have.hidden + one.hidden)
+    return tuple(found.values())
+
+
+def _idle_ns(part: Sequence[Layer]) -> tuple[int, int] | None:
+    known = [x.idle_ns for x in part if x.idle_ns is not None]
+    return (sum(forward for forward, _ in known), sum(backward for _, backward in known)) if known else None
 
 
 def _replaced(

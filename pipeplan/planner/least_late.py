@@ -8,10 +8,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ..check.bounds import any_bound
+from ..check.delays import plan_delays
 from ..errors import Infeasible
 from ..plan import Alternative
 from ..problem import Problem
-from ..schedule.weight_versions import lateness
+from ..schedule.weight_versions import average_delay
 from .plan import Planned
 
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
@@ -74,7 +75,6 @@ def _period(found: Found) -> int:
     return found[0].evaluation.period_ns
 
 
-def _late(planned: Planned) -> Fraction:
+def _late(planned: Planned) -> float:
     """Return by how many updates the gradients of a plan are late, on average over its stages."""
-    found = lateness(planned.plan, planned.evaluation.graph)
-    return sum((mean for mean, _ in found), Fraction(0)) / len(found)
+    return average_delay(plan_delays(planned.plan, planned.evaluation.graph))

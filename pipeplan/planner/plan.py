@@ -12,8 +12,6 @@ from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound, follows
-from ..check.bounds.drained.placed import placed_bounds
-from ..check.bounds.drained.separate import drained_bounds
 from ..check.evaluate import Evaluation, gap
 from ..check.validate import bound_violations, check, class_violations
 from ..deadline import OutOfTime
@@ -22,21 +20,60 @@ from ..partition import ALGORITHMS
 from ..partition.contiguous.claims import on_lowest_devices
 from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
+from ..registry import Late
 from ..schedule.kinds import KINDS, kinds_for, too_long
 from ..status import Status
 from ..version import __version__
-from .drained.plan import plan_drained, plan_nf1b
-from .drained.proposals import synced
-from .periodic.explain import claimed, why_infeasible, why_not_admitted, why_not_placed
 from .periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search, unsolved
 from .periodic.interval import Alike, at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .periodic.jobs import Task
 from .periodic.portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, propose_contiguous, search
-from .periodic.stated import STATED, stated, why_not_stated
-from .robust import Candidate, Jitter, most_robust
 
 AUTO = "auto"
+STATED = "stated"
+plan_drained, plan_nf1b = Late("planner.drained.plan:plan_drained"), Late("planner.drained.plan:plan_nf1b")
+synced, most_robust = Late("planner.drained.proposals:synced"), Late("planner.robust:most_robust")
+stated = Late("planner.periodic.stated:stated")
+claimed, why_infeasible, why_not_admitted, why_not_placed, why_not_stated = (
+    Late(f"planner.periodic.{name}")
+    for name in (
+        "explain:claimed",
+        "explain:why_infeasible",
+        "explain:why_not_admitted",
+        "explain:why_not_placed",
+        "stated:why_not_stated",
+    )
+)
+BOUNDS_OF_DRAINED = (
+    Late("check.bounds.drained.separate:drained_bounds"),
+    Late("check.bounds.drained.placed:placed_bounds"),
+)
 BEFORE = {"high": "normal"}  # the effort that is made first, so that more of it is never worse
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """How durations are drawn: each the planned one times 1 + ``share`` * N(0, 1), in ``runs`` runs of a ``seed``."""
+
+    share: float
+    seed: int = 0
+    runs: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise BadInput(f"--robust: {self.share:.6g} is not above 0 and at most 1")
+        if self.runs < 1:
+            raise BadInput(f"-O runs: {self.runs} is not positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A scheduled allocation of a problem, and the valid plan that it makes, with its figures."""
+
+    problem: Problem
+    scheduled: Scheduled
+    plan: Plan
+    evaluation: Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +151,7 @@ def _planned(
         settings = replace(settings, time_limit_s=EFFORTS[effort].solver_s, node_limit=EFFORTS[effort].nodes)
     if robust is not None:
         settings = replace(settings, near=robust.share / 2)
-    propose = _proposer(algorithm, options, effort)
-    widen = algorithm in (AUTO, "contiguous")
-    row = KINDS[kind]
-    if row.drains:
-        kinds = kinds_for(problem.policy.weights) if schedule is None else ()
-        searched = effort if algorithm == AUTO else None
-        incumbent, status = plan_drained(problem, propose, settings, widen, kind, limit, searched, kinds)
-    elif row.simulated is not None:
-        incumbent, status = plan_nf1b(problem, propose, settings, widen, kind, limit)
-    else:
-        relaxed = widen and problem.policy.vertical_sync
-        moves = algorithm == AUTO and EFFORTS[effort].moves > 0
-        again = partial(search, effort=EFFORTS[effort].without_walks, tighter=()) if moves else propose
-        first, again = (synced(one) if relaxed else one for one in (propose, again))
-        incumbent, status = _plan_pattern(problem, first, again, settings, widen, moves)
+    incumbent, status = _found(problem, algorithm, options, effort, settings, kind, limit, schedule is None)
     asked, problem = problem, incumbent.problem
     if incumbent.best is None:
         raise Infeasible(_why_none(incumbent, algorithm) if settings.explained else "no plan was found")
@@ -154,7 +177,7 @@ def _planned(
                 version=__version__,
                 alternatives=() if sooner is None else (sooner,),
             ),
-            schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if row.drains else None),
+            schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None),
         )
         evaluation = check(plan)
         bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
@@ -171,6 +194,37 @@ def _planned(
     provenance = chosen.plan.provenance
     told = replace(provenance, options={**provenance.options, "robust": figures})
     return Planned(replace(chosen.plan, provenance=told), chosen.evaluation)
+
+
+def _found(
+    problem: Problem,
+    algorithm: str,
+    options: dict[str, Any],
+    effort: str,
+    settings: Settings,
+    kind: ScheduleKind,
+    limit: int | None,
+    anyhow: bool,
+) -> tuple[Incumbent, str | None]:
+    """Search for the best plan under a kind of schedule, or where it drains under ``anyhow`` any that does; return why
+    that ended early, or None."""
+    row = KINDS[kind]
+    propose = _proposer(algorithm, options, effort)
+    widen = algorithm in (AUTO, "contiguous")
+    if row.drains:
+        kinds = kinds_for(problem.policy.weights) if anyhow else ()
+        searched = effort if algorithm == AUTO else None
+        found = plan_drained(problem, propose, settings, widen, kind, limit, searched, kinds)
+    elif row.simulated is not None:
+        found = plan_nf1b(problem, propose, settings, widen, kind, limit)
+    else:
+        relaxed = widen and problem.policy.vertical_sync
+        moves = algorithm == AUTO and EFFORTS[effort].moves > 0
+        again = partial(search, effort=EFFORTS[effort].without_walks, tighter=()) if moves else propose
+        first, again = (synced(one) if relaxed else one for one in (propose, again))
+        found = _plan_pattern(problem, first, again, settings, widen, moves)
+    incumbent, status = found
+    return incumbent, status
 
 
 def _standing(bounds: Iterable[Bound], period: int, notes: list[str]) -> Iterator[Bound]:
@@ -405,5 +459,5 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains:
         own = scheduled.schedule.kind if scheduled.schedule else kind
-        found = [*drained_bounds(problem, own), *placed_bounds(problem, own)]
+        found = [bound for bounds in BOUNDS_OF_DRAINED for bound in bounds(problem, own)]
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

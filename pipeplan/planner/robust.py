@@ -8,50 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from ..check.evaluate import Evaluation
 from ..deadline import OutOfTime
-from ..errors import BadInput, InvalidPlan
-from ..plan import Pattern, Plan
+from ..errors import InvalidPlan
+from ..plan import Pattern
 from ..problem import Problem
 from ..schedule.kinds import KINDS
 from ..schedule.pattern import most_in_flight, starts_of
 from .periodic.incumbent import Scheduled
 from .periodic.interval import at_interval, most_replicas, rescheduled
+from .plan import Candidate, Jitter
 from .simulated.other_schedules import default_microbatches, drains, own_schedule, program_of
-from .simulated.simulation import RUNS, drawn_ns, percentile_95, run_seeds
+from .simulated.simulation import drawn_ns, percentile_95, run_seeds
 
 MOST_STEPS = 2 * 10**6  # that are simulated to choose, in some ten seconds
 BETTER = 1000  # by what part of it a percentile must be less
 _MADE_DEEPER = 3  # plans that are tried with more in flight
-
-
-@dataclass(frozen=True, slots=True)
-class Jitter:
-    """How durations are drawn: each the planned one times 1 + ``share`` * N(0, 1), in ``runs`` runs of a ``seed``."""
-
-    share: float
-    seed: int = 0
-    runs: int = RUNS
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise BadInput(f"--robust: {self.share:.6g} is not above 0 and at most 1")
-        if self.runs < 1:
-            raise BadInput(f"-O runs: {self.runs} is not positive")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A scheduled allocation of a problem, and the valid plan that it makes, with its figures."""
-
-    problem: Problem
-    scheduled: Scheduled
-    plan: Plan
-    evaluation: Evaluation
 
 
 Compose = Callable[[Problem, Scheduled], Candidate]  # InvalidPlan where the plan isn't valid

@@ -46,7 +46,8 @@ class Chain:
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
     microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
-    products is parted along the sequence, too. ``variants`` are the same layers at the costs of such parts.
+    products is parted along the sequence, too. ``variants`` are the same layers at the costs of such parts;
+    ``head_groups`` is how many heads of keys and values attention has, None where nobody says.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Chain:
     tensor: int = 1
     sequence_parallel: bool = False
     variants: tuple[Variant, ...] = ()
+    head_groups: int | None = None
 
     @property
     def precision(self) -> Precision:
@@ -159,7 +161,7 @@ class Chain:
     @cached_property
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
-        return Sums.of(self)
+        return Sums.of(self.layers, self.shared or ())
 
     def is_range(self, start: IntLike, stop: IntLike) -> Any:
         """Whether a stage may have what stands from position ``start`` to ``stop``: any layers at all."""
@@ -174,16 +176,10 @@ class Chain:
         def moved(layers: Iterable[int]) -> tuple[int, ...]:
             return tuple(sorted(place[i] for i in layers))
 
-        layers = []
-        for layer in (self.layers[i] for i in order):
-            saves = None if layer.saves is None else moved(layer.saves)
-            view = None if layer.view_of is None else place[layer.view_of]
-            needs = layer.weight_needs and replace(layer.weight_needs, saves=moved(layer.weight_needs.saves))
-            layers.append(replace(layer, saves=saves, view_of=view, weight_needs=needs))
         own = tuple(order if self.order is None else (self.order[i] for i in order))
         return replace(
             self,
-            layers=tuple(layers),
+            layers=tuple(self.layers[i].renumbered(place.__getitem__) for i in order),
             edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
             inputs=self.inputs and moved(self.inputs),
             tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),

@@ -5,12 +5,9 @@ Times are integer nanoseconds per microbatch, sizes integer bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from .chain import Chain
-
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
@@ -111,6 +108,22 @@ class Layer:
             return self.backward_weight_ns
         return self.backward_ns // 2 if self.weight_bytes else 0
 
+    @property
+    def named(self) -> tuple[int, ...]:
+        """The layers that it names, -1 for the network's input."""
+        view = () if self.view_of is None else (self.view_of,)
+        return (*(self.saves or ()), *view, *(self.weight_needs.saves if self.weight_needs else ()))
+
+    def renumbered(self, place: Callable[[int], int]) -> Layer:
+        """Return it where each layer ``i`` that it names is ``place(i)``."""
+        needs = self.weight_needs
+        return replace(
+            self,
+            saves=None if self.saves is None else tuple(sorted(map(place, self.saves))),
+            view_of=None if self.view_of is None else place(self.view_of),
+            weight_needs=needs and replace(needs, saves=tuple(sorted(map(place, needs.saves)))),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
@@ -140,9 +153,9 @@ class LayerTimes:
     optimizer_ns: tuple[int, ...]
 
     @staticmethod
-    def of(chain: Chain, name: str) -> LayerTimes:
-        """Return the times of ``chain``."""
-        rows = [(x.forward_ns, x.backward_ns, x.weight_part_ns, x.optimizer_ns) for x in chain.layers]
+    def of(layers: Sequence[Layer], name: str) -> LayerTimes:
+        """Return the times of ``layers``."""
+        rows = [(x.forward_ns, x.backward_ns, x.weight_part_ns, x.optimizer_ns) for x in layers]
         return LayerTimes(name, *zip(*rows, strict=True))
 
     @property

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..integers import IntLike, Ints, plain
 from .layers import Layer, SharedWeights
-
-if TYPE_CHECKING:
-    from .chain import Chain
 
 
 @dataclass(frozen=True)
@@ -62,13 +58,12 @@ class Sums:
     shared: tuple[SharedSums, ...]
 
     @staticmethod
-    def of(chain: Chain) -> Sums:
-        """Return the prefix sums of ``chain``."""
+    def of(layers: Sequence[Layer], shared: Sequence[SharedWeights] = ()) -> Sums:
+        """Return the prefix sums of ``layers``, of which some have ``shared`` weights."""
 
         def prefix(values: Sequence[int]) -> Ints:
             return np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64))]).astype(np.int64)
 
-        layers = chain.layers
         return Sums(
             forward_ns=prefix([x.forward_ns for x in layers]),
             backward_ns=prefix([x.backward_ns for x in layers]),
@@ -76,7 +71,7 @@ class Sums:
             optimizer_ns=prefix([x.optimizer_ns for x in layers]),
             weight_bytes=prefix([x.weight_bytes for x in layers]),
             parameters=prefix([x.parameter_count for x in layers]),
-            shared=tuple(SharedSums.of(x, layers) for x in chain.shared or ()),
+            shared=tuple(SharedSums.of(x, layers) for x in shared),
         )
 
     @cached_property

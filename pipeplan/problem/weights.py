@@ -8,7 +8,7 @@ order of its passes, before it starts. Nobody else compares the names of policie
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..choices import Weights
 
@@ -22,7 +22,7 @@ class WeightRules:
     which the first stage ran the microbatch forward; ``backward_version(forward, made, common)`` that of the backward
     whose forward used version ``forward``, where ``common`` is the newest version that all stages had when the last one
     began the backward. ``most_versions`` is how many may be needed at once, None: one for each update that a microbatch
-    in flight misses. ``late`` is by how many updates all gradients of a pattern are late, None: as its times say.
+    in flight misses. ``fresher`` names the policy that has the same plans, with gradients that are less late.
 
     ``drains``: the pipeline empties before every update. ``together``: all stages make every update from the same
     microbatches. ``within_update``: at most the microbatches of one update are in flight at once. ``any_interval``:
@@ -36,7 +36,6 @@ class WeightRules:
     backward_version: Callable[[int, int, int], int]
     most_versions: int | None
     meaning: str = ""
-    late: int | None = 0
     drains: bool = False
     together: bool = False
     within_update: bool = False
@@ -44,10 +43,15 @@ class WeightRules:
     reads_newest: bool = False
     synced: WeightRules | None = None
     alone: Weights | None = None
+    fresher: Weights | None = None
 
 
 def _newest(minibatch: int, made: int, entered: int) -> int:
     return made
+
+
+def _newest_of_two(minibatch: int, made: int, entered: int) -> int:
+    return max(minibatch - 1, made)
 
 
 def _delayed_by_one(minibatch: int, made: int, entered: int) -> int:
@@ -70,6 +74,15 @@ def _newest_in_common(forward: int, made: int, common: int) -> int:
     return common
 
 
+_TWO = WeightRules(
+    _newest_of_two,
+    _as_forward,
+    most_versions=2,
+    meaning="at most two versions, forwards read the newest that is made, never drained",
+    together=True,
+    within_update=True,
+    any_interval=True,
+)
 WEIGHTS: dict[Weights, WeightRules] = {
     # GPipe, 1F1B with flush: every pass of a mini-batch uses the weights that all mini-batches before it have made
     "flush": WeightRules(
@@ -80,16 +93,14 @@ WEIGHTS: dict[Weights, WeightRules] = {
         drains=True,
         together=True,
     ),
+    # PipeDream-2BW's two versions, of which a forward reads the newer where its stage has made that
+    "2bw": _TWO,
     # PipeDream-2BW: W(t+1) = W(t) - lr * grad f(W(t-1)), in both passes (ALGORITHMS sections 3 and 10.6)
-    "2bw": WeightRules(
-        _delayed_by_one,
-        _as_forward,
-        most_versions=2,
-        meaning="two versions of them, gradients one update late, so that the pipeline never drains",
-        late=1,
-        together=True,
-        within_update=True,
-        any_interval=True,
+    "2bw-uniform": replace(
+        _TWO,
+        forward_version=_delayed_by_one,
+        meaning="two versions of them, every gradient one update late, never drained",
+        fresher="2bw",
     ),
     # PipeDream's weight stashing: the stage's newest weights, kept for the backward (PipeDream section 3.3)
     "stash": WeightRules(
@@ -97,9 +108,8 @@ WEIGHTS: dict[Weights, WeightRules] = {
         _as_forward,
         most_versions=None,
         meaning="a version for each update that a microbatch in flight misses, never drained",
-        late=None,
         # PipeDream's vertical sync: on every stage the version with which the microbatch entered the first
-        synced=WeightRules(_as_entered, _as_forward, most_versions=None, late=None, alone="stash"),
+        synced=WeightRules(_as_entered, _as_forward, most_versions=None, alone="stash"),
     ),
     # TiMePReSt without vertical sync: the newest weights in either pass, so one version
     "latest": WeightRules(

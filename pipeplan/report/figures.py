@@ -19,9 +19,9 @@ from ..plan import Plan
 from ..planner.simulated.simulation import Simulation
 from ..schedule.memory import activation_steps
 from ..schedule.timeline import Timeline
-from ..units import format_ns
+from ..units import format_ns, gpu_name
 from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
-from .tables import headline
+from .tables.plan import headline
 
 COLOURS = {"F": "#6ea8fe", "R": "#f2a07b", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
 LATER = {"F": "#2f6fd0", "R": "#c4602f", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
@@ -76,12 +76,12 @@ def save_runs(runs: Sequence[tuple[str, Timeline]], path: str) -> None:
 
 def _memory_lines(axes: Any, simulation: Simulation) -> None:
     timeline = simulation.timeline
-    limit = 0
+    limit, width = 0, timeline.program.graph.resources[0].width
     for i, device in working_devices(simulation.timeline):
         static = simulation.uses[device].static_bytes
         steps = [*activation_steps(timeline, i), (timeline.makespan_ns, 0)]
         sizes = [(static + held) / 1e9 for _, held in steps]
-        axes.step([at / 1e6 for at, _ in steps], sizes, where="post", linewidth=0.9, label=f"GPU {device}")
+        axes.step([at / 1e6 for at, _ in steps], sizes, where="post", linewidth=0.9, label=gpu_name(device, width))
         limit = max(limit, simulation.uses[device].memory_bytes)
     axes.axhline(limit / 1e9, color="#c0392b", linestyle="--", linewidth=1, label="memory")
     axes.set_ylim(0, None)
@@ -103,7 +103,8 @@ def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
     extent = (0, timeline.makespan_ns / 1e6, len(used) - 0.5, -0.5)
     shown = axes.imshow(shares, aspect="auto", cmap=colours, vmin=0, vmax=100, extent=extent, interpolation="nearest")
     step = 1 + len(used) // 16
-    axes.set_yticks(range(0, len(used), step), [f"GPU {device}" for _, device in used[::step]], fontsize=7)
+    width = timeline.program.graph.resources[0].width
+    axes.set_yticks(range(0, len(used), step), [gpu_name(device, width) for _, device in used[::step]], fontsize=7)
     bar = figure.colorbar(shown, ax=axes, extend="max", pad=0.01)
     bar.set_label("% of its memory", fontsize=8)
 

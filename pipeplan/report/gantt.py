@@ -12,7 +12,7 @@ from rich.text import Text
 from ..plan import Pattern, Plan
 from ..schedule.kinds import graph_of, kind_of, plan_timeline
 from ..schedule.timeline import Timeline
-from ..units import format_ns
+from ..units import format_ns, gpu_name
 
 NAMES = {
     "F": "forward",
@@ -130,7 +130,7 @@ def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, 
                     seen.setdefault(m % resource.replicas, []).append(bar)
         for replica, bars in sorted(seen.items()):
             device = None if resource.is_link else resource.devices[replica]
-            name = resource.one_name(replica) if device is None else f"GPU {device}"
+            name = resource.one_name(replica) if device is None else gpu_name(device, resource.width)
             rows.append(GanttRow(name, tuple(sorted(bars, key=lambda bar: bar.start_ns)), device))
     return sorted(rows, key=lambda row: (row.device is None, row.device or 0)), 0, end
 
@@ -143,6 +143,7 @@ def timeline_rows(timeline: Timeline) -> list[GanttRow]:
         if not resource.is_link:
             chunk |= {s: i for i, s in enumerate(program.graph.stages_on(index))}
     rows, starts, given = [], timeline.start_ns, timeline.duration_ns
+    width = program.graph.resources[0].width
     planned = [(work.duration_ns, work.kind, work.stage) for work in program.operations]
     for lane in program.lanes:
         bars = []
@@ -152,7 +153,8 @@ def timeline_rows(timeline: Timeline) -> list[GanttRow]:
             begin = starts[microbatch][position]
             end = begin + (length if given is None else given[microbatch][position])
             bars.append(Bar(begin, end, kind, stage, microbatch, 0 if lane.device is None else chunk[stage]))
-        rows.append(GanttRow(lane.name if lane.device is None else f"GPU {lane.device}", tuple(bars), lane.device))
+        name = lane.name if lane.device is None else gpu_name(lane.device, width)
+        rows.append(GanttRow(name, tuple(bars), lane.device))
     return rows
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..check.bounds import bounded
+from ..check.delays import plan_delays
 from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
@@ -13,8 +14,8 @@ from ..names import SENTENCE, shown
 from ..partition.contiguous.grouped import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
-from ..problem import Chain, Level, Platform, Policy
-from ..schedule.weight_versions import lateness
+from ..problem import WEIGHTS, Chain, Level, Platform, Policy
+from ..schedule.weight_versions import Delay, average_delay
 from ..units import format_bandwidth, format_bytes, format_ns
 
 MOST_MEANS = 12  # stages of which a line has a figure each
@@ -83,8 +84,9 @@ def layer_order(plan: Plan) -> str | None:
 
 
 def idle_devices(plan: Plan) -> list[int]:
-    """Return the devices of the platform on which a plan has no stage."""
-    return sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
+    """Return the GPUs of the platform on which a plan has no stage."""
+    idle = sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
+    return [gpu for device in idle for gpu in plan.platform.gpus(device)]
 
 
 def throughput(plan: Plan, result: Evaluation) -> str:
@@ -135,17 +137,23 @@ def data_parallelism(plan: Plan, result: Evaluation) -> list[str]:
     return [f"best        plain data parallelism, one stage on {count} GPUs{other}"]
 
 
+def mean_delay(found: Sequence[Delay]) -> str | None:
+    """Return by how many updates gradients of stages are late, on average and at most; None where none is."""
+    most = max((x.most for x in found), default=0)
+    return f"{average_delay(found):.2f} updates on average, {most} at most" if most else None
+
+
 def late_gradients(plan: Plan, result: Evaluation) -> str | None:
     """Return by how many updates gradients are late, on average and at most, by stages; None where none is."""
-    found = lateness(plan, result.graph)
-    most = max((count for _, count in found), default=0)
-    if not most:
+    found = plan_delays(plan, result.graph)
+    text = mean_delay(found)
+    if text is None:
         return None
-    means = [float(mean) for mean, _ in found]
-    text = f"gradients by {sum(means) / len(means):.2f} updates on average, {most} at most"
+    means = [x.mean for x in found]
     several = len(set(means)) > 1
     first = f"{means[0]:.2f} in stage 0, {means[-1]:.2f} in the last" if len(means) > MOST_MEANS else ""
-    return f"{text}; by stage {first or ' '.join(f'{x:.2f}' for x in means)}" if several else text
+    by_stage = f"; by stage {first or ' '.join(f'{x:.2f}' for x in means)}" if several else ""
+    return f"gradients by {text}{by_stage}"
 
 
 def waited_data(plan: Plan, result: Evaluation) -> str | None:
@@ -201,15 +209,37 @@ def _dearer(period_ns: int, result: Evaluation) -> str:
 
 
 def tensor_degree(plan: Plan) -> list[str]:
-    """Return how many GPUs run each layer together, and what other degrees would take, in a line; nothing for one."""
+    """Return how many GPUs run each layer together, and what other degrees would take, in lines; nothing for one."""
     found = plan.provenance.options.get("tensor")
-    tried = {k: v for k, v in found.items() if isinstance(v, int | None)} if isinstance(found, dict) else {}
+    tried = {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
     if plan.chain.tensor == 1 and len(tried) < 2:
         return []
     along = ", with sequence parallelism" if plan.chain.sequence_parallel else ""
-    others = (f"{shown(k)} {'no plan' if v is None else format_ns(v)}" for k, v in tried.items())
-    rest = f" (by degree: {', '.join(others)})" if len(tried) > 1 else ""
-    return [f"tensor degree {plan.chain.tensor}{along}{rest}"]
+    told = [f"tensor degree {plan.chain.tensor}{along}"]
+    if len(tried) > 1:
+        told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")
+        least = min((_ns(v, "bound_ns") or 0 for v in tried.values() if v.get("bound_ns") is not None), default=0)
+        own = _taken(tried.get(str(plan.chain.tensor), {}))
+        if own is not None and 0 < least <= own:
+            told[-1] += f"; none is below {format_ns(least)}: gap {own / least - 1:.2%}"
+    return told
+
+
+def _taken(found: dict[str, Any]) -> int | None:
+    return _ns(found, "period_ns") or _ns(found, "batch_ns")
+
+
+def _ns(found: dict[str, Any], name: str) -> int | None:
+    value = found.get(name)
+    return value if type(value) is int and value > 0 else None
+
+
+def _of_degree(found: dict[str, Any]) -> str:
+    """Return what was found of a degree, in words."""
+    taken, bound = _taken(found), _ns(found, "bound_ns")
+    if taken is not None:
+        return format_ns(taken)
+    return "no plan" if bound is None else f"at least {format_ns(bound)}"
 
 
 def robustness(plan: Plan) -> list[str]:
@@ -259,14 +289,16 @@ def _every(microbatches: int) -> str:
 
 def other_weights(plan: Plan, result: Evaluation) -> str | None:
     """Return what was found with the same updates of weights that are kept otherwise, or None where nobody looked."""
+    quick = " by a quicker search"
     found = [
         f"{x.weights} "
         + ("finds no plan" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
         + ("" if x.period_ns is None or x.microbatches == plan.interval else f" {_every(x.microbatches)}")
+        + (quick if WEIGHTS[x.weights].drains or plan.policy.drains else "")
         for x in plan.provenance.alternatives
         if x.weights != plan.policy.weights
     ]
-    return f"{', '.join(found)}, by quicker searches" if found else None
+    return ", ".join(found) or None
 
 
 def longer(period_ns: int, result: Evaluation) -> str:

@@ -16,26 +16,12 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput, PipeplanError
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import WEIGHTS, Weights
+from ..registry import Late
 from .pattern import Group, groups, most_in_flight, starts_of
 from .program import Program, no_pipelines, not_one_each, operations_of, unroll
-from .programs.breadth_first import breadth_first
-from .programs.controlled import v_half, v_min
-from .programs.dualpipev import dualpipev
-from .programs.gpipe import gpipe
-from .programs.interleaved import interleaved, not_interleaved
-from .programs.interleaved_zero_bubble import interleaved_zero_bubble
-from .programs.message_driven import default_limit, message_driven
-from .programs.nf1b import nf1b
-from .programs.one_f_one_b import one_f_one_b, shared_replicas
-from .programs.v_limit import LEAST as LEAST_OF_VEE
-from .programs.v_limit import most_of_vee, v_limit
-from .programs.zbv import no_vee, zbv
-from .programs.zero_bubble import zb1p, zb2p
 from .registered import Kind, Limit, ProgramSchedule
 from .simulate import simulate
-from .steady import steady_nf1b
 from .timeline import Timeline
-from .written.program import unfit, written_program
 
 MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a minute
 MOST_SHOWN = 2**20  # of a run of a pattern whose length nobody says
@@ -96,6 +82,16 @@ _drained = partial(Kind, weights=_DRAINING, refusal=_DRAINS, shown=_mini_batch, 
 _SPLIT = ("weight_keeps",)
 
 
+def _own(path: str) -> Late:
+    """Return what a file of ``programs`` has."""
+    return Late(f"schedule.programs.{path}")
+
+
+default_limit, most_of_vee = _own("message_driven:default_limit"), _own("v_limit:most_of_vee")
+no_vee, not_interleaved = _own("zbv:no_vee"), _own("interleaved:not_interleaved")
+unfit = Late("schedule.written.program:unfit")
+
+
 def _ordered(simulated: ProgramSchedule, words: str) -> Kind:
     """Return a drained kind whose order is fixed, with its headline."""
     return _drained(simulated=simulated, headline=lambda schedule: ("order", f"{words}, drained"))
@@ -122,14 +118,14 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         shown=_steady_mini_batches,
         judged=_shortest_steady_run,
         simulated=ProgramSchedule(
-            nf1b,
+            _own("nf1b:nf1b"),
             "one backward for a mini-batch of several microbatches, newest weights, no flush",
             "TiMePReSt section 4.2",
             "latest",
             refuses=lambda graph: not_one_each(graph, "nf1b"),
             replicas=False,
             options=("batch", "limit"),
-            steady=steady_nf1b,
+            steady=Late("schedule.programs.nf1b:steady_nf1b"),
         ),
         limit=Limit("mini-batch", "mini-batches", "", _mini_batches_to_try),
         headline=lambda schedule: (
@@ -140,7 +136,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "message-driven": _drained(
         simulated=ProgramSchedule(
-            message_driven,
+            _own("message_driven:message_driven"),
             "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
             "Myelin section IV, Algorithm 2",
             options=("limit",),
@@ -151,16 +147,16 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "1f1b": _ordered(
         ProgramSchedule(
-            one_f_one_b,
+            _own("one_f_one_b:one_f_one_b"),
             "1F1B, drained before every update",
             "PipeDream-Flush (Narayanan et al. 2021)",
-            refuses=shared_replicas,
+            refuses=_own("one_f_one_b:shared_replicas"),
         ),
         "1F1B: stage s of p runs p - s forwards ahead",
     ),
     "interleaved": _ordered(
         ProgramSchedule(
-            interleaved,
+            _own("interleaved:interleaved"),
             "1F1B with several chunks of the model per GPU, drained",
             "Megatron-LM (Narayanan et al. 2021)",
             homes=loop,
@@ -170,12 +166,14 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         "interleaved 1F1B, several stages on each GPU in turn",
     ),
     "gpipe": _ordered(
-        ProgramSchedule(gpipe, "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"),
+        ProgramSchedule(
+            _own("gpipe:gpipe"), "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"
+        ),
         "GPipe: all forwards, then all backwards",
     ),
     "breadth-first": _ordered(
         ProgramSchedule(
-            breadth_first,
+            _own("breadth_first:breadth_first"),
             "several chunks of the model per GPU, all microbatches through each of them in turn",
             "Breadth-First (Lamy-Poirier 2023)",
             homes=loop,
@@ -186,7 +184,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "zb1p": _ordered(
         ProgramSchedule(
-            zb1p,
+            _own("zero_bubble:zb1p"),
             "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
             "Zero Bubble (Qi et al. 2024)",
             refuses=lambda graph: no_pipelines(graph, "zb1p"),
@@ -196,7 +194,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "zb2p": _ordered(
         ProgramSchedule(
-            zb2p,
+            _own("zero_bubble:zb2p"),
             "split backward, twice the activations, nearly no bubble (ZB-H2)",
             "Zero Bubble (Qi et al. 2024)",
             refuses=lambda graph: no_pipelines(graph, "zb2p"),
@@ -207,7 +205,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "interleaved-zb": _ordered(
         ProgramSchedule(
-            interleaved_zero_bubble,
+            _own("interleaved_zero_bubble:interleaved_zero_bubble"),
             "interleaved 1F1B with split backward, weight gradients fill the bubble",
             "Zero Bubble (Qi et al. 2024), as in torch",
             homes=loop,
@@ -218,7 +216,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "zbv": _ordered(
         ProgramSchedule(
-            zbv,
+            _own("zbv:zbv"),
             "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
             "Controllable Memory (Qi et al. 2024)",
             homes=vee,
@@ -227,11 +225,11 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
         "ZBV: stages d and 2p - 1 - d on GPU d, weight gradients later",
     ),
-    "v-half": _within("v-half", v_half, "V-Half", "half of 1F1B's activations"),
-    "v-min": _within("v-min", v_min, "V-Min", "a third of 1F1B's activations"),
+    "v-half": _within("v-half", _own("controlled:v_half"), "V-Half", "half of 1F1B's activations"),
+    "v-min": _within("v-min", _own("controlled:v_min"), "V-Min", "a third of 1F1B's activations"),
     "v-limit": _drained(
         simulated=ProgramSchedule(
-            v_limit,
+            _own("v_limit:v_limit"),
             "split backward, two chunks per GPU placed like a V, within any number of chunk activations",
             "Controllable Memory (Qi et al. 2024)",
             homes=vee,
@@ -239,9 +237,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
             options=("limit", *_SPLIT),
             searches=True,
         ),
-        limit=Limit(
-            "chunk activation", "chunk activations", " on a GPU", lambda graph: (most_of_vee(graph),), LEAST_OF_VEE
-        ),
+        limit=Limit("chunk activation", "chunk activations", " on a GPU", lambda graph: (most_of_vee(graph),), least=2),
         headline=lambda schedule: (
             "order",
             "V within a limit: stages d and 2p - 1 - d on GPU d, weight gradients later, at most "
@@ -250,7 +246,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "dualpipev": _ordered(
         ProgramSchedule(
-            dualpipev,
+            _own("dualpipev:dualpipev"),
             "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
             "DualPipe (DeepSeek-V3 2024), as in torch",
             homes=vee,
@@ -261,7 +257,10 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "written": _ordered(
         ProgramSchedule(
-            written_program, "an order of its own for every GPU", "a file as torch reads it", options=("order",)
+            Late("schedule.written.program:written_program"),
+            "an order of its own for every GPU",
+            "a file as torch reads it",
+            options=("order",),
         ),
         "written for these stages",
     ),
@@ -360,7 +359,7 @@ def shown_microbatches(plan: Plan) -> int:
 OTHERS: dict[str, ProgramSchedule] = {
     "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
     "pipedream": ProgramSchedule(
-        one_f_one_b,
+        _own("one_f_one_b:one_f_one_b"),
         "1F1B without flush, NOAM microbatches in flight, one weight version for each; 1F1B-RR with replicas",
         "PipeDream section 3.2",
         "stash",

@@ -7,12 +7,33 @@ from dataclasses import dataclass
 
 from ..choices import DRAINED
 from ..cost.stage_graph import StageGraph
+from ..integers import ceil_div
 from ..plan import Pattern, Schedule
 from ..problem import WEIGHTS, Weights
 from .program import Program
-from .steady import SteadyRun
+from .timeline import Timeline
 
 Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
+
+
+@dataclass(frozen=True)
+class SteadyRun:
+    """An nF1B run from the empty pipeline into its steady state, in which ``cycle`` mini-batches take ``cycle_ns``.
+
+    It ``repeats`` when the state of the pipeline has come again: from then on the run goes on as before, so its peaks
+    are those of any longer run. Otherwise the cycle is the mean of its second half.
+    """
+
+    timeline: Timeline
+    cycle: int
+    cycle_ns: int
+    repeats: bool
+
+    @property
+    def period_ns(self) -> int:
+        """Time per microbatch in the steady state, rounded up; never less than the busiest device or link needs."""
+        program = self.timeline.program
+        return max(program.graph.period_floor_ns, ceil_div(self.cycle_ns, self.cycle * program.batch))
 
 
 @dataclass(frozen=True, slots=True)

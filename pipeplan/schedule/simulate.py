@@ -253,28 +253,12 @@ class _ProgramRun:
         length, total, batch = self.length, self.total, self.program.batch
         starts, waiting, durations, following = self.starts, self.waiting, self.durations, self.following
         after, joins, queue, leaders = self.after, self.joins, self.queue, self.leaders
-        comers, events, free, deciding = self.comers, self.events, self.free, self.deciding
-        summed = self.summed
+        deciding, summed = self.deciding, self.summed
         done = 0
         while True:
-            if not queue:
-                if not events:
-                    return done
-                now, number = events[0]
-                waits = comers[number]
-                if waits is None:
-                    return done
-                heappop(events)
-                if free[number] > now or not waits or waits[0][0] > now:
-                    continue
-                index = heappop(waits)[1]
-                starts[index] = now
-                self.ran[number].append(Step(*divmod(index, length)))
-                free[number] = now + durations[index]
-                if waits:
-                    heappush(events, (free[number], number))
-            else:
-                index = queue.popleft()
+            index = queue.popleft() if queue else self._first_come()
+            if index < 0:
+                return done
             done += 1
             if not done % _CHECKED:
                 self.deadline.check()
@@ -314,6 +298,25 @@ class _ProgramRun:
                 waiting[other] -= 1
                 if not waiting[other]:
                     self._arrives(other)
+
+    def _first_come(self) -> int:
+        """Start and return the step that comes first; -1 where there is none, or another rule decides before."""
+        events, free = self.events, self.free
+        while events:
+            now, number = events[0]
+            waits = self.comers[number]
+            if waits is None:
+                break
+            heappop(events)
+            if free[number] <= now and waits and waits[0][0] <= now:
+                index = heappop(waits)[1]
+                self.starts[index] = now
+                self.ran[number].append(Step(*divmod(index, self.length)))
+                free[number] = now + self.durations[index]
+                if waits:
+                    heappush(events, (free[number], number))
+                return index
+        return -1
 
     def _end_together(self, index: int) -> int:
         """Return when the operation ends that has this step and others; the first of them has the others follow."""

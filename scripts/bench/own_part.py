@@ -21,7 +21,7 @@ from pipeplan import zoo
 from pipeplan.check.evaluate import Evaluation, evaluate
 from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.files.accelerators import accelerator
+from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.runtime.engine.options import RunOptions

@@ -30,7 +30,7 @@ from pipeplan.check.bounds import proof, quick_proof
 from pipeplan.check.bounds.strong import Refutations
 from pipeplan.check.evaluate import evaluate
 from pipeplan.partition.madpipe.exact import one_special_bound
-from pipeplan.planner.periodic.portfolio import proved_special
+from pipeplan.planner.periodic.special import proved_special
 from pipeplan.problem import Problem
 
 

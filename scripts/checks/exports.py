@@ -38,12 +38,11 @@ from torch.nn import functional
 
 from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import Infeasible
-from pipeplan.files.accelerators import accelerator
 from pipeplan.files.export import WRITERS, Asked
 from pipeplan.files.export.asked import parsed_renames
+from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import ScheduleKind
-from pipeplan.planner.periodic.stated import STATED
-from pipeplan.planner.plan import make_plan
+from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.simulated.other_schedules import own_schedule
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.planner.what_if.target import make_target_plan, unrestricted, with_price

@@ -41,8 +41,8 @@ from torch import Generator, Tensor, nn
 from torch.distributed.pipelining import pipeline
 from torch.nn import functional
 
-from pipeplan.api.exporting import exported
 from pipeplan.api.planning import plan
+from pipeplan.api.plans.exporting import exported
 from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Plan

@@ -23,9 +23,9 @@ from cases.mutations import ACCEPTED, PLACE, document_of, kinds, mutations, reas
 
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.planner.simulated.simulation import simulate_plan
-from pipeplan.report.html import report_html
-from pipeplan.report.simulations import print_pattern, print_simulation
-from pipeplan.report.tables import print_plan
+from pipeplan.report.page.html import report_html
+from pipeplan.report.tables.plan import print_plan
+from pipeplan.report.tables.simulations import print_pattern, print_simulation
 from pipeplan.schedule.deadlock import plan_deadlock
 
 

@@ -36,7 +36,7 @@ from regret import regrets
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeplan.files.accelerators import KINDS, Accelerator, accelerator
+from pipeplan.files.machines.accelerators import KINDS, Accelerator, accelerator
 from pipeplan.problem import Chain, Layer
 from pipeplan.runtime.profiler.estimate import RooflineClock
 from pipeplan.runtime.profiler.operations import Kernel

@@ -25,7 +25,7 @@ import torch  # noqa: E402  # found through the path above
 from cases.runtime import chain_of  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from pipeplan.api.synthesizing import synthesized  # noqa: E402
+from pipeplan.api.plans.synthesizing import synthesized  # noqa: E402
 from pipeplan.check.validate import check  # noqa: E402
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage  # noqa: E402
 from pipeplan.planner.what_if.best_order import OWN, Found  # noqa: E402

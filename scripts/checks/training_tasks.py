@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput
-from pipeplan.zoo.cnn import convolution
 from pipeplan.zoo.data import corpus
-from pipeplan.zoo.gpt import GPTConfig
+from pipeplan.zoo.images.cnn import convolution
 from pipeplan.zoo.model import Data, Factory, Loss, Model, chain, class_loss, mixed_seed
+from pipeplan.zoo.text.gpt import GPTConfig
 
 PIXELS = 8
 CLASSES = 10

@@ -55,7 +55,7 @@ def boxes(weights: Weights) -> list[Box]:
             last, work = use.step.microbatch, timeline.program.operations[use.step.position]
             text = str(last) if work.covers == 1 else f"{last + 1 - work.covers}-{last}"
             begin, end = (ns / POINT for ns in (timeline.begin_ns(use.step), timeline.end_ns(use.step)))
-            found.append(Box(stage, f"{work.kind}{text}", begin, end, use.version, use.updates))
+            found.append(Box(stage, f"{work.kind}{text}", begin, end, use.version, bool(use.makes)))
     if not plan.policy.drains:
         return found
     again, more = flush_makespan_ns(timeline) / POINT, []

@@ -93,9 +93,9 @@ def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
 
 
 def test_dash_o_says_what_tunes_a_search_and_what_an_algorithm_has(path, pipeplan):
-    given = ["plan", path, *SMALL, "--algorithm", "pipedream", "--json"]
-    text = json.loads(pipeplan(*given, "-O", "straight=true", "-O", "mode=released", "-O", "solver=cbc")[1])
-    assert text["provenance"]["options"] == {"straight": True, "mode": "released"}
+    given = ["plan", path, *SMALL, "--algorithm", "madpipe", "--json"]
+    text = json.loads(pipeplan(*given, "-O", "split=true", "-O", "charge=tight", "-O", "solver=cbc")[1])
+    assert text["provenance"]["options"] == {"split": True, "charge": "tight"}
     for knob, sentence in (
         ("straight", "'straight' is not of the form NAME=VALUE"),
         ("solver=glpk", "-O solver: 'glpk' is not one of"),
@@ -128,6 +128,9 @@ def test_what_names_a_model_is_no_file_and_no_shipped_profile(path, tmp_path, mo
 def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
     found = pp.grid(path, gpus=2, mem="1GB", batch=16, microbatches=[4])
     assert "bound: no grid of up to 2 GPUs" in str(found)
+    for odd in (None, "x", b"x"):
+        with pytest.raises(pp.BadInput, match=r"^profiles: .* is not a list"):
+            pp.grid(path, gpus=2, mem="1GB", batch=16, profiles=odd)
     flat = pp.plan(path, platform=Platform.flat(2, 10**9), split="4,4")
     assert flat.period_ns == pp.plan(path, **GIVEN, split="4,4").period_ns
     by_number = pp.plan(pp.read_profile(path).chain, gpus=2, mem=10**9, bandwidth=12 * 10**9, split="4,4")
@@ -142,9 +145,9 @@ def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
         ({**GIVEN, "for_": "torch", "limit": 2}, ["--for", "torch", "--limit", "2"], "for_ torch drains"),
         ({**GIVEN, "gap": 0.01, "algorithm": "balance"}, ["-O", "gap=1%", "--algorithm", "balance"], "gap says when"),
         (
-            {**GIVEN, "algorithm": "pipedream", "options": {"mode": "best"}},
-            ["--algorithm", "pipedream", "-O", "mode=best"],
-            "mode: 'best' is not one of paper, released",
+            {**GIVEN, "algorithm": "madpipe", "options": {"charge": "best"}},
+            ["--algorithm", "madpipe", "-O", "charge=best"],
+            "charge: 'best' is not one of full, tight, paper",
         ),
         ({**GIVEN, "replicas": "1,1"}, ["--replicas", "1,1"], "replicas goes with split"),
         ({**GIVEN, "weights": "2bw", "for_": "torch"}, ["--weights", "2bw", "--for", "torch"], "weights flush"),
@@ -179,7 +182,7 @@ def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"weights": "1bw"}, "weights: '1bw' is not one of flush, 2bw, stash, latest"),
+        ({"weights": "1bw"}, "weights: '1bw' is not one of flush, 2bw, 2bw-uniform, stash, latest"),
         ({"optimizer": "lion"}, "optimizer: 'lion' is not one of sgd, momentum, adam"),
         ({"precision": "fp8"}, "precision: 'fp8' is not one of fp32, mixed"),
         ({"checkpointing": "all"}, "checkpointing: 'all' is not one of none, stages, segments"),
@@ -198,6 +201,8 @@ def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
         ({"mem": None, "gpu": 7}, "gpu: '7' is not a text"),
         ({"mem": ["1GB"]}, "mem: '['1GB']' is not a whole number or a text"),
         ({"gpus": (2, "x")}, "gpus: "),
+        ({"gpus": ()}, "gpus: '()' is not a whole number"),
+        ({"options": "x"}, "options: 'x' is not a dictionary"),
         ({"latency": 5}, "latency: '5' is not a text"),
         ({"offload": "yes"}, "offload: 'yes' is not True or False"),
         ({"gap": float("nan")}, "gap: nan is not a number to compute with"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ from oracles.partition import contiguous_optimum
 
 from pipeplan.cost.layer_orders import several_orders
 from pipeplan.cost.saved import saved_bytes
-from pipeplan.problem import Chain, Device, Layer, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Platform, Policy, Problem
 
 
 def random_dag(rng: random.Random, layers: int, saved: bool = False, optimizer: bool = False) -> Chain:
@@ -53,30 +53,6 @@ def free_problem(seed: int, layers: int = 5) -> Problem | None:
     policy = Policy(rng.choice(("2bw", "2bw", "stash", "flush")), rng.choice((1, 2)))
     replicas, checkpointing = rng.random() < 0.2, rng.choice(("none", "stages", "segments"))
     return Problem(chain, platform, policy, replicas, checkpointing) if several_orders(chain) else None
-
-
-def branches(seed: int, blocks: Sequence[Sequence[int]]) -> Chain:
-    """Return a random network of blocks, one after the other, each of branches with so many layers side by side."""
-    rng = random.Random(seed)
-    layers, edges = list[Layer](), list[tuple[int, int]]()
-
-    def add(reads: Sequence[int]) -> int:
-        forward = rng.randint(2 * 10**5, 3 * 10**6)
-        sizes = rng.randint(0, 40 * 10**6), rng.randint(10**6, 60 * 10**6)
-        edges.extend((i, len(layers)) for i in reads)
-        layers.append(Layer(f"layer{len(layers)}", forward, 2 * forward, *sizes))
-        return len(layers) - 1
-
-    last = add([])
-    for block in blocks:
-        ends = []
-        for count in block:
-            end = last
-            for _ in range(count):
-                end = add([end])
-            ends.append(end)
-        last = add(ends)
-    return Chain("branches", tuple(layers), 10**6, tuple(sorted(edges)))
 
 
 def _unequal(rng: random.Random, platform: Platform) -> Platform:

@@ -18,9 +18,8 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.plan import Bound, Plan, Schedule, ScheduleKind, Stage
-from pipeplan.planner.drained.space import grid_problem
-from pipeplan.planner.periodic.stated import STATED
-from pipeplan.planner.plan import make_plan
+from pipeplan.planner.grids.space import grid_problem
+from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.what_if.grid import make_grid_plan
 from pipeplan.planner.what_if.target import make_target_plan
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
@@ -125,7 +124,7 @@ def places(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 OTHER_WORDS = {
-    "weights": ("2bw", "stash", "flush", "latest"),
+    "weights": ("2bw", "2bw-uniform", "stash", "flush", "latest"),
     "optimizer": ("sgd", "momentum", "adam"),
     "precision": ("fp32", "mixed"),
     "class": ("contiguous", "one-special", "any", "torch", "deepspeed"),
@@ -205,7 +204,7 @@ def refusal(document: Any, folder: Path) -> list[str]:
 
 # What a sentence calls the place where a plan is wrong.
 PLACE = re.compile(
-    r"\$|\bfield\b|profile|platform|polic|stage|schedule|pattern|period|device|link|bound|gap|layers?|operation|weights|accumulates"
+    r"\$|\bfield\b|profile|platform|polic|stage|schedule|delays|pattern|period|device|link|bound|gap|layers?|operation|weights|accumulates"
 )
 
 # Reading compares every figure in the file with what stages, starts and settings give. So whatever is accepted beside
@@ -237,6 +236,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"left out|flipped",
         "for plans in this order alone, or a claim about all, which follows where the layers stand in one order",
     ),
+    r"delays": (r"left out|null", "they follow from the versions that passes read, and older files have none"),
     r"groups": (r"left out|null", "they follow from the starts, and older files have none"),
     r"stages\[\d+\]\.checkpoint": (r"a list|empty|null", "no segments, said in the other way"),
     r"stages\[\d+\]\.devices": (
@@ -249,7 +249,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"left out|null|\+0.001",
         "replicas take as long as the slowest of them, which is another",
     ),
-    r"policy\.weights": (r"2bw|stash|latest", "the stages hold as many versions under either policy"),
+    r"policy\.weights": (r"2bw(-uniform)?|stash|latest", "the stages hold as many versions under either policy"),
     r"policy\.precision": (r"fp32|mixed", "its numbers take as many bytes in all, counted anew"),
     r"policy\.offload": (r"flipped", "there is no state to offload, or all of it is in one bucket"),
     r"policy\.vertical_sync": (r"flipped", "the stages keep as many versions either way"),

@@ -252,7 +252,8 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
 
     A weight belongs to the first stage that uses it, which makes version j + 1 of it from all gradients of mini-batch
     j. Under stash a pass takes the newest version there is, and its backward the same one; under latest both take the
-    newest, the backward with the forward's activations; under 2bw both take that before the mini-batch's own.
+    newest, the backward with the forward's activations; under 2bw-uniform both take that before the mini-batch's own,
+    under 2bw what the instructions say.
     """
     layers, loss, data = built(name, batch, seed)
     stages, weights, interval = plan.allocation.stages, plan.policy.weights, plan.interval
@@ -266,13 +267,16 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
     made, gradients = [0] * len(parts), {}
     inside, passed, back, losses = {}, {}, {}, {}
 
-    def version(p, m):
-        return max(m // interval - 1, 0) if weights == "2bw" else made[home[p]]
+    def version(p, x):
+        if weights == "2bw":
+            return dict(x.lent).get(home[p], x.version)
+        return max(x.microbatch // interval - 1, 0) if weights == "2bw-uniform" else made[home[p]]
 
     def ready(x):
         match x:
             case Forward(s, m):
-                return s == 0 or (s - 1, m) in passed
+                made_there = weights != "2bw" or all(version(p, x) < len(history[p]) for p in names[s].values())
+                return (s == 0 or (s - 1, m) in passed) and made_there
             case Backward(s, m):
                 return s == len(parts) - 1 or (s + 1, m) in back
         return True
@@ -282,7 +286,7 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
             case Forward(s, m):
                 sample, target = data(m, seed)
                 entered = passed.pop((s - 1, m)).requires_grad_() if s else sample
-                leaves = {p: p if weights == "latest" else history[p][version(p, m)] for p in names[s].values()}
+                leaves = {p: p if weights == "latest" else history[p][version(p, x)] for p in names[s].values()}
                 leaves = {p: x if x is p else x.clone().requires_grad_() for p, x in leaves.items()}
                 out = torch.func.functional_call(parts[s], {k: leaves[p] for k, p in names[s].items()}, (entered,))
                 if s == len(parts) - 1:
@@ -315,6 +319,13 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
             while listing and ready(listing[0]):
                 carry_out(listing.pop(0))
     return [losses[m] for m in sorted(losses)], layers.state_dict()
+
+
+def lowered_version(plan, steps):
+    """The version that each pass is told to use: (stage, microbatch) -> int."""
+    passes = (x for listing in lower_run(plan, steps).instructions for x in listing if isinstance(x, Forward))
+    told = {(x.stage, x.microbatch): x.version for x in passes}
+    return lambda stage, microbatch: told[stage, microbatch]
 
 
 def simulated_version(plan, microbatches, vertical_sync=False):

@@ -26,7 +26,7 @@ from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.schedule.kinds import KINDS, plan_program
 
 BATCH, COUNT, STEPS, LR, CLIP, SCALE = 4, 4, 4, 0.01, 0.05, 2.0**10
-PERIODIC = ("2bw", "stash")  # patterns that never drain
+PERIODIC = ("2bw-uniform", "stash")  # patterns that never drain
 DRAINED = tuple(name for name, row in KINDS.items() if row.drains and row.simulated is not None and not row.written)
 SCHEDULES = (*PERIODIC, "flush", "message-driven", *(x for x in DRAINED if x not in ("flush", "message-driven")))
 FEATURES = ("recompute", "replicas", "zero", "tied", "clip", "fp16", "bf16", "autocast", "loader", "resume")
@@ -125,7 +125,7 @@ def trained(case: Case) -> tuple[list[float], dict[str, Any]]:
         found: dict[int, float] = {}
         for m in range(update * size, (update + 1) * size):
             for index, weight in enumerate(weights):
-                behind = {"2bw": 1, "stash": int(index < split)}.get(case.schedule, 0)
+                behind = {"2bw-uniform": 1, "stash": int(index < split)}.get(case.schedule, 0)
                 seen = update if update < begun else max(update - behind, begun)
                 weight.data.copy_(history[seen][index])
             x, target = microbatch(m, 0)

@@ -9,11 +9,11 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy, SharedWeights
-from pipeplan.schedule import steady
 from pipeplan.schedule.memory import run_uses
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
+from pipeplan.schedule.programs import nf1b as steady
 from pipeplan.schedule.programs.nf1b import nf1b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns

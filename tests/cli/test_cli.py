@@ -96,6 +96,9 @@ def test_check_show_and_simulate_read_a_plan(plan: str, pipeplan: Command) -> No
         bound["checked"] for bound in json.loads(pipeplan("check", plan, "--bounds", "--json")[1])["lower_bounds"]
     )
 
+    own = json.loads(pipeplan("simulate", plan, "--json")[1])
+    assert verdict["delays"] == json.loads(Path(plan).read_text())["delays"] == own["delays"]
+
     code, out, _ = pipeplan("show", plan, "--width", "80")
     assert code == 0
     assert [line[:5] for line in out.splitlines()[-3:]] == ["GPU 0", "GPU 1", "link "]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeplan.cost.roofline import Constants, timed
-from pipeplan.files.accelerators import accelerator
+from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.files.profiles import read_profile
 
 torch = pytest.importorskip("torch")

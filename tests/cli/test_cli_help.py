@@ -145,7 +145,7 @@ def test_what_has_a_name_is_listed(pipeplan: Command) -> None:
         assert (code, f"\n{name} " in out) == (0, True)
         rows = json.loads(pipeplan("list", what, "--json")[1])
         assert name in {row["name"] for row in rows}
-    assert "-O mode=paper|released" in pipeplan("list", "algorithms")[1]
+    assert "-O charge=full|tight|paper" in pipeplan("list", "algorithms")[1]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_has_a_name_is_listed(pipeplan: Command) -> None:
         ("plan zoo:gpt2-x", ["zoo:gpt2-xl"]),
         ("plan p.json --gpu h1", ["h100"]),
         ("plan p.json --algorithm madp", ["madpipe", "madpipe-paper"]),
-        ("plan p.json -O mode=r", ["mode=released"]),
+        ("plan p.json -O charge=t", ["charge=tight"]),
         ("simulate p.json --schedule zb", ["zb1p", "zb2p", "zbv"]),
         ("compare p.json --algorithms auto,gp", ["auto,gpipe"]),
         ("profile zoo:llama3-8", ["zoo:llama3-8b"]),

@@ -14,7 +14,7 @@ from cases.files import written
 from conftest import Command
 
 from pipeplan.files.plans import load_plan
-from pipeplan.report.tables import print_plan
+from pipeplan.report.tables.plan import print_plan
 
 OPTIONS = {
     "nf1b": ["--weights", "latest", "--accumulate", "2"],

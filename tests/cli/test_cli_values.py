@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
+import random
+import socket
 from pathlib import Path
 
 import click
 import pytest
+from cases.fuzz.commands import NEEDED, Commands
+from cases.fuzz.judge import called
 from conftest import Command
 
 from pipeplan.cli import COMMANDS, group
@@ -45,6 +51,57 @@ def test_no_number_is_of_a_type_that_takes_any() -> None:
     assert isinstance(Number(above=True).convert("1e-300", None, None), float)
     with pytest.raises(click.BadParameter):
         Number(above=True).convert("0", None, None)
+
+
+FILES = [
+    (name, param)
+    for name in COMMANDS
+    for param in group.get_command(CONTEXT, name).params  # type: ignore[union-attr]  # all are there
+    if getattr(param.type, "files", False) and (name, param.name) != ("compare", "platform")  # which it refuses
+]
+MORE = {"calibrate": ["--gpu", "a100"], "run": ["--dry-run"]}
+
+
+def naming(commands: Commands, name: str, param: click.Parameter, path: str) -> list[str]:
+    """Return a usual command line in which ``param`` is ``path``."""
+    rng, words = random.Random(1), [name, *MORE.get(name, ())]
+    for other in group.get_command(CONTEXT, name).params:  # type: ignore[union-attr]
+        option, needed = other.opts[0], other.opts[0] in NEEDED.get(name, ()) and param.opts[0] != "--platform"
+        if other is param or ((other.required or needed) and option not in words):
+            value = path if other is param else commands.usual(rng, other)
+            words += [*([option] if isinstance(other, click.Option) else []), *[value] * max(1, other.nargs)]
+    return words
+
+
+def open_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+ODD = {
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a socket": open_socket,
+    "unreadable": lambda path: path.symlink_to("/proc/self/mem"),
+}
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(tmp_path_factory.mktemp("files"))
+
+
+@pytest.mark.parametrize(("name", "param"), FILES, ids=lambda x: getattr(x, "name", x))
+def test_what_is_no_file_is_one_sentence_wherever_a_file_is_named(name, param, commands, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeplan.files.text.WRITER_S", 0.01)
+    monkeypatch.setattr("pipeplan.cli.progress.EVERY_S", math.inf)
+    for what, make in ODD.items():
+        path = tmp_path / f"{what}.csv"
+        make(path)
+        outcome = called(naming(commands, name, param, str(path)), commands.folder, b"")
+        assert (outcome.code, outcome.raised, outcome.err.count("\n")) == (2, None, 1), (what, outcome)
+        assert what in outcome.err, (what, outcome)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import time
 import pytest
 from cases.patience import SECONDS, without_progress
 
+from pipeplan import scratch
+
 PIPEPLAN = [sys.executable, "-m", "pipeplan"]
 PLAN = ["plan", "profiles/gpt-tiny-b8-cpu.json", "--gpus", "2", "--mem", "1GB"]
 
@@ -110,9 +112,37 @@ def test_a_reader_that_has_gone_has_a_code_of_its_own():
     assert (done.returncode, without_progress(done.stderr.decode())) == (141, "")
 
 
-def test_scratch_folders_of_killed_processes_are_swept(tmp_path, monkeypatch):
-    from pipeplan import scratch
+MADE = ("pipeplan-ab_d3fgh", scratch.MARK, 0o700, ("store", "pymp-abcd1234", "0123456789abcdef" * 2 + "-pulp.mps"))
 
+
+@pytest.mark.parametrize(
+    ("name", "mark", "mode", "entries"),
+    [
+        MADE,
+        ("pipeplan-thesis", *MADE[1:]),
+        ("pipeplan-ab_d3fgh2", *MADE[1:]),
+        (MADE[0], b"", *MADE[2:]),
+        (MADE[0], scratch.MARK + b"mine", *MADE[2:]),
+        (*MADE[:2], 0o755, MADE[3]),
+        (*MADE[:3], ("thesis.tex",)),
+    ],
+)
+def test_only_what_was_made_here_is_swept(name, mark, mode, entries, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / name
+    folder.mkdir()
+    for entry in entries:
+        (folder / entry).touch()
+    (folder / scratch.LOCK).write_bytes(mark)
+    folder.chmod(mode)
+    os.utime(folder / scratch.LOCK, (time.time() - 3600,) * 2)
+    (tmp_path / "pipeplan-ij_l4mno").symlink_to(folder)
+    scratch._sweep.cache_clear()
+    with scratch.scratch_folder():
+        assert folder.exists() == ((name, mark, mode, entries) != MADE)
+
+
+def test_scratch_folders_of_killed_processes_are_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     hold = "from pipeplan.scratch import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
     environment = os.environ | {"TMPDIR": str(tmp_path)}

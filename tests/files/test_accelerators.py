@@ -6,7 +6,7 @@ import pytest
 
 from pipeplan.cost.roofline import Constants
 from pipeplan.errors import BadInput
-from pipeplan.files.accelerators import accelerator, accelerators, constants_of, with_constants
+from pipeplan.files.machines.accelerators import accelerator, accelerators, constants_of, with_constants
 
 
 def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:

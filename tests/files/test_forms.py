@@ -3,9 +3,9 @@
 import pytest
 
 from pipeplan.errors import BadInput
-from pipeplan.files.accelerators import accelerator
 from pipeplan.files.forms import refuse_repeated_keys
-from pipeplan.files.platforms import read_platform
+from pipeplan.files.machines.accelerators import accelerator
+from pipeplan.files.machines.platforms import read_platform
 from pipeplan.files.profiles import read_profile
 
 PLATFORM = '{"memory": "16GB", "levels": [{"count": 2, "bandwidth": "1GB/s", "bandwidth": "2GB/s"}]}'

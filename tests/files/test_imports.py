@@ -174,6 +174,17 @@ def test_torchtitan_s_toml_is_read(tmp_path):
 LAYOUT = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
 
 
+def test_recomputation_inside_of_layers_is_judged_as_none_and_said(tmp_path):
+    said = {
+        "megatron": "--num-layers 12 --recompute-granularity selective",
+        "torchtitan": TOML.replace("full", "selective"),
+    }
+    for name, text in said.items():
+        found = READERS[name](source(tmp_path, text))
+        assert not any(x.checkpoint for x in found.stages)
+        assert any("selective recomputation is inside of layers" in x for x in found.notes)
+
+
 MEGATRON_SLIPS = [
     (LAYOUT + "'Et*6|t*5L'", "--pipeline-model-parallel-layout has decoder layers 11 times, the profile 12"),
     (LAYOUT + "'Et*6|t*6|L'", "has 3 stages, no multiple of 2 ranks"),
@@ -189,12 +200,20 @@ MEGATRON_SLIPS = [
     (LAYOUT, "--pipeline-model-parallel-layout has no value"),
     ("--pipeline-model-parallel-size 3", "4 GPUs are no multiple of --pipeline-model-parallel-size 3"),
     ("--pipeline-model-parallel-size 2", "--num-layers is missing"),
+    ("--num-layers 1000000000", "--num-layers is 1000000000; the profile has 12 decoder layers"),
+    ("--num-layers 12 --mtp-num-layers 1000000000", "--mtp-num-layers is 1000000000; the profile has 0"),
+    (
+        "--num-layers 12 --num-virtual-stages-per-pipeline-rank 1000000000 --pipeline-model-parallel-size 2 "
+        "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 6",
+        "6 layers of a rank cannot be shared evenly by 1000000000 stages",
+    ),
+    ("--num-layers 12\nA=xx\n" + "A=$A$A\n" * 40, "its variables stand for more than 100,000 letters"),
+    ("--num-layers 12 " + "x" * 10**6, "is longer than 0.1 MB, the most that is read"),
     ("--num-layers x", "--num-layers: 'x' is no count of at least 1"),
     ("--num-layers 12 --tensor-model-parallel-size 2", "--tensor-model-parallel-size is 2, the profile's degree 1"),
     ("--num-layers 12 --context-parallel-size 2", "plans are of pipelines, of data parallelism"),
     ("--num-layers 12 --micro-batch-size 1", "is 1, the profile is of 2 samples; profile with --microbatch 1"),
     ("--num-layers 12 --global-batch-size 9", "9 is no multiple of microbatches of 2 in each of 4"),
-    ("--num-layers 12 --recompute-granularity selective", "selective recomputation is inside of layers"),
     ("--num-layers 12 --recompute-granularity full", "here it is 'full', 'None'"),
     ("echo hello", "isn't Megatron-LM's arguments, with or without --pipeline-model-parallel-layout: it has no option"),
 ]
@@ -213,7 +232,7 @@ TORCHTITAN_SLIPS = [
     ('[training]\nsteps = "many"', "it has no option such as --parallelism.."),
     (TOML.replace("microbatch_size = 2", "microbatch_size = 4"), "in microbatches of 4, the profile is of 2 samples"),
     (TOML.replace("global_batch_size = 64", "global_batch_size = 65"), "isn't a multiple of 8 x 2"),
-    (TOML.replace('mode = "full"', 'mode = "selective"'), "activation_checkpoint:selective is inside of blocks"),
+    (TOML.replace('mode = "full"', 'mode = "op"'), "activation_checkpoint:op is none of none, full, selective"),
     ("--parallelism.pipeline_parallel_split_points layers.99", "names 'layers.99', which the profile hasn't"),
 ]
 

@@ -103,7 +103,7 @@ def test_another_limit_gives_other_figures(tmp_path):
         form["schedule"]["limit"] = 1
         path.write_text(json.dumps(form))
         found = read_plan(str(path))[1]
-        assert all(re.match(r"(devices\[|gap)", sentence) for sentence in found)
+        assert all(re.match(r"(devices\[|delays|gap)", sentence) for sentence in found)
         noticed += bool(found)
     assert noticed > 5
 
@@ -121,6 +121,7 @@ def test_equal_input_gives_equal_bytes_and_keys_keep_their_order():
         "samples_per_update",
         "pattern",
         "groups",
+        "delays",
         "devices",
         "lower_bounds",
         "gap",
@@ -157,7 +158,7 @@ def test_schemas_describe_what_is_written():
     for form in SCHEMAS.values():
         assert schema(form)["$defs"][form.__name__]["additionalProperties"] is False
     fields = schema(SCHEMAS["plan"])["$defs"]["PlanFile"]["required"]
-    assert sorted([*fields, "groups", "samples_per_update"]) == sorted(json.loads(plan_text(small_plan())))
+    assert sorted([*fields, "delays", "groups", "samples_per_update"]) == sorted(json.loads(plan_text(small_plan())))
 
 
 def test_groups_are_written_and_checked_and_older_files_have_none(tmp_path):
@@ -276,6 +277,17 @@ def test_edited_plans(name, tmp_path):
     with pytest.raises(InvalidPlan) as caught:
         load_plan(file)
     assert caught.value.violations == [f"{file}: {s}" for s in found]
+
+
+def test_files_from_before_delays_are_read_with_another_gap(tmp_path):
+    """The version before counted no waits of updates, so its gap may be another; other figures are judged as ever."""
+    document, notes = edited(json.loads(plan_text(small_plan())), ("gap",), 0.0), []
+    path = written(tmp_path, edited(document, ("delays",), ...))
+    assert read_plan(path, notes)[1] == []
+    assert notes == ["the file is of an older pipeplan, which says no delays; its gap is derived anew"]
+    found = read_plan(written(tmp_path, edited(document, ("delays", 0, "most"), 7)), notes)[1]
+    assert [x.split(" ")[0] for x in found] == ["delays", "gap"]
+    assert len(notes) == 1
 
 
 def test_an_accumulate_that_is_too_small_is_refused(tmp_path):

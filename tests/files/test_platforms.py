@@ -12,8 +12,8 @@ from cases.files import POLICY, assert_refused, small_plan, written
 
 from pipeplan.errors import BadInput
 from pipeplan.files.forms import json_text
+from pipeplan.files.machines.platforms import platform_form, platform_of, read_platform, reserving
 from pipeplan.files.plans import load_plan, plan_text, read_plan
-from pipeplan.files.platforms import platform_form, platform_of, read_platform, reserving
 from pipeplan.files.profiles import profile_text
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Device, Level, Platform, Problem

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 from pipeplan.plan import Stage
-from pipeplan.planner.drained.arrivals import batch_time
-from pipeplan.planner.drained.space import GridProblem, configs
+from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.space import GridProblem, configs
 
 
 def segments(start: int, stop: int, length: int | None) -> tuple[tuple[int, int], ...]:

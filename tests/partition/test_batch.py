@@ -10,8 +10,8 @@ from cases.chains import random_chain, random_platform
 from pipeplan.cost.saved import storages
 from pipeplan.integers import NEVER
 from pipeplan.plan import Stage
-from pipeplan.planner.drained.arrivals import batch_time
-from pipeplan.planner.drained.paths import drained_bound, least_drained_ns, pipeline_tables, splits
+from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.paths import drained_bound, least_drained_ns, pipeline_tables, splits
 from pipeplan.problem import Platform, Policy, Problem
 
 

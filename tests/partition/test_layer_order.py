@@ -5,21 +5,20 @@ from dataclasses import replace
 
 import pytest
 from cases.chains import published
-from cases.dags import all_orders, best_of_all_orders, branches, free_problem, random_dag
+from cases.dags import all_orders, best_of_all_orders, free_problem, random_dag
 
 from pipeplan.check.bounds import proof
 from pipeplan.cost import memory_model, time_model
 from pipeplan.cost.layer_orders import ideals, members, several_orders
 from pipeplan.cost.saved import entering_bytes, inner_bytes, saved_bytes
-from pipeplan.partition.contiguous.contiguous import proved_none, smallest_period
+from pipeplan.partition.contiguous.contiguous import smallest_period
 from pipeplan.partition.layer_orders.ideal_chain import IdealChain
 from pipeplan.partition.layer_orders.idle_layers import idle_layers
 from pipeplan.partition.layer_orders.layer_order import OrderEffort, best_ordered
-from pipeplan.partition.layer_orders.sifted import sifted
 from pipeplan.problem import Platform, Policy, Problem
 
 CHOSEN = (7, 34, 41, 47, 51, 58, 66, 73, 84, 90, 94, 96, 98, 100, 109, 119, 128)  # order matters in most of them
-SOME = OrderEffort(most=24, at_once=24, rounds=3, sifted=2)
+SOME = OrderEffort(at_once=24, rounds=3)
 
 
 def test_ideals_are_what_orders_pass_through():
@@ -45,8 +44,8 @@ def test_layers_that_take_no_time_double_no_ideals():
     problem = Problem(chain, Platform.flat(4, 16 * 10**9, 12 * 10**9), Policy(), replicas=False)
     found = best_ordered(problem)
     assert (found.ideals, found.exact, found.allocation.claimed_period_ns) == (48, True, 25_868_000)
-    alike = best_ordered(problem, OrderEffort(most=48, at_once=20, rounds=0, sifted=3))
-    assert (alike.exact, alike.allocation.claimed_period_ns) == (True, found.allocation.claimed_period_ns)
+    few = best_ordered(problem, OrderEffort(at_once=47, rounds=0))
+    assert not few.exact
 
 
 def test_an_order_can_be_taken_back():
@@ -85,20 +84,6 @@ def test_stages_between_ideals_cost_what_they_cost_in_an_order_through_both(save
                 assert len(set(map(int, work))) == 1
 
 
-def sifted_periods(problem, truth):
-    """Return the shortest period up to the true one, and below it, between the ideals that are left by sifting."""
-    between = IdealChain.of(problem.chain, ideals(problem.chain, 10**6))
-    found = []
-    for period in (truth, truth - 1):
-        chain = sifted(problem, between, period) if period else None
-        left = None if chain is None else replace(problem, chain=chain)
-        best = None if left is None else smallest_period(left, upper=period)
-        found.append(best and best.claimed_period_ns)
-        assert best or left is None or proved_none(left, period) or problem.checkpointing == "segments"
-        assert left is not None or period < truth
-    return (truth if problem.checkpointing == "segments" else found[0]), found[1]
-
-
 def test_the_best_between_all_ideals_is_the_best_of_all_orders():
     compared = better = 0
     for problem in filter(None, map(free_problem, CHOSEN)):
@@ -117,7 +102,6 @@ def test_the_best_between_all_ideals_is_the_best_of_all_orders():
         given = smallest_period(problem)
         compared += 1
         better += given is None or given.claimed_period_ns > truth
-        assert sifted_periods(problem, truth) == (truth, None)
     assert compared > 8
     assert better > 5
 
@@ -136,16 +120,3 @@ def test_where_ideals_are_many_some_are_looked_at_and_what_comes_is_a_plan_no_wo
         assert found.allocation.claimed_period_ns <= given.claimed_period_ns
         better += found.allocation.claimed_period_ns < given.claimed_period_ns
     assert better
-
-
-def test_stages_that_recompute_segments_stand_in_the_best_of_many_orders():
-    """Between 132 ideals and more of 23 layers, too many for all ways to recompute."""
-    chain = branches(3, [(10, 11)])
-    need = 3 * int(chain.sums.weight_bytes[-1]) + int(saved_bytes(chain, 0, len(chain)))
-    platform = Platform.flat(3, need * 9 // 20, 3 * 10**9)
-    problem = Problem(chain, platform, replicas=False, checkpointing="segments")
-    given, found = smallest_period(problem), best_ordered(problem)
-    assert found.complete
-    assert found.allocation.lower_bound_ns <= found.allocation.claimed_period_ns < given.claimed_period_ns
-    moved = replace(problem, chain=chain.reordered(found.order))
-    assert smallest_period(moved).claimed_period_ns == found.allocation.claimed_period_ns

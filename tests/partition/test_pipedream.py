@@ -17,11 +17,11 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.files.graph_txt import read_graph_text
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.partition.pipedream import released
 from pipeplan.partition.pipedream.paper import _strict, pipedream
-from pipeplan.partition.pipedream.released import pipedream_released, released_period_ns
 from pipeplan.plan import Allocation, Stage
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+from scripts.studies.pipedream import released
+from scripts.studies.pipedream.released import pipedream_released, released_period_ns
 
 MEMORY = 16 * 10**9
 GB = 10**9
@@ -164,7 +164,7 @@ def test_an_equal_strict_solution_is_not_repeated() -> None:
 def test_no_replicas_means_a_straight_pipeline() -> None:
     rng = random.Random(2)
     problem = Problem(random_chain(rng, 9), random_platform(rng, 4), replicas=False)
-    for allocation in [*pipedream(problem), *pipedream(problem, mode="released")]:
+    for allocation in [*pipedream(problem), *pipedream_released(problem, straight=True)]:
         assert {stage.replicas for stage in allocation.stages} == {1}
 
 
@@ -185,7 +185,7 @@ def test_the_published_optimizers_values(name: str, platform: int) -> None:
     milliseconds, replicas = KNOWN[name][platform]
     period = released_period_ns(problem)
     assert period / 10**6 == pytest.approx(milliseconds, rel=1e-6, abs=0)
-    (allocation,) = pipedream(problem, mode="released")
+    (allocation,) = pipedream_released(problem)
     assert allocation.claimed_period_ns == math.ceil(period - 1e-3)
     assert allocation.contiguous
     assert (allocation.stages[0].start, allocation.stages[-1].stop) == (0, len(problem.chain))

@@ -20,8 +20,8 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.planner.what_if.derived import derived
 from pipeplan.problem import Platform, Policy, Problem
-from pipeplan.report.html import report_html
-from pipeplan.report.tables import headline, print_plan
+from pipeplan.report.page.html import report_html
+from pipeplan.report.tables.plan import headline, print_plan
 from pipeplan.report.words import bound_figures
 
 PROFILES = Path(__file__).parents[2] / "profiles"

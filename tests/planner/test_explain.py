@@ -9,6 +9,7 @@ import pytest
 from cases.chains import published
 
 from pipeplan.errors import Infeasible
+from pipeplan.partition import ALGORITHMS
 from pipeplan.plan import Allocation, Alternative, Stage
 from pipeplan.planner.periodic.explain import fewest_gpus, least_memory, possible
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
@@ -16,6 +17,7 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.alternatives import with_alternatives
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.units import parse_bytes
+from scripts.studies.pipedream.released import pipedream_released
 
 GB = 10**9
 
@@ -125,13 +127,13 @@ def test_the_first_allocation_that_no_period_makes_fit_is_remembered() -> None:
     assert incumbent.rejected == tight
 
 
-def test_a_baselines_claim_is_said_even_where_its_split_breaks_a_rule() -> None:
+def test_a_baselines_claim_is_said_even_where_its_split_breaks_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published optimizer gives two GPUs of VGG-16 a stage that takes no time."""
     servers = (Level(4, 10 * GB), Level(4, 5 * GB // 4))
+    row = replace(ALGORITHMS["pipedream"], partition=pipedream_released)
+    monkeypatch.setitem(ALGORITHMS, "pipedream", row)  # type: ignore[arg-type]
     with pytest.raises(Infeasible) as caught:
-        make_plan(
-            Problem(published("vgg16"), Platform((Device(16 * GB),) * 16, servers)), "pipedream", {"mode": "released"}
-        )
+        make_plan(Problem(published("vgg16"), Platform((Device(16 * GB),) * 16, servers)), "pipedream")
     sentence = str(caught.value)
     assert "the algorithm's split breaks a rule: stage 1 takes no time" in sentence
     assert sentence.endswith(

@@ -10,7 +10,7 @@ from pipeplan.cli import group
 from pipeplan.files.plans import load_plan
 from pipeplan.planner.what_if.derived import derived
 from pipeplan.problem import Chain, Layer, Platform
-from pipeplan.report.tables import layer_order
+from pipeplan.report.tables.plan import layer_order
 
 LAYERS = (
     ("enter", 1, 1),

@@ -13,15 +13,16 @@ from cases.chains import random_chain, random_platform
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import as_profile
+from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.planner.least_late import least_late
 from pipeplan.planner.periodic.interval import at_interval
 from pipeplan.planner.plan import Planned, make_plan
+from pipeplan.planner.what_if.alternatives import with_alternatives
 from pipeplan.problem import MICROBATCHES_PER_DEVICE, Policy, Problem
-from pipeplan.schedule.program import PASSES, unroll
-from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.weight_versions import lateness, used, weight_policy
+from pipeplan.runtime.lowering.instructions import Forward
+from pipeplan.runtime.lowering.lowered_run import lower_run
 
 GPT, RESNET = "example:gpt2-small-b4-a100", "example:resnet50"
 
@@ -32,40 +33,34 @@ def stashed(seed: int, interval: int, weights: str = "stash") -> Planned:
     return make_plan(problem, "contiguous")
 
 
-def test_how_late_gradients_are_is_what_a_long_run_counts() -> None:
-    """By how many updates each forward's version is behind its mini-batch, over whole updates of the steady state."""
+@pytest.mark.parametrize("weights", ["stash", "2bw"])
+def test_how_late_gradients_are_is_what_a_long_run_counts(weights: str) -> None:
+    """By how many updates each forward's version is behind its mini-batch, over whole updates of the lowered run."""
     seen = set()
-    for seed in range(40):
+    for seed in range(6):
         for interval in (1, 2, 5):
             try:
-                plan, found = (x := stashed(seed, interval)).plan, x.evaluation
+                plan, found = (x := stashed(seed, interval, weights)).plan, x.evaluation
             except Infeasible:
                 continue
             if plan.interval != interval:
                 continue
-            count = 40 * interval + 40
-            timeline = simulate(unroll(found.graph, plan.pattern, count))
-            # in the pattern's own time, as passes that nothing keeps may come sooner
-            starts = tuple(
-                tuple(op.start_ns + m * plan.pattern.period_ns for op in plan.pattern.operations) for m in range(count)
-            )
-            uses = used(replace(timeline, start_ns=starts), weight_policy(plan.policy), interval)
-            for own, (average, most) in zip(uses, lateness(plan, found.graph), strict=True):
-                late = [
-                    use.step.microbatch // interval - use.version
-                    for use in own
-                    if timeline.program.operations[use.step.position].kind == PASSES[0]
-                    and 20 * interval <= use.step.microbatch < 30 * interval
-                ]
-                assert (Fraction(sum(late), len(late)), max(late)) == (average, most), (seed, interval)
-                seen.add(most)
-    assert seen >= {0, 1, 2}
+            lists = lower_run(plan, 24 + 24 // interval).instructions
+            for s, delay in enumerate(plan_delays(plan, found.graph)):
+                late = {
+                    x.microbatch: x.microbatch // interval - x.version
+                    for listing in lists
+                    for x in listing
+                    if isinstance(x, Forward) and x.stage == s and 12 * interval <= x.microbatch < 24 * interval
+                }
+                assert (sum(late.values()) / len(late), max(late.values())) == (delay.mean, delay.most)
+                seen.add(delay.most)
+    assert seen >= ({0, 1, 2} if weights == "stash" else {1})
 
 
-def test_2bw_is_late_by_one_everywhere_and_what_drains_by_none() -> None:
-    for weights, late in (("2bw", 1), ("flush", 0)):
-        found = stashed(1, 8, weights)
-        assert set(lateness(found.plan, found.evaluation.graph)) == {(late, late)}
+def test_what_drains_is_late_by_none() -> None:
+    found = stashed(1, 8, "flush")
+    assert {(x.mean, x.most) for x in plan_delays(found.plan, found.evaluation.graph)} == {(0, 0)}
 
 
 def test_the_least_late_is_taken_within_two_percent_of_the_best() -> None:
@@ -122,8 +117,8 @@ def test_plan_and_compare_take_the_same_and_say_what_draining_takes() -> None:
     assert (found.plan.policy.weights, found.plan.interval) == ("stash", 8)
     text = str(found)
     assert "batch 64 samples (assumed; --batch says another, --batch any the best of any)" in text
-    late = lateness(found.plan, found.evaluation.graph)
-    average, most = mean(float(x) for x, _ in late), max(x for _, x in late)
+    late = plan_delays(found.plan, found.evaluation.graph)
+    average, most = mean(x.mean for x in late), max(x.most for x in late)
     assert f"late        gradients by {average:.2f} updates on average, {most} at most; by stage" in text
     drained = pp.plan(RESNET, gpus=2, weights="flush", **asked)
     flush = next(x for x in found.plan.provenance.alternatives if x.weights == "flush")
@@ -131,6 +126,19 @@ def test_plan_and_compare_take_the_same_and_say_what_draining_takes() -> None:
     (row,) = pp.compare(RESNET, gpus="2", algorithms=["auto", "gpipe"], **asked).rows
     assert row.update_microbatches == 8
     assert row.cells[0].period_ns == found.period_ns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_delayed_policies_say_the_same_of_each_other(seed: int) -> None:
+    """Each asked by itself, and named by the other, at one interval: none is called longer than it is."""
+    rng = random.Random(seed)
+    problem = Problem(random_chain(rng, 5), random_platform(rng, 3), Policy("2bw", 8))
+    of = {x: problem.with_policy(Policy(x, 8)) for x in ("2bw", "stash")}
+    own = {x: make_plan(asked, "contiguous") for x, asked in of.items()}
+    for weights, other in (("2bw", "stash"), ("stash", "2bw")):
+        told = with_alternatives(own[weights], of[weights], find=lambda x: make_plan(x, "contiguous"))
+        (said,) = [x.period_ns for x in told.plan.provenance.alternatives if x.weights == other]
+        assert said <= max(own[other].evaluation.period_ns, own[weights].evaluation.period_ns)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -17,16 +17,16 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.drained.limits import LimitSearch, cost_and_excess
-from pipeplan.planner.drained.pipelines import Pipelines
-from pipeplan.planner.drained.space import GridConfig
+from pipeplan.planner.grids.pipelines import Pipelines
+from pipeplan.planner.grids.space import GridConfig
 from pipeplan.planner.periodic.incumbent import Settings
+from pipeplan.planner.periodic.limits import LimitSearch, cost_and_excess
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.programs.message_driven import message_driven
+from pipeplan.schedule.programs.nf1b import steady_nf1b
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.steady import steady_nf1b
 from pipeplan.schedule.timeline import flush_makespan_ns
 
 

@@ -11,8 +11,7 @@ from cases.plans import random_plan, straight
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.planner.periodic.stated import STATED
-from pipeplan.planner.plan import make_plan
+from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.simulated.other_schedules import balanced_stages, drains, program_of, schedule_stages
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem

@@ -13,7 +13,7 @@ from pipeplan.deadline import NEVER
 from pipeplan.partition.balance import balance
 from pipeplan.partition.moves.local_search import _changed
 from pipeplan.plan import Schedule, Stage
-from pipeplan.planner.drained.arrivals import batch_on, batch_time
+from pipeplan.planner.grids.arrivals import batch_on, batch_time
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.programs.message_driven import message_driven

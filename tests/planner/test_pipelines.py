@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from cases.chains import random_chain
 
-from pipeplan.planner.drained import pipelines as module
-from pipeplan.planner.drained.arrivals import batch_time
-from pipeplan.planner.drained.microbatches import profiles
-from pipeplan.planner.drained.paths import drained_bound, held
-from pipeplan.planner.drained.pipelines import Pipelines, Proposal, Split, limits
-from pipeplan.planner.drained.space import GridProblem, configs
+from pipeplan.planner.grids import pipelines as module
+from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.microbatches import profiles
+from pipeplan.planner.grids.paths import drained_bound, held
+from pipeplan.planner.grids.pipelines import Pipelines, Proposal, Split, limits
+from pipeplan.planner.grids.space import GridProblem, configs
 from pipeplan.problem import Level, Platform, Policy, Problem
 
 

@@ -61,6 +61,15 @@ def bounds_and_soonest(chain, platform, name, kind="interleaved", checkpointing=
             yield search.chunked_bound(config), 4 * min(periods)
 
 
+def test_many_stages_on_a_gpu_are_looked_at_where_all_have_as_many_blocks():
+    block = network().layers[1]
+    layers = [replace(block, name="embedding"), *(replace(block, name=f"block{i}") for i in range(20))]
+    chain = Chain("deep", (*layers, replace(block, name="head")), 8)
+    problem = Problem(chain, Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4))
+    search = BlockSearch(problem, "megatron", TARGETS["megatron"], ("interleaved",), Settings())
+    assert {x.shape.chunks for x in search.configs if x.shape.ranks == 2} == {2, 3, 4, 5, 10}
+
+
 def test_the_last_unit_may_share_a_stage_with_what_it_would_wait_for():
     chain = network()
     layers = tuple(replace(x, output_bytes=50 if x.name == "norm" else 0) for x in chain.layers)

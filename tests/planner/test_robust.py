@@ -6,9 +6,7 @@ import pytest
 
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
-from pipeplan.planner.periodic.stated import STATED
-from pipeplan.planner.plan import make_plan
-from pipeplan.planner.robust import Jitter
+from pipeplan.planner.plan import STATED, Jitter, make_plan
 from pipeplan.planner.simulated.simulation import percentile_95, run_seeds, simulate_plan, under_jitter
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.words import robustness

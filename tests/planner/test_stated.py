@@ -13,8 +13,7 @@ from pipeplan.check.validate import violations
 from pipeplan.deadline import Deadline
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.plan import Plan, ScheduleKind
-from pipeplan.planner.periodic.stated import STATED
-from pipeplan.planner.plan import make_plan
+from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem, Weights
 
 GB = 10**9

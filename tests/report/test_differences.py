@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeplan.problem import Chain, Layer
-from pipeplan.report.differences import paired_layers, rank_correlation
+from pipeplan.report.tables.differences import paired_layers, rank_correlation
 
 
 def chain(times: list[int], names: str) -> Chain:

@@ -7,7 +7,7 @@ import pytest
 import pipeplan as pp
 from pipeplan.problem import Chain, Layer
 from pipeplan.report.looks import Name, console, make_table, print_fitted
-from pipeplan.report.tables import short_names
+from pipeplan.report.tables.plan import short_names
 
 PROFILE = "profiles/resnet50-1000-b8-v100.json"
 NUMBERS = re.compile(r"\d+\.\d+")
@@ -73,7 +73,7 @@ def test_memory_that_dwarfs_the_peaks_has_its_own_unit(tmp_path, capsys):
 
 
 def test_a_drained_plans_period_and_beat_are_two_words(capsys):
-    from pipeplan.report.simulations import print_pattern, print_simulation
+    from pipeplan.report.tables.simulations import print_pattern, print_simulation
 
     found = pp.plan(PROFILE, gpus=2, mem="40GB", split="9,10", weights="flush", accumulate=8)
     print_simulation(found.simulate(), 120)

@@ -19,8 +19,8 @@ from pipeplan.plan import Schedule
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import Refused, compare_schedules, simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
-from pipeplan.report.html import MOST_OPERATIONS, Measured, microbatches_shown, report_html
-from pipeplan.report.traces import measured_trace
+from pipeplan.report.page.html import MOST_OPERATIONS, Measured, microbatches_shown, report_html
+from pipeplan.report.traces.runs import measured_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.trace_file import read_measured, read_operations
 from pipeplan.units import format_ns
@@ -218,7 +218,7 @@ def test_the_command(pipeplan, tmp_path, monkeypatch):
     pipeplan("plan", str(profile), "--gpus", "4", "--mem", "16GB", "--algorithm", "balance", "-o", str(plan))
     assert pipeplan("report", str(plan), "-o", str(out))[0] == 0
     assert out.read_text().startswith("<!doctype html>")
-    monkeypatch.setattr("pipeplan.report.html.MOST_OPERATIONS", 800)
+    monkeypatch.setattr("pipeplan.report.page.html.MOST_OPERATIONS", 800)
     code, text, err = pipeplan("report", str(plan), "-o", "-", "--schedule", "zbv", "--microbatches", "5000")
     assert code == 0
     assert "weight gradient" in text

@@ -20,7 +20,7 @@ from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import BadInput, CodeFailed, RunFailed
-from pipeplan.report.run import print_run
+from pipeplan.report.tables.run import print_run
 from pipeplan.runtime.data.loader import Loader, Span
 from pipeplan.runtime.engine.options import RunOptions, in_epochs
 from pipeplan.runtime.engine.reading import _Feed, _Takers, differing, repeatedly

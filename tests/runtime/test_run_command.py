@@ -28,7 +28,7 @@ from pipeplan.errors import BadInput
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Problem
-from pipeplan.report.run import print_run
+from pipeplan.report.tables.run import print_run
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory

@@ -142,8 +142,6 @@ def test_weight_versions_are_those_of_the_plan(weights, tmp_path):
         for name in layer.names.values()
     }
     version = simulated_version(plan, 6 * interval)
-    if weights == "2bw":
-        version = lambda stage, m: max(0, m // interval - 1)  # noqa: E731
     losses, expected = serial(
         build,
         steps=6,

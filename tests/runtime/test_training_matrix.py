@@ -16,7 +16,7 @@ SETS = (
     "recompute replicas tied fp16 loader",
     "recompute zero clip bf16 resume",
 )
-WITHOUT = {"2bw": {"fp16"}, "stash": {"fp16", "clip", "tied", "replicas", "zero"}}
+WITHOUT = {"2bw-uniform": {"fp16"}, "stash": {"fp16", "clip", "tied", "replicas", "zero"}}
 CASES = [
     Case(
         schedule,

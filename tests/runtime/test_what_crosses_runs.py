@@ -114,8 +114,6 @@ def test_late_weights_are_those_of_the_plan(build, weights, tmp_path):
         for name in layer.names.values()
     }
     version = simulated_version(plan, 5 * interval)
-    if weights == "2bw":
-        version = lambda stage, m: max(0, m // interval - 1)  # noqa: E731
     serially = {"version": version, "stage_of": lambda name: homes.get(name, 0)}
     trains(plan, build, tmp_path, steps=5, accumulate=interval, serially=serially, difference=1e-6)
 

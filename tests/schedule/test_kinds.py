@@ -18,8 +18,8 @@ from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.planner.what_if.carry import carried
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.gantt import plan_window
-from pipeplan.report.simulations import print_pattern
-from pipeplan.report.tables import print_plan
+from pipeplan.report.tables.plan import print_plan
+from pipeplan.report.tables.simulations import print_pattern
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock

@@ -22,7 +22,7 @@ from pipeplan.schedule.synthesis import search as searching
 from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.greedy import greedy, rules
 from pipeplan.schedule.synthesis.justify import justified, shake
-from pipeplan.schedule.synthesis.lengthen import lengthened
+from pipeplan.schedule.synthesis.patterns import lengthened
 from pipeplan.schedule.synthesis.problem import order_problem
 from pipeplan.schedule.synthesis.synthesize import synthesize, worth
 from pipeplan.schedule.synthesis.time_indexed import Slots, ask

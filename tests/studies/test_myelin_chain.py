@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from pipeplan.plan import Stage
-from pipeplan.planner.drained.arrivals import batch_time
+from pipeplan.planner.grids.arrivals import batch_time
 from pipeplan.problem import Platform, Problem
-from pipeplan.zoo.sizes import TRANSFORMERS
+from pipeplan.zoo.text.sizes import TRANSFORMERS
 from scripts.studies.myelin.formulas import MIXED, Grid, batch_flops, stage_memories
 from scripts.studies.myelin.unprofiled import transformer_chain
 

@@ -46,6 +46,12 @@ class Imported:
     notes: tuple[str, ...] = ()
 
 
+SELECTIVE = (
+    "selective recomputation is inside of layers, of which the profile knows nothing: it is judged as none, so memory "
+    "is at most as said and the time at least"
+)
+
+
 def placed(
     source: Source,
     target: str,

@@ -10,7 +10,7 @@ from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown
 from ...plan import ScheduleKind
-from .imported import Imported, Source, placed
+from .imported import SELECTIVE, Imported, Source, placed
 from .shell import Options
 
 OTHERS = ("context-parallel-size", "expert-model-parallel-size")
@@ -39,9 +39,13 @@ def megatron(source: Source) -> Imported:
     if source.gpus % ranks:
         raise BadInput(f"{source.path}: {source.gpus} GPUs are no multiple of --pipeline-model-parallel-size {ranks}")
     layout = options.text(LAYOUT[2:])
+    blocks, mtp = sum(unit.block for unit in units), mtp_layers(chain)
+    for name, there, what in (("num-layers", blocks, "decoder layers"), ("mtp-num-layers", mtp, "layers of that kind")):
+        asked = options.count(name, there, least=min(there, 1))
+        if asked != there:
+            raise BadInput(f"{source.path}: --{name} is {asked}; the profile has {there} {what}")
     parts = _even(options, ranks) if layout is None else _parsed(options, layout, ranks)
-    _compare(source, parts, sum(unit.block for unit in units))
-    mtp = mtp_layers(chain)
+    _compare(source, parts, blocks)
     counts = [len(part) - (mtp - 1 if "m" in part else 0) for part in parts]
     shape = Shape(ranks, source.gpus // ranks, len(parts) // ranks)
     kind: ScheduleKind = "interleaved" if shape.chunks > 1 else "1f1b"
@@ -55,7 +59,10 @@ def megatron(source: Source) -> Imported:
         optimizer=BY_NAME.get(optimizer),
         precision="mixed" if "bf16" in options or "fp16" in options else None,
         zero=1 if "use-distributed-optimizer" in options else None,
-        notes=() if optimizer in BY_NAME else (f"what --optimizer {shown(optimizer)} keeps is not known",),
+        notes=(
+            *([SELECTIVE] if _selective(options) else []),
+            *([] if optimizer in BY_NAME else [f"what --optimizer {shown(optimizer)} keeps is not known"]),
+        ),
     )
 
 
@@ -83,14 +90,13 @@ def _microbatches(source: Source, shape: Shape) -> int:
     return whole // micro
 
 
+def _selective(options: Options) -> bool:
+    return options.text("recompute-granularity") == "selective" or "recompute-activations" in options
+
+
 def _recompute(options: Options) -> Recompute:
     granularity = options.text("recompute-granularity")
-    if granularity == "selective" or "recompute-activations" in options:
-        raise BadInput(
-            f"{options.path}: selective recomputation is inside of layers; measure a profile with it, and leave the "
-            "option out"
-        )
-    if granularity is None:
+    if granularity is None or _selective(options):
         return Recompute()
     method, count = options.text("recompute-method"), options.count("recompute-num-layers", 1)
     if granularity != "full" or method not in ("uniform", "block"):
@@ -103,10 +109,7 @@ def _recompute(options: Options) -> Recompute:
 
 def _compare(source: Source, parts: Sequence[str], blocks: int) -> None:
     """Raise BadInput where what is in the stages is not what the profile has."""
-    options, mtp = source.options, mtp_layers(source.chain)
-    asked = options.count("num-layers", blocks)
-    if asked != blocks:
-        raise BadInput(f"{source.path}: --num-layers is {asked}; the profile has {blocks} decoder layers")
+    mtp = mtp_layers(source.chain)
     letters = "".join(parts)
     for letter, count, name in (
         ("E", 1, "the embedding"),
@@ -166,7 +169,7 @@ def _even(options: Options, ranks: int) -> list[str]:
     chunks = _chunks(options, rest // middle if middle else first or last)
     shares = [first] * (first > 0) + [rest // middle] * middle if middle else [first]
     shares += [last] * (last > 0)
-    uneven = next((share for share in shares if share % chunks), None)
+    uneven = next((share for share in shares if share % chunks or chunks > layers), None)
     if uneven is not None:
         raise BadInput(f"{options.path}: {uneven} layers of a rank cannot be shared evenly by {chunks} stages")
     counts = [share // chunks for share in shares] * chunks

@@ -18,6 +18,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 MOST = 10**9
+LONGEST = 10**5  # bytes of a file; as many letters once its variables stand for what they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def read_options(path: str) -> Options:
     Comments, line ends behind a backslash, ``NAME=value`` and arrays are understood, and ``$NAME`` of what the file set
     before. Anything else is taken as words. Of TOML ``[table]`` and ``key = value`` are the option ``--table.key``.
     """
-    text = read_text(path)
+    text = read_text(path, LONGEST)
     with suppress(tomllib.TOMLDecodeError, RecursionError):
         tables = tomllib.loads(text)
         if any(isinstance(x, dict) for x in tables.values()):  # NAME="value" alone is a shell's
@@ -72,11 +73,10 @@ def read_options(path: str) -> Options:
         tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise BadInput(f"{path}: is no shell text: {str(error).lower()}") from error
-    known: dict[str, str] = {}
     given: dict[str, list[str]] = {}
     words: list[str] = []
     name: str | None = None
-    for word in _plain(tokens, known):
+    for word in _plain(path, tokens):
         found = OPTION.fullmatch(word)
         if found is None:
             words.append(word)
@@ -99,15 +99,26 @@ def _of_toml(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, tup
             yield name, tuple(",".join(map(str, x)) if isinstance(x, list) else str(x) for x in words)
 
 
-def _plain(tokens: list[str], known: dict[str, str]) -> list[str]:
+def _plain(path: str, tokens: list[str]) -> list[str]:
     """Return tokens without assignments and brackets of arrays, and with what variables stand for."""
     found: list[str] = []
+    known: dict[str, str] = {}
+    left = LONGEST
+
+    def stands_for(name: re.Match[str]) -> str:
+        nonlocal left
+        value = known.get(name[1] or name[2], name[0])
+        left -= len(value)
+        if left < 0:
+            raise BadInput(f"{path}: its variables stand for more than {LONGEST:,} letters")
+        return value
+
     for token in tokens:
         set_here = ASSIGNMENT.fullmatch(token)
         if set_here is None:
-            found.append(VARIABLE.sub(lambda x: known.get(x[1] or x[2], x[0]), token.strip("()") or ""))
+            found.append(VARIABLE.sub(stands_for, token.strip("()") or ""))
             continue
-        value = VARIABLE.sub(lambda x: known.get(x[1] or x[2], x[0]), set_here[2].lstrip("("))
+        value = VARIABLE.sub(stands_for, set_here[2].lstrip("("))
         known[set_here[1]] = value
         if value.startswith("--"):  # options in a variable, or the first of an array
             found += value.split()

@@ -11,7 +11,7 @@ from ...names import shown
 from ...plan import ScheduleKind
 from ...problem import Zero
 from ..export.torchtitan import SCHEDULES, module_name
-from .imported import Imported, Source, placed
+from .imported import SELECTIVE, Imported, Source, placed
 from .shell import Options
 
 OTHERS = ("context-parallel-degree", "expert-parallel-degree")
@@ -116,11 +116,11 @@ def _recompute(options: Options) -> tuple[Recompute, tuple[str, ...]]:
     said += [x for x in (options.text("activation-checkpoint.mode"),) if x is not None]
     if not said:
         return Recompute(), ("the flags say no activation_checkpoint; nothing is recomputed",)
+    if said[-1] == "selective":
+        return Recompute(), (SELECTIVE,)
     if said[-1] not in RECOMPUTED:
-        raise BadInput(
-            f"{options.path}: activation_checkpoint:{shown(said[-1])} is inside of blocks; measure a profile with it, "
-            "and say none"
-        )
+        known = ", ".join((*RECOMPUTED, "selective"))
+        raise BadInput(f"{options.path}: activation_checkpoint:{shown(said[-1])} is none of {known}")
     return RECOMPUTED[said[-1]], ()
 
 

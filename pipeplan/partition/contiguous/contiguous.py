@@ -133,20 +133,6 @@ def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Alloc
     return None
 
 
-def proved_none(problem: Problem, period: int) -> bool:
-    """Whether it is certain that no contiguous allocation has a pattern of ``period`` ns.
-
-    Where segments are allowed, or stages may take unequal devices in too many orders, that is only seen by relaxations.
-    """
-    tables = stage_tables(problem)
-    least_delay = plain_delays(tables)
-    if not tables.complete or sums_bound_periods(problem) or group_sizes(problem):
-        return False
-    if device_counts(tables, period, least_delay) is None:
-        return True
-    return tables.orders is None and decide(tables, period, least_delay) is None
-
-
 def tables_within(problem: Problem, slack: Fraction) -> tuple[SearchTables, int, bool] | None:
     """Return (tables of all stages that take at most ``slack`` times the smallest period, that time, whether the tables
     have every way to recompute them).

@@ -45,25 +45,10 @@ class IdealChain(Chain):
     def of(chain: Chain, ideals: Sequence[int]) -> IdealChain:
         """Return the chain of some ``ideals`` of ``chain``, in an order in which each comes behind those inside it."""
         found = IdealChain(chain.name, (), chain.input_bytes, edges=(), whole=chain, ideals=tuple(ideals))
-        every = slice(0, len(ideals))
-        return found._between(every, every)
-
-    def window(self, rows: slice, columns: slice) -> IdealChain:
-        """Return the same chain for questions about stages from the ideals ``rows`` to ``columns`` alone, by the same
-        numbers."""
-        found = replace(self)
-        found.__dict__.update(inside=self.inside, sums=self.sums, cut_bytes=self.cut_bytes)
-        return found._between(rows, columns)
-
-    def select(self, index: Ints) -> IdealChain:
-        """Return the chain of the ideals ``index`` alone."""
-        return self.of(self.whole, [self.ideals[i] for i in index.tolist()])
-
-    def _between(self, rows: slice, columns: slice) -> IdealChain:
-        sets, facts = _Sets(self.inside, rows, columns), storages(self.whole).facts
-        self.__dict__["_nested"] = _Table(lambda: sets.nested, rows, columns)
-        foretell(self, IdealStorages(facts, sets), _Table(lambda: sets.entering(facts), rows, columns))
-        return self
+        sets, facts = _Sets(found.inside), storages(chain).facts
+        found.__dict__["_nested"] = _Table(lambda: sets.nested)
+        foretell(found, IdealStorages(facts, sets), _Table(lambda: sets.entering(facts)))
+        return found
 
     def __len__(self) -> int:
         return len(self.ideals) - 1
@@ -132,69 +117,56 @@ class IdealChain(Chain):
         return self.whole.reordered(self.order_through(some)), {end: self.ideals[end].bit_count() for end in some}
 
 
+@dataclass
 class _Table:
-    """A table ``[start, stop]`` from the ideals ``rows`` to ``columns``, made when it is first asked."""
+    """A table ``[start, stop]`` of ideals, made when it is first asked."""
 
-    def __init__(self, make: Callable[[], Any], rows: slice, columns: slice) -> None:
-        self._make, self._first = make, (rows.start, columns.start)
+    make: Callable[[], Any]
 
     @cached_property
     def _found(self) -> Any:
-        return self._make()
+        return self.make()
 
     def __getitem__(self, key: tuple[IntLike, IntLike]) -> Any:
-        (start, stop), (row, column) = key, self._first
-        return self._found[start - row, stop - column]
+        return self._found[key]
 
 
 @dataclass(frozen=True)
 class _Sets:
-    """Tables from the ideals ``rows`` to ``columns``: sums over what the layers between them have to do with."""
+    """Tables of pairs of ideals: sums over what the layers between them have to do with."""
 
     inside: Flags
-    rows: slice
-    columns: slice
-
-    @cached_property
-    def starts(self) -> Flags:
-        """Which layers each ideal at a stage's start has."""
-        return self.inside[self.rows]
-
-    @cached_property
-    def stops(self) -> Flags:
-        """Which layers each ideal at a stage's end has."""
-        return self.inside[self.columns]
 
     @cached_property
     def nested(self) -> Flags:
         """Which ideals are inside which others, and not the same."""
-        starts, stops = self.starts.astype(np.float32), self.stops.astype(np.float32)
-        sizes = starts.sum(axis=1)[:, None]
-        nested: Flags = (starts @ stops.T == sizes) & (sizes < stops.sum(axis=1)[None, :])
+        inside = self.inside.astype(np.float32)
+        sizes = inside.sum(axis=1)
+        nested: Flags = (inside @ inside.T == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
         return nested
 
     def made(self, tensor: int) -> Flags:
         """Whether each ideal at a stage's start has a tensor: 0 the network's input, i + 1 the output of layer i."""
-        return self.starts[:, tensor - 1] if tensor else np.ones(len(self.starts), dtype=np.bool_)
+        return self.inside[:, tensor - 1] if tensor else np.ones(len(self.inside), dtype=np.bool_)
 
     def any_of(self, terms: Sequence[tuple[Ints, Sequence[int]]]) -> Ints:
         """Return the sum of ``size[start]``, over the (size, layers) of which any layer is between start and stop.
 
         None is where as many of the layers are in one as in the other: one minus a product of rows, by that number.
         """
-        left, right, whole = [], [], np.zeros(len(self.starts), dtype=np.int64)
+        left, right, whole = [], [], np.zeros(len(self.inside), dtype=np.int64)
         for size, layers in terms:
             some = size != 0
             if not some.any():
                 continue
-            before, behind = (inside[:, list(layers)].sum(axis=1) for inside in (self.starts, self.stops))
-            if int(behind.max()) == int(before[some].min()):  # none of them is between any two
+            own = self.inside[:, list(layers)].sum(axis=1)
+            if int(own.max()) == int(own[some].min()):  # none of them is between any two
                 continue
             whole += size
-            for number in np.unique(before[some]):
-                same = behind == number
+            for number in np.unique(own[some]):
+                same = own == number
                 if same.any():
-                    left.append(np.where(before == number, size, 0))
+                    left.append(np.where(own == number, size, 0))
                     right.append(same)
         found = np.broadcast_to(whole[:, None], self.nested.shape).copy()
         if left:  # exact in floats, which are multiplied far quicker
@@ -243,7 +215,7 @@ class IdealStorages(DagStorages):
                         (entering if before[home] else made).append((size * rows, keepers))
 
         def table(terms: Sequence[tuple[Ints, Sequence[int]]]) -> _Table:
-            return _Table(lambda: sets.any_of(terms), sets.rows, sets.columns)
+            return _Table(lambda: sets.any_of(terms))
 
         return table(entering), table(made)
 
@@ -262,7 +234,7 @@ class IdealStorages(DagStorages):
 
     def undeclared(self, start: IntLike, stop: IntLike) -> IntLike:
         """As in a DAG, of layers that stand between two ideals in the order that they have."""
-        return _Table(lambda: self._undeclared, self.sets.rows, self.sets.columns)[start, stop]
+        return _Table(lambda: self._undeclared)[start, stop]
 
     @cached_property
     def _undeclared(self) -> Ints:
@@ -284,6 +256,6 @@ class IdealStorages(DagStorages):
 
     def _any(self, layers: Sequence[int]) -> Flags:
         """Whether any of ``layers`` is between two ideals."""
-        before, behind = (inside[:, list(layers)].sum(axis=1) for inside in (self.sets.starts, self.sets.stops))
-        more: Flags = behind[None, :] > before[:, None]
+        own = self.sets.inside[:, list(layers)].sum(axis=1)
+        more: Flags = own[None, :] > own[:, None]
         return more

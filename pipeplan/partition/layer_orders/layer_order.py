@@ -2,9 +2,9 @@
 
 Cuts are ideals (:mod:`..cost.layer_orders`), and the exact search over contiguous stages (:mod:`.contiguous`) runs
 between them as between the cuts of a chain. Where they are few, it has them all, and what it finds is the best over
-all orders of the layers. Among many it has those along some orders, and then those around the best cuts so far; what is
-better still is cut at few of them (:mod:`.contiguous.sifted`), between which the search is exact again. Ideals as the
-states of exact searches: Tarnawski et al., Efficient algorithms for device placement of DNN graph operators (2020).
+all orders of the layers. Among many it has those along some orders, and then those around the best cuts so far.
+Ideals as the states of exact searches: Tarnawski et al., Efficient algorithms for device placement of DNN graph
+operators (2020).
 """
 
 from __future__ import annotations
@@ -14,32 +14,25 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from ...cost.layer_orders import by_work, ideals, members, needed, several_orders
-from ...deadline import OutOfTime
 from ...plan import Allocation, in_order
 from ...problem import Chain, Problem
-from ..contiguous.claims import longest_period_ns
-from ..contiguous.contiguous import contiguous, proved_none, shared_work, smallest_period
+from ..contiguous.contiguous import contiguous, smallest_period
 from .ideal_chain import IdealChain
 from .idle_layers import idle_layers
-from .sifted import sifted
 
 
 @dataclass(frozen=True)
 class OrderEffort:
-    """How many ideals are told apart at ``most``, how many are in tables ``at_once`` (twice as many of what is left by
-    sifting), in how many ``rounds`` those around the best cuts are looked at, and for how many periods all are
-    ``sifted``."""
+    """How many ideals are in tables ``at_once``, and how many ``rounds`` look at those around the best cuts."""
 
-    most: int
     at_once: int
     rounds: int
-    sifted: int
 
 
 EFFORTS = {
-    "quick": OrderEffort(4_000, 200, 0, 2),
-    "normal": OrderEffort(20_000, 500, 1, 8),
-    "high": OrderEffort(60_000, 1_200, 8, 16),
+    "quick": OrderEffort(200, 0),
+    "normal": OrderEffort(500, 1),
+    "high": OrderEffort(1_200, 8),
 }
 
 
@@ -71,23 +64,12 @@ def orders_matter(problem: Problem) -> bool:
 def best_ordered(problem: Problem, effort: OrderEffort = EFFORTS["normal"], seed: int = 0) -> Ordered | None:
     """Return the best contiguous allocation that is found over all orders of the layers; None where nothing fits.
 
-    Where ideals are few enough to be told apart it comes with a lower bound for all orders, and is exact where that is
-    reached.
+    Where all ideals are in tables it comes with a lower bound for all orders, and is exact where that is reached.
     """
-    every = _all_ideals(problem.chain, effort.most)
-    if every is not None and len(every) <= effort.at_once:
-        return _best_between(problem, every, complete=True)
+    every = _all_ideals(problem.chain, effort.at_once)
     if every is None:
         return _best_between_some(problem, effort, seed)
-    long = len(problem.chain) >= effort.at_once
-    return _best_sifted(problem, every, _given(problem) if long else _best_between_some(problem, effort, seed), effort)
-
-
-def _given(problem: Problem) -> Ordered | None:
-    """Return the best allocation of the layers as they stand."""
-    count = len(problem.chain)
-    found = next(iter(contiguous(problem)), None)
-    return None if found is None else Ordered(tuple(range(count)), found, count + 1, complete=False)
+    return _best_between(problem, every, complete=True)
 
 
 def between_all(problem: Problem, effort: OrderEffort) -> IdealChain | None:
@@ -116,48 +98,6 @@ def _best_between_some(problem: Problem, effort: OrderEffort, seed: int) -> Orde
             break
         best = found
     return best
-
-
-def _best_sifted(problem: Problem, every: Sequence[int], best: Ordered | None, effort: OrderEffort) -> Ordered | None:
-    """Return ``best`` or what is better between ``every`` ideal, with the lower bound for all orders that is proved.
-
-    What is shorter than the best is cut at few ideals, or nowhere; where still at too many for tables, what is shorter
-    by more is looked for, nearer and nearer to what is proved. Segments may end at the ideals that were sifted out,
-    too, so stages with segments are searched anew along the order that is found, and exact where nothing is left.
-    """
-    chain = IdealChain.of(problem.chain, _legal(problem, every))
-    high = longest_period_ns(problem) if best is None else _claim(best) - 1
-    low, period = shared_work(problem, 1, high), high
-    try:
-        for _ in range(effort.sifted):
-            left = sifted(problem, chain, period)
-            free = None if left is None else replace(problem, chain=left)
-            few = left is not None and len(left) < 2 * effort.at_once
-            found = smallest_period(free, upper=period) if free is not None and few else None
-            if left is not None and found is not None:
-                best = _better(problem, best, _placed(left, found, len(every)))
-                if problem.checkpointing != "segments":
-                    low = max(low, found.lower_bound_ns or 0)
-                    break
-            if free is None or (few and found is None and proved_none(free, period)):
-                low = period + 1
-            else:
-                high = period - 1
-            if low > high or (best is not None and high - low < _claim(best) // 1024):
-                break
-            period = low + (high - low) // 2
-    except OutOfTime:
-        pass
-    if best is None:
-        return None
-    allocation = replace(best.allocation, lower_bound_ns=min(low, _claim(best)))
-    return Ordered(best.order, allocation, len(every), complete=True)
-
-
-def _better(problem: Problem, best: Ordered | None, found: Ordered) -> Ordered:
-    """Return ``found``, with all segments along its order, or ``best`` where that isn't worse."""
-    found = _with_all_segments(problem, found)
-    return found if best is None or _claim(found) < _claim(best) else best
 
 
 def _with_all_segments(problem: Problem, found: Ordered) -> Ordered:

@@ -1,1 +1,1 @@
-"""Which plan does PipeDream's optimizer find? As printed and as released."""
+"""Which plan does PipeDream's optimizer find?"""

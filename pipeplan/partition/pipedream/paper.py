@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,11 @@ from ...integers import Ints, ceil_div
 from ...plan import Allocation
 from ...problem import Device, Problem
 from .levels import UNREACHABLE, Rows, Solved, StageRange, Table, device_stages, on_consecutive_devices, solve_level
-from .released import pipedream_released
 
 Bools = npt.NDArray[np.bool_]
 
 
-def pipedream(
-    problem: Problem, straight: bool = False, mode: Literal["paper", "released"] = "paper"
-) -> Iterator[Allocation]:
+def pipedream(problem: Problem, straight: bool = False) -> Iterator[Allocation]:
     """Yield PipeDream's allocation: the better of a flat and a strictly hierarchical solve first, then the other.
 
     Minimises the most of compute / replicas, weight synchronisation (2(r-1)/r * W/B every r microbatches) and
@@ -34,15 +31,11 @@ def pipedream(
     hierarchies, in which a stage of an upper level takes whole units of the level below (PipeDream section 3.1, its T^k
     with the 1/m that its text has and its print lacks); all devices are taken to be as fast as the slowest, and the
     stages are laid on consecutive devices. ``claimed_period_ns`` is the solve's own period; memory is not looked at.
-    ``straight`` allows no replicas, and ``mode="released"`` follows the published optimizer instead
-    (:mod:`.released`).
+    ``straight`` allows no replicas.
 
     Time O(P^2 L log T) for L layers on P devices flat, O(m^2 L^3) per level of m units strict.
     """
     straight = straight or not problem.replicas
-    if mode == "released":
-        yield from pipedream_released(problem, straight)
-        return
     solutions = [_flat(problem, straight)]
     if len(problem.platform.levels) > 1:
         strict = _strict(problem, straight)

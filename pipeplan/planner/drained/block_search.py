@@ -32,7 +32,8 @@ from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 from .search import climbed, until_ended
 
-MOST_CHUNKS = 4  # stages per GPU that are looked at: more only send more
+MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, where all have equally many blocks
+MOST_EVEN = 24
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
 FINALISTS = 4  # grids whose cuts are moved about
 
@@ -69,7 +70,7 @@ class BlockSearch:
         settings: Settings,
     ) -> None:
         self.name, self.target, self.settings, self.kinds = name, target, settings, tuple(kinds)
-        self.cutoff_ns: int | None = None  # of the best
+        self.cutoff_ns: int | None = None  # of the best, or what it must be below
         self.problem = problem if self.target.ties else replace(problem, tied="together")
         units = self.target.units(problem.chain)
         legal = set(legal_cuts(self.problem).tolist())
@@ -105,8 +106,9 @@ class BlockSearch:
         simulated = KINDS[kind].simulated
         if simulated is None or simulated.homes is None:
             return (1,)
-        most = min((len(self.cuts) - 1) // ranks, MOST_CHUNKS)
-        several = range(2, most + 1) if ranks > 1 else ()
+        most, blocks = (len(self.cuts) - 1) // ranks, sum(unit.block for unit in self.units)
+        even = (x for x in range(MOST_CHUNKS + 1, min(most, MOST_EVEN) + 1) if blocks % (ranks * x) == 0)
+        several = (*range(2, min(most, MOST_CHUNKS) + 1), *even) if ranks > 1 else ()
         return (chunks for chunks in several if len(homes_of(kind, ranks, chunks)) == ranks * chunks)
 
     def _work_bound(self, shape: Shape) -> int:
@@ -178,9 +180,9 @@ class BlockSearch:
 
     def bound_ns(self, kind: ScheduleKind | None = None) -> int:
         """Return a time below which no plan of the class runs a mini-batch; with ``kind`` none under that schedule."""
-        assert self.best is not None
+        assert self.cutoff_ns is not None
         own = [config for config in self.configs if kind in (None, config.kind)]
-        return min(self.best.makespan_ns, *(self.bounds.get(config, config.bound_ns) for config in own))
+        return min(self.cutoff_ns, *(self.bounds.get(config, config.bound_ns) for config in own))
 
     def _probe(self, config: Config) -> None:
         """Try the splits of a configuration that promise most, for every way to recompute that may pay."""

@@ -20,9 +20,9 @@ from ...schedule.program import unroll
 from ...schedule.simulate import STEP_S, simulate
 from ...schedule.timeline import flush_makespan_ns
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from ..periodic.limits import ENOUGH, LimitSearch
 from ..simulated.other_schedules import schedule_stages
 from .chunks import search_chunks, searches
-from .limits import ENOUGH, LimitSearch
 from .own_gpus import search_own_gpus
 from .proposals import holding, move, moved, widened, with_special
 from .run import drained_run

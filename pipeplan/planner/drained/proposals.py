@@ -23,11 +23,12 @@ from ...partition.moves.local_search import local_search
 from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation
 from ...problem import Problem
+from ..grids.paths import held, pipeline_tables, splits
+from ..grids.pipelines import Pipelines
+from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose
-from .limits import LimitSearch
-from .paths import held, pipeline_tables, splits
-from .pipelines import Pipelines
-from .space import GridConfig
+from ..periodic.limits import LimitSearch
+from ..periodic.portfolio import on_less_memory
 
 DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
 SPECIAL_NODES = 3000  # of the integer program for MadPipe's plan
@@ -194,10 +195,3 @@ def _then_synced(propose: Propose, incumbent: Incumbent) -> None:
             found = feasible(on_less_memory(problem, share), period)
             if found is not None:
                 incumbent.try_(found)
-
-
-def on_less_memory(problem: Problem, share: int, parts: int = 16) -> Problem:
-    """Return the problem on devices with ``share`` in so many ``parts`` of their memory."""
-    platform = problem.platform
-    devices = tuple(replace(device, memory_bytes=device.memory_bytes * share // parts) for device in platform.devices)
-    return replace(problem, platform=replace(platform, devices=devices))

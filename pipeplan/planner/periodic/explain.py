@@ -27,7 +27,7 @@ from ...problem import WEIGHTS, Level, Platform, Problem
 from ...schedule.kinds import KINDS
 from ...schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ...units import format_bytes, format_ns
-from ..drained.space import GridConfig, GridProblem, Outcome
+from ..grids.space import GridConfig, GridProblem, Outcome
 
 MOST_GPUS = 1024
 
@@ -261,7 +261,7 @@ def _remedies(problem: Problem, least: int | None) -> list[str]:
         found.append(f"with {gpus} GPUs")
     if problem.checkpointing == "none" and possible(replace(problem, checkpointing="stages")) is not None:
         found.append("with checkpointing")
-    lighter = [weights for weights, rules in WEIGHTS.items() if rules.most_versions is not None]
+    lighter = [weights for weights, rules in WEIGHTS.items() if rules.most_versions is not None and not rules.fresher]
     for weights in filter(problem.policy.goes_with, reversed(lighter)):
         policy = replace(problem.policy, weights=weights)
         if weights != problem.policy.weights and possible(problem.with_policy(policy)) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ...check.replica_sums import waiting_period_ns
+from ...check.replica_sums import may_sum_beside, waiting_period_ns
 from ...check.validate import structure_violations
 from ...cost.group_bound import group_bound, may_reach
 from ...cost.stage_cost import Known, least_load_ns
@@ -28,7 +28,7 @@ from ...schedule.periodic.solvers import Solver, SolverLimits
 from ...schedule.periodic.turns import settle
 from ...schedule.update_sums import waiting_floor_ns
 from ...status import Status
-from ..drained.limits import LimitSearch
+from .limits import LimitSearch
 
 MARGIN = 1000
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
@@ -201,8 +201,8 @@ class Incumbent:
         return None if bound is None else max(bound, floor)
 
     def _waiting_floor(self, graph: StageGraph) -> int:
-        """Return what the sums that updates surely wait for need: under 2bw that hangs on the memory left."""
-        return 0 if graph.policy.updates_together else waiting_floor_ns(graph)
+        """Return what the sums that updates surely wait for need: of stages that no memory left lets hide them."""
+        return waiting_floor_ns(graph, may_sum_beside(graph, self.problem.chain.tied))
 
     def try_(self, allocation: Allocation) -> bool:
         """Schedule an allocation that wasn't tried before, as far as it can become the best; return whether it did."""

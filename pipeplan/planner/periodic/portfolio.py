@@ -16,20 +16,19 @@ from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
-from ...partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
-from ...partition.madpipe.tables import MOST_CUTS
 from ...partition.moves.local_search import local_search
 from ...partition.moves.misfit import Misfits
 from ...partition.moves.wander import wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
+from ...registry import Late
 from ...schedule.periodic.ilp import IlpStatus
 from ...schedule.update_sums import waiting_floor_ns
 from ...status import Status
-from ..drained.proposals import on_less_memory
 from .incumbent import Incumbent, Scheduled, Settings
 from .jobs import in_order
 
+one_special = Late("planner.periodic.special:one_special")
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 TIGHTER = (9,)  # tenths of the memory, in which plans leave room for moves
@@ -97,7 +96,7 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
     if proved.infeasible or done():
         return
     status.phase = "one GPU with several stages"
-    for allocation in _one_special(incumbent, effort.periods):
+    for allocation in one_special(incumbent, effort.periods if places(problem) <= MOST_PLACES else 0):
         incumbent.try_(allocation)
         if done():
             return
@@ -270,48 +269,8 @@ def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
         yield from contiguous(replace(problem, replicas=False))
 
 
-def proved_special(problem: Problem) -> int | None:
-    """Return the best lower bound (ns) that is known of class one-special, without replicas and recomputation: its own
-    or that of all plans; None when no such plan exists."""
-    low, every = one_special_bound(problem), proof(replace(problem, replicas=False, checkpointing="none"))
-    return None if low is None or every.infeasible else max(low, every.period_ns)
-
-
-_CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
-
-
-def _one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
-    """Yield MadPipe's allocations at periods between its lower bound and the incumbent, the most hopeful first.
-
-    Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
-    shorter periods propose allocations that may, and ``tight`` those that only just might.
-    """
-    problem = incumbent.problem
-    too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
-    if not periods or too_many or places(problem) > MOST_PLACES:
-        return
-    wider = problem.replicas or problem.checkpointing != "none"
-    if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
-        return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
-    low = proved_special(problem)
-    if low is None:
-        return
-    incumbent.bound("one-special", False, "none", low)
-    if incumbent.best_ns is not None and low >= incumbent.best_ns:
-        return
-    first = smallest_period(problem, "full")
-    if first is not None:
-        yield first
-    high = incumbent.best_ns
-    if high is None:
-        if first is None or first.claimed_period_ns is None:
-            return
-        high = 2 * first.claimed_period_ns
-    for step in range(periods):
-        period = round(low * (high / low) ** (step / periods))
-        if incumbent.best_ns is not None and period >= incumbent.best_ns:
-            return
-        for charge, split in _CHARGES:
-            found = decide(problem, period, charge, split)
-            if found is not None:
-                yield found
+def on_less_memory(problem: Problem, share: int, parts: int = 16) -> Problem:
+    """Return the problem on devices with ``share`` in so many ``parts`` of their memory."""
+    platform = problem.platform
+    devices = tuple(replace(device, memory_bytes=device.memory_bytes * share // parts) for device in platform.devices)
+    return replace(problem, platform=replace(platform, devices=devices))

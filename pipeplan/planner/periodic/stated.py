@@ -21,7 +21,6 @@ from ...units import format_bytes
 from .explain import either, named, possible, round_up, uses_alone
 from .incumbent import Incumbent
 
-STATED = "stated"
 MOST_SAID = 3  # of what is wrong with stages
 Segments = tuple[tuple[int, int], ...]
 

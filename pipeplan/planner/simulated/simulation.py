@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Any
 
+from ...check.delays import plan_delays
 from ...check.evaluate import Evaluation, evaluate
 from ...choices import BEST
 from ...deadline import NEVER, Deadline
@@ -18,11 +19,11 @@ from ...schedule.kinds import kind_of, plan_timeline, schedules
 from ...schedule.memory import in_flight, most_held, run_uses
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import Program
+from ...schedule.registered import SteadyRun
 from ...schedule.simulate import jittered_ns, simulate
-from ...schedule.steady import SteadyRun
 from ...schedule.synthesis.synthesize import Synthesis
 from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
-from ...schedule.weight_versions import kept_by_stages, weight_policy
+from ...schedule.weight_versions import Delay, kept_by_stages, weight_policy
 from ...schedule.written.actions import Written
 from ...status import Status
 from ...units import format_ns
@@ -55,6 +56,11 @@ class Simulation:
             f"{format_ns(self.per_microbatch_ns)} each, makespan {format_ns(self.makespan_ns)}, "
             f"{'fits' if self.fits else 'needs more memory than there is'}>"
         )
+
+    @cached_property
+    def delays(self) -> list[Delay]:
+        """How many updates the gradients of each stage miss; empty for another schedule than the plan's own."""
+        return plan_delays(self.plan, self.promised.graph) if self.own else []
 
     @property
     def own(self) -> bool:
@@ -117,6 +123,19 @@ class Simulation:
             if lane.device is not None and lane.steps
         )
 
+    def _of_device(self, lane: int, device: int) -> dict[str, Any]:
+        timeline = self.timeline
+        return {
+            "device": device,
+            "busy_ns": timeline.busy_ns(lane),
+            "bubble": timeline.bubble(lane),
+            "in_flight": in_flight(timeline, lane),
+            "most_held": most_held(timeline, lane),
+            "peak_bytes": self.uses[device].peak_bytes,
+            "predicted_peak_bytes": self.promised.devices[device].peak_bytes if self.own else None,
+            "memory_bytes": self.plan.platform.devices[device].memory_bytes,
+        }
+
     def figures(self) -> dict[str, Any]:
         """Return every figure under a name with its unit.
 
@@ -126,7 +145,7 @@ class Simulation:
         """
         timeline, plan = self.timeline, self.plan
         lanes = timeline.program.lanes
-        own, steady = self.own, self.steady
+        steady = self.steady
         reached = timeline.steady_period_ns()
         found: dict[str, Any] = {
             "schedule": self.schedule,
@@ -141,20 +160,8 @@ class Simulation:
             "pattern_period_ns": plan.pattern.period_ns if plan.pattern else None,
             "longest_stage_bubble": timeline.longest_stage_bubble(),
             "fits": self.fits,
-            "devices": [
-                {
-                    "device": lane.device,
-                    "busy_ns": timeline.busy_ns(i),
-                    "bubble": timeline.bubble(i),
-                    "in_flight": in_flight(timeline, i),
-                    "most_held": most_held(timeline, i),
-                    "peak_bytes": self.uses[lane.device].peak_bytes,
-                    "predicted_peak_bytes": self.promised.devices[lane.device].peak_bytes if own else None,
-                    "memory_bytes": plan.platform.devices[lane.device].memory_bytes,
-                }
-                for i, lane in enumerate(lanes)
-                if lane.device is not None
-            ],
+            "delays": [asdict(x) for x in self.delays],
+            "devices": [self._of_device(i, lane.device) for i, lane in enumerate(lanes) if lane.device is not None],
             "links": [
                 {"link": lane.name, "busy_ns": timeline.busy_ns(i), "use": timeline.busy_ns(i) / self.makespan_ns}
                 for i, lane in enumerate(lanes)

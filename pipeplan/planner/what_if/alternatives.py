@@ -7,6 +7,7 @@ not by a clock: equal inputs give equal answers.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -26,19 +27,24 @@ from ..periodic.incumbent import Incumbent, Settings
 from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
 from ..plan import Planned, make_plan
 
-COMPARED = [weights for weights, rules in WEIGHTS.items() if not rules.reads_newest]
+COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
 MOST_STEPS = 3 * 10**5  # of simulated mini-batches, which take as long
 LEAST_S = 5.0  # of CPU time for the price of draining, where the search took less
 _DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates, about
 
 
 def with_alternatives(
-    planned: Planned, problem: Problem, settings: Settings | None = None, seconds: float = 0.0
+    planned: Planned,
+    problem: Problem,
+    settings: Settings | None = None,
+    seconds: float = 0.0,
+    find: Callable[[Problem], Planned] | None = None,
 ) -> Planned:
-    """Return the plan with what others take with weights kept otherwise, at the same interval: its own stages, the best
-    contiguous ones, and where layers must stay on one GPU, the best with several stages on one. Their stages are stored
-    or recomputed whole. What drains is the best that a quick search under all such schedules finds in as many
-    ``seconds`` of CPU time as the plan took, if that comes to an end.
+    """Return the plan with what others take with weights kept otherwise, at the same interval: its own stages, the
+    best contiguous ones, and where layers must stay on one GPU, the best with several stages on one; where these take
+    longer than the plan, and that doesn't drain, what ``find``, the search that it is from, finds. What drains is the
+    best that a quick search under all such schedules finds in as many ``seconds`` of CPU time as the plan took, if that
+    comes to an end.
 
     Left out are what the plan names already, all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
@@ -54,7 +60,7 @@ def with_alternatives(
         for weights in COMPARED:
             if weights not in known and problem.policy.goes_with(weights):
                 drained = _drained(problem, plan.interval, settings, seconds) if WEIGHTS[weights].drains else []
-                found += drained or _alternative(problem, weights, plan)
+                found += drained or _alternative(problem, weights, planned, find)
     found.sort(key=lambda x: COMPARED.index(x.weights) if x.weights in COMPARED else -1)
     options = dict(plan.provenance.options)
     if plan.allocation.data_parallel:
@@ -96,10 +102,12 @@ def _under(problem: Problem, weights: Weights, interval: int) -> Problem:
     return here
 
 
-def _alternative(problem: Problem, weights: Weights, plan: Plan) -> list[Alternative]:
-    """Return what the best plan found takes, also of the stages of ``plan``; nothing where a second isn't enough to
-    tell."""
-    interval = plan.interval
+def _alternative(
+    problem: Problem, weights: Weights, planned: Planned, find: Callable[[Problem], Planned] | None
+) -> list[Alternative]:
+    """Return what the best plan found takes, also of the stages that are ``planned``; nothing where a second isn't
+    enough to tell how long it drains."""
+    plan, interval, found = planned.plan, planned.plan.interval, list[int]()
     here = _under(problem, weights, interval)
     kind = kinds_for(weights)[0]
     if here.policy.drains:
@@ -114,14 +122,18 @@ def _alternative(problem: Problem, weights: Weights, plan: Plan) -> list[Alterna
             incumbent.try_(Allocation(plan.allocation.stages))
         _contiguous(incumbent)
         _with_ties_on_one_device(incumbent)
+        longer = incumbent.best is None or incumbent.best.cost > planned.evaluation.period_ns
+        if find is not None and longer and not plan.policy.drains:
+            with suppress(BadInput, Infeasible):
+                found.append(find(replace(here, checkpointing=problem.checkpointing)).evaluation.period_ns)
     if incumbent.best is None:
-        return [Alternative(weights, interval, None)]
+        return [Alternative(weights, interval, min(found, default=None))]
     schedule = Schedule(kind, interval if here.policy.drains else None)
     best = incumbent.best
     plan = Plan(
         here.chain, here.platform, here.policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule
     )
-    return [Alternative(weights, interval, check(plan).period_ns)]
+    return [Alternative(weights, interval, min([check(plan).period_ns, *found]))]
 
 
 def _contiguous(incumbent: Incumbent) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...check.bounds import any_bound
+from ...check.delays import plan_delays
 from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...errors import Infeasible
@@ -19,6 +20,7 @@ from ...schedule.memory import run_uses
 from ...schedule.programs.gpipe import gpipe
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns
+from ...schedule.weight_versions import average_delay
 from ..least_late import least_late
 from ..periodic.incumbent import Settings
 from ..periodic.interval import at_interval
@@ -30,19 +32,21 @@ GPIPE = "gpipe"
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What one algorithm reached: its scheduled period (None: no plan) and what it claimed before scheduling, in ns."""
+    """What one algorithm reached: its scheduled period (None: no plan) and what it claimed before scheduling, in ns;
+    by how many updates gradients are late on average."""
 
     algorithm: str
     period_ns: int | None
     claimed_ns: int | None
     seconds: float
     data_parallel: bool = False
+    late_updates: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OnePlatform:
     """One platform: its number of GPUs, the memory of each (bytes), after how much all plans update
-    weights, the bound of class ``any`` (ns), a cell each."""
+    weights, the bound of class ``any`` (ns), a cell each, and how many GPUs run each layer together (``tensor``)."""
 
     gpus: int
     memory_bytes: int
@@ -50,6 +54,7 @@ class OnePlatform:
     update_samples: int
     bound_ns: int
     cells: tuple[Reached, ...]
+    tensor: int = 1
 
     @property
     def best_ns(self) -> int | None:
@@ -72,7 +77,8 @@ def compare(
 ) -> Iterator[OnePlatform]:
     """Yield a row for each number of GPUs and memory, as soon as it is done.
 
-    The network and its bandwidth come from ``problem``'s platform, which must have one level. Algorithms are the
+    The network and its bandwidth come from ``problem``'s platform, which must have one level; numbers of GPUs that its
+    groups don't divide are left out. Algorithms are the
     planner's and ``gpipe``: balanced stages that run all forwards of a mini-batch and then all backwards, drained.
     All have one interval between updates in a row: the problem's, or the largest that one of them decides on where it
     is open; where nobody said the ``batch``, four microbatches a GPU. Where nobody said the ``weights`` each algorithm
@@ -88,12 +94,13 @@ def _platforms(
     problem: Problem, gpus: Sequence[int], memories: Sequence[int], batch: bool, *rest: object
 ) -> Iterator[tuple[object, ...]]:
     """Yield the arguments of :func:`_row` for each number of GPUs and memory."""
-    level, reserved = problem.platform.levels[0], problem.platform.reserved_bytes
+    whole, width = problem.platform.whole or problem.platform, problem.platform.width
+    level, reserved = whole.levels[0], whole.reserved_bytes
     for count in gpus:
-        for memory in memories:
+        for memory in memories if count % width == 0 else ():
             platform = replace(
-                problem.platform, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
-            )
+                whole, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
+            ).grouped(width)
             every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count
             yield at_interval(replace(problem, platform=platform), every), *rest
 
@@ -135,12 +142,15 @@ def _row(
     for name in algorithms:
         began = clock()
         if name == GPIPE:
-            cells.append(Reached(name, gpipe_period_ns(problem, interval), None, clock() - began))
+            period_ns = gpipe_period_ns(problem, interval)
+            cells.append(
+                Reached(name, period_ns, None, clock() - began, late_updates=None if period_ns is None else 0.0)
+            )
         else:
             cells.append(_reached(name, plans[name], seconds[name]))
-    count, memory = len(problem.platform), problem.platform.devices[0].memory_bytes
-    samples = interval * problem.chain.microbatch
-    return OnePlatform(count, memory, interval, samples, any_bound(problem).period_ns, tuple(cells))
+    count, memory = len(problem.platform.whole or problem.platform), problem.platform.devices[0].memory_bytes
+    samples, width = interval * problem.chain.microbatch, problem.platform.width
+    return OnePlatform(count, memory, interval, samples, any_bound(problem).period_ns, tuple(cells), width)
 
 
 def _better(one: Planned | None, other: Planned) -> Planned:
@@ -156,6 +166,7 @@ def _reached(algorithm: str, found: Planned | None, seconds: float) -> Reached:
         found.plan.provenance.claimed_period_ns,
         seconds,
         found.plan.allocation.data_parallel,
+        average_delay(plan_delays(found.plan, found.evaluation.graph)),
     )
 
 

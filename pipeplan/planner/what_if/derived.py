@@ -17,7 +17,7 @@ from ...plan import Bound, Plan, ScheduleKind
 from ...problem import Problem
 from ...schedule.kinds import kind_of
 from ...status import Status
-from ..periodic.portfolio import proved_special
+from ..periodic.special import proved_special
 from .target import target_bound
 
 

@@ -9,8 +9,8 @@ from ...check.validate import check
 from ...errors import BadInput, Infeasible
 from ...plan import Allocation, Plan, Provenance, Schedule, Stage
 from ...version import __version__
-from ..drained.grid_search import search_grids
-from ..drained.space import GridProblem, GridRow, Outcome, configs
+from ..grids.grid_search import search_grids
+from ..grids.space import GridProblem, GridRow, Outcome, configs
 from ..periodic.explain import why_no_grid_fits, why_not_asked
 from ..periodic.incumbent import Settings
 from ..plan import Planned

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...check.bounds import any_bound
 from ...check.validate import check
-from ...errors import Infeasible
+from ...errors import BadInput, Infeasible
 from ...plan import Allocation, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...version import __version__
@@ -33,9 +34,10 @@ def judge(
     kind: ScheduleKind,
     settings: Settings | None = None,
     effort: str = "normal",
+    others: Sequence[Problem] = (),
 ) -> Judged:
     """Return the validated plan of ``stages`` under ``kind``, and the best one of the target ``name``, for the same
-    updates.
+    updates, of this problem and of ``others``: the same in other tensor degrees.
 
     Both have the bounds of the target's class. InvalidPlan says where today's breaks a rule, memory first of all.
     """
@@ -59,4 +61,8 @@ def judge(
     bounds = [replace(x, period_ns=min(x.period_ns, period)) for x in best.plan.lower_bounds]
     plan = replace(plan, lower_bounds=tuple(x for x in bounds if x.schedule in (None, kind)))
     today = Planned(plan, check(plan))
-    return Judged(today, best if best.evaluation.period_ns < period else today)
+    best = best if best.evaluation.period_ns < period else today
+    for other in others:
+        with suppress(Infeasible, BadInput):
+            best = make_target_plan(other, name, settings, effort, beat_ns=best.evaluation.period_ns)
+    return Judged(today, best)

@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...check.bounds import any_bound
-from ...check.targets import TARGETS, CannotExpress, Target, Unit, refuse_loss
+from ...check.targets import TARGETS, CannotExpress, Target, Unit, refuse_chain
 from ...check.validate import check
 from ...choices import DRAINED
 from ...deadline import OutOfTime
-from ...errors import BadInput, Infeasible
+from ...errors import BadInput, Infeasible, NoBetter
 from ...integers import ceil_div
 from ...names import shown
 from ...plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
@@ -22,7 +22,7 @@ from ..drained.search import EFFORTS
 from ..periodic.incumbent import Settings
 from ..plan import Planned, make_plan
 
-PRICED = [weights for weights, rules in WEIGHTS.items() if rules.together]
+PRICED = [weights for weights, rules in WEIGHTS.items() if rules.together and not rules.fresher]
 PRICE_S = 2.0  # of CPU time, which the price may take where the search took less
 MUCH = 1.1  # times as long as without the restriction: what binds is then said
 
@@ -34,8 +34,10 @@ def make_target_plan(
     effort: str = "normal",
     kinds: Sequence[ScheduleKind] = (),
     found: Callable[[Planned], None] | None = None,
+    beat_ns: int | None = None,
 ) -> Planned:
-    """Return the validated plan of the best that the target ``name`` can express; Infeasible, explained, if none fits.
+    """Return the validated plan of the best that the target ``name`` can express; Infeasible, explained, if none fits,
+    NoBetter if none has a period below ``beat_ns``.
 
     ``found`` gets the best of the even splits, which are simulated first, if any of them fits.
 
@@ -47,10 +49,11 @@ def make_target_plan(
     if problem.policy.accumulate is None:
         every = MICROBATCHES_PER_DEVICE * len(problem.platform)
         problem = problem.with_policy(replace(problem.policy, accumulate=every))
-    refuse_loss(problem.chain, name)
+    refuse_chain(problem.chain, name)
     problem = as_run_by(problem, name)
     all_kinds = TARGETS[name].kinds
     search = BlockSearch(problem, name, TARGETS[name], kinds or all_kinds, settings or Settings())
+    search.cutoff_ns = None if beat_ns is None else beat_ns * (problem.policy.accumulate or 1)
     of_any = any_bound(problem)
 
     def planned(stopped: str | None) -> Planned:
@@ -81,6 +84,8 @@ def make_target_plan(
             found(planned("interrupted"))  # which it is where nothing comes behind it
 
     stopped = search.run(EFFORTS[effort].block_steps, first)
+    if search.best is None and beat_ns is not None:
+        raise NoBetter(ceil_div(search.bound_ns(), problem.policy.accumulate or 1))
     if search.best is None:
         raise Infeasible(search.why_none(stopped))
     return planned(stopped)

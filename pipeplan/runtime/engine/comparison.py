@@ -23,13 +23,12 @@ from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.own_part import OwnPart
 from ..model.contract import sample_of
-from ..model.loaded import LoadedModel
+from ..model.loaded import LoadedModel, constants_of
 from ..model.network import converted, own_loss
 from ..model.randomness import DATA
 from ..model.samples import Data
 from ..model.structure import mapped, own_memory, tensors_in, tensors_of
 from ..model.trace.compared import Author, Stages, compare
-from ..model.trace.traced import constants_of
 from ..model.user_code import user_code
 from ..training.draws import begin_draws
 from .job import Job

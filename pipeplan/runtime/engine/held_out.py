@@ -30,8 +30,8 @@ from ..model.user_code import user_code
 from ..training.draws import Draws, begin_draws
 from ..training.rank import Rank
 from ..training.stage import StageModule
-from ..training.state.saved_state import Trial
 from ..training.state.state import assembled, averaged
+from ..training.trial import Trial
 from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job, Launcher

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...check.replica_sums import COARSENING
 from ...check.validate import check
 from ...errors import BadInput
 from ...plan import Plan
+from ...registry import Late
 from ..device import kind_of
 from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from ..measure.progress import StepDone
@@ -17,11 +18,14 @@ from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
 from ..training.groups import check_decay
 from ..training.half import half_type
-from ..training.state.checkpoint import Checkpoint
 from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
 from ..training.update.stage_optimizer import check_elementwise, is_elementwise
 from .options import RunOptions, clipping
 
+if TYPE_CHECKING:
+    from ..training.state.checkpoint import Checkpoint
+
+refuse_for_torch = Late("runtime.engine.torch_engine:refuse_for_torch")
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
@@ -94,8 +98,6 @@ class Job:
         if any(map(lowered.waits, range(len(self.plan.allocation.stages)))):
             check_elementwise(self.make_optimizer, f"--weights {self.plan.policy.weights} where stages share some")
         if options.engine == "torch":
-            from .torch_engine import refuse_for_torch  # its imports take seconds, for this engine alone
-
             refuse_for_torch(lowered)
         return lowered
 

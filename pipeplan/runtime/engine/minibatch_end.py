@@ -5,20 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ...registry import Late
 from ..exchange.collective import share_from
 from ..lowering.instructions import Instruction
 from ..measure.progress import StepDone
 from ..training.rank import Rank
-from ..training.state.saved_state import write
-from ..training.state.state import check_savable, training_state
-from .held_out import HeldOut
 from .job import Job, Launcher
 from .preparation import Meeting, OwnStages
 
+if TYPE_CHECKING:
+    from .held_out import HeldOut
+
+write = Late("runtime.training.state.saved_state:write")
+check_savable, training_state = (
+    Late(f"runtime.training.state.state:{name}") for name in ("check_savable", "training_state")
+)
 BEST: Final = "best"  # the folder, among the checkpoints, with that of the best evaluation
 
 

@@ -9,33 +9,41 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from ...errors import BadInput
+from ...registry import Late
 from ..device import begin_peak, freed_kept, label, peak_bytes
 from ..exchange.collective import barrier, gathered, pipeline_group, told_by_all
 from ..exchange.emulated_link import carried_ns
-from ..exchange.threaded import ThreadedTransport
 from ..lowering.lowered_run import LoweredRun
 from ..measure.drift import straightened
 from ..measure.recorder import Times
-from ..measure.report import RunReport, make_report
 from ..measure.times import GpuBytes, RankMeasurement, Reading
 from ..model.trace.adapted import run_uncompiled
 from ..training.rank import Rank
-from ..training.state.saved_model import save_config, save_model
-from ..training.state.state import assembled, averaged, trained_state
-from .arrival_order import arrival_order
 from .executor import RankWork, execute
-from .held_out import HeldOut
 from .job import Job, Launcher
 from .minibatch_end import MiniBatchEnd
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
 from .reading import Reader, differing, reader_of
 
+if TYPE_CHECKING:
+    from ..exchange.threaded import ThreadedTransport
+    from ..measure.report import RunReport
+    from .held_out import HeldOut
+
+make_report = Late("runtime.measure.report:make_report")
+save_config, save_model = (Late(f"runtime.training.state.saved_model:save_{what}") for what in ("config", "model"))
+assembled, averaged, trained_state = (
+    Late(f"runtime.training.state.state:{name}") for name in ("assembled", "averaged", "trained_state")
+)
+execute_on_torch = Late("runtime.engine.torch_engine:execute_on_torch")
+arrival_order = Late("runtime.engine.arrival_order:arrival_order")
+threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
 OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
 
 
@@ -44,7 +52,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     torch.set_num_threads(job.options.threads)
     held_out = None
     if job.options.held_out is not None and not job.options.evaluates:
-        held_out = HeldOut(job, number, launcher)
+        held_out = evaluating(job, number, launcher)
     rank, ties, masters = build_model(job, number, launcher)
     reader = reader_of(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
@@ -91,9 +99,7 @@ def _walk(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, reader: Rea
     begin_peak(rank.device)
     barrier()
     if job.options.engine == "torch":
-        from .torch_engine import execute_on_torch  # its imports take seconds, for this engine alone
-
-        times = execute_on_torch(rank, work, meeting.links)
+        times: Times = execute_on_torch(rank, work, meeting.links)
     else:
         order = None
         if inbox is not None and lowered.limit is not None:
@@ -147,9 +153,10 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
     group = pipeline_group(lowered, rank.number, timedelta(seconds=timeout_s))
     instructions = lowered.instructions[rank.number]
     options = job.options
-    return ThreadedTransport(
+    made: ThreadedTransport = threaded(
         instructions, meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
     )
+    return made
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -185,6 +192,7 @@ def report(
             reading=reading,
             norms={} if stages.clipping is None else stages.clipping.norms,
         ),
+        RankMeasurement,
     )
     if job.options.save is not None:
         with assembled(stages.updates):
@@ -199,7 +207,8 @@ def report(
     if measurements is None:
         return None
     notes = (*rank.model.notes, *of_schedule(rank.lowered))
-    return replace(make_report(rank.lowered, measurements), notes=notes, compared=rank.model.compared)
+    made: RunReport = make_report(rank.lowered, measurements)
+    return replace(made, notes=notes, compared=rank.model.compared)
 
 
 def of_schedule(lowered: LoweredRun) -> Iterator[str]:

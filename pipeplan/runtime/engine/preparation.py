@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...registry import Late
 from ..device import CPU, Exchange, exchange_of, gpu_of, kind_of, own_device, place, watch_last
 from ..exchange.collective import (
     agree,
@@ -46,15 +47,13 @@ from ..model.build.own_part import OwnPart
 from ..model.deferred.replay import SMALL
 from ..model.loaded import LoadedModel
 from ..model.network import TARGET, TensorSpec
-from ..model.trace.weight_copies import refuse_copies
 from ..training.draws import Draws
 from ..training.groups import groups_of
 from ..training.half import conversion, first_scale, half_type, halved
 from ..training.rank import Rank
 from ..training.split_stage import SplitStage
 from ..training.stage import StageModule
-from ..training.state.saved_state import Trial
-from ..training.state.state import restore, take_averages
+from ..training.trial import Trial
 from ..training.update.beside import OnStream, OnThread, Way
 from ..training.update.clipping import Clipping
 from ..training.update.loss_scale import Scaling
@@ -68,11 +67,14 @@ from ..training.update.update import StageUpdate, sums_of
 from ..training.weights.gradients import Gradients
 from ..training.weights.newest_weights import read_weights_themselves
 from ..training.weights.versions import Versions, borrowers
-from .comparison import compared
 from .job import Job, Launcher
 
 COMPARED: Final = "compared"  # what rank 0 puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
+compared = Late("runtime.engine.comparison:compared")
+restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
+refuse_crossing = Late("runtime.engine.torch_engine:refuse_crossing")
+refuse_copies = Late("runtime.model.trace.weight_copies:refuse_copies")
 Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full precision
 
 
@@ -96,8 +98,6 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     if number == 0 and job.compares and not model.chain:
         model = compared(job, model, device, half, autocast)
     if options.engine == "torch":
-        from .torch_engine import refuse_crossing  # its imports take seconds, for this engine alone
-
         refuse_crossing(model, cuts)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
@@ -309,37 +309,17 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     gradients: dict[int, Gradients] = {}
     updates: dict[int, StageUpdate] = {}
     for s in rank.stages:
-        if not options.evaluates:
-            trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
-            check_state(options.optimizer or plan.policy.optimizer, trained, f"stage {s}")
         group = SumGroup(meeting.groups[s], link) if s in meeting.groups else None
         how = _stepping(job, rank, meeting, s, group, buffers, states)
-        tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
         owners = {owner: gradients[owner] for owner, others in borrowing.items() if s in others}
+        tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
         gradients[s] = _gradients(job, rank, s, tied, owners, borrowing[s], how)
-        stepper = Stepper(
-            gradients[s].versions,
-            job.make_optimizer,
-            rates_maker(options.scheduler, options.warmup, options.steps),
-            how,
-            masters,
-            partial(rank.parted, s),
-        )
+        stepper = _stepper(job, rank, s, gradients[s], how, masters)
         way = _way_beside(meeting.sums, rank.device) if s in lowered.beside else None
         exchange = sums_of(s, gradients[s], stepper, meeting.recorder, group, job.chunk_buckets, way)
-        copies = [x.copy_in(s, rank.model) for x in ties if x.stages[0] == s in rank.first_of]
-        counted = [i for x in copies if (i := gradients[s].versions.place_of(x)) is not None]
-        updates[s] = StageUpdate(
-            s,
-            gradients[s],
-            stepper,
-            meeting.recorder,
-            exchange,
-            scaling,
-            clipping,
-            copies_added(lowered, s, ties),
-            counted,
-        )
+        added, counted = copies_added(lowered, s, ties), _counted_once(rank, s, ties, gradients[s])
+        about = stepper, meeting.recorder, exchange, scaling, clipping
+        updates[s] = StageUpdate(s, gradients[s], *about, added, counted)
         states.watch(updates[s].tensors)
     runners = {
         s: _stage_module(rank, s, activations, meeting.recorder, gradients[s], options.seed) for s in rank.stages
@@ -380,6 +360,22 @@ def _stepping(
         sharing = Sharing(dist.get_rank(group.group), rank.stage(s).replicas, job.chunk_buckets, group, hosts)
     bucket = job.bucket_of(s, rank.lowered.graph.stages[s].parameters)
     return Stepping(bucket, policy.offload, sharing, buffers, states.note)
+
+
+def _stepper(job: Job, rank: Rank, s: int, gradients: Gradients, how: Stepping, masters: Masters) -> Stepper:
+    """Return what steps the weights of stage ``s``; BadInput where its state would be another than planned."""
+    options = job.options
+    if not options.evaluates:
+        trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
+        check_state(options.optimizer or job.plan.policy.optimizer, trained, f"stage {s}")
+    rates = rates_maker(options.scheduler, options.warmup, options.steps)
+    return Stepper(gradients.versions, job.make_optimizer, rates, how, masters, partial(rank.parted, s))
+
+
+def _counted_once(rank: Rank, s: int, ties: Sequence[Tie], gradients: Gradients) -> list[int]:
+    """Return the places of the copies of shared weights that stage ``s`` counts for all stages in norms."""
+    copies = [x.copy_in(s, rank.model) for x in ties if x.stages[0] == s in rank.first_of]
+    return [i for x in copies if (i := gradients.versions.place_of(x)) is not None]
 
 
 def _gradients(

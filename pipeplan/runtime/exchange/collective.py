@@ -7,8 +7,9 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .links import Links, in_hosts_order
 from .replica_sum import ChunkSum, SumGroup
-from .transport import Group, everybodys, exchanging
+from .transport import Group, everybodys, exchanging, received_words, send_words
 
 PINGS = 10
 PATIENCE: Final = timedelta(hours=4)  # to read a sample, or for a turn to give what was trained; who has gone shows
@@ -197,12 +198,17 @@ def told_by_all(value: T, patient: Group) -> list[T]:
         return everybodys(value, patient)
 
 
-def gathered(rank: int, value: Any) -> list[Any] | None:
-    """Return everybody's ``value`` in rank order on rank 0, None elsewhere."""
-    values: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+def gathered(rank: int, value: T, form: type[T]) -> list[T] | None:
+    """Return everybody's ``value``, which msgspec reads as a ``form``, in rank order on rank 0; None elsewhere.
+
+    Nothing is unpickled, as in :func:`.transport.everybodys`.
+    """
     with exchanging("the gathering of results"):
-        dist.gather_object(value, values, dst=0)
-    return values
+        if rank:
+            send_words(msgspec.msgpack.encode(value), 0)
+            return None
+        others = [received_words(other) for other in range(1, dist.get_world_size())]
+        return [value, *(msgspec.msgpack.decode(words, type=form) for words in others)]
 
 
 def handed_over(rank: int, tensors: Mapping[str, Tensor], begin: Callable[[Specs], Take], group: Group) -> None:
@@ -211,14 +217,16 @@ def handed_over(rank: int, tensors: Mapping[str, Tensor], begin: Callable[[Specs
     They come one after the other, so that no more than one is there twice, however long all of them take; of equal
     names the last rank's comes last. ``group`` is a patient one.
     """
-    named = gathered(rank, [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()])
+    own = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
+    said = gathered(rank, own, list[tuple[str, tuple[int, ...], str]])
     with exchanging("the gathering of the trained model"):
         dist.barrier(group=group)  # who has little to send may end before others have connected
-        if named is None:
+        if said is None:
             for tensor in tensors.values():
                 if tensor.numel():
                     dist.send(tensor.cpu().contiguous(), 0, group=group)
             return
+    named = [[(name, shape, getattr(torch, dtype)) for name, shape, dtype in those] for those in said]
     take = begin({name: (shape, dtype) for those in named for name, shape, dtype in those})
     for name, tensor in tensors.items():
         take(name, tensor.cpu())

@@ -21,17 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...registry import Late
 from ..clock import HostClock, clock_of
 from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .gloo import GlooTransport
-from .nearby.transport import Nearby, open_nearby
 from .transport import Group, Receiving, Sends, Transport, exchanging
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins
+
+open_nearby = Late("runtime.exchange.nearby.transport:open_nearby")
 
 Pair = tuple[int, int]  # sender, receiver
 
@@ -47,7 +49,7 @@ class Links:
     device: torch.device
     timeout: timedelta
     pairs: Mapping[Pair, Group] = field(default_factory=dict)
-    nearby: Nearby | None = None
+    nearby: Any = None
 
     def transport(
         self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int

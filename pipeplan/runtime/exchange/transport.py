@@ -39,6 +39,22 @@ def everybodys(value: T, group: Group = None) -> list[T]:
     return [json.loads(words[: int(size)].numpy().tobytes()) for words, size in zip(found, sizes, strict=True)]
 
 
+def send_words(words: bytes, to: int, group: Group = None) -> None:
+    """Send rank ``to`` at least one byte, between hosts."""
+    said = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    dist.send(torch.tensor([len(said)]), to, group=group)
+    dist.send(said, to, group=group)
+
+
+def received_words(source: int, group: Group = None) -> memoryview:
+    """Return what rank ``source`` sends by :func:`send_words`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, source, group=group)
+    said = torch.zeros(int(size), dtype=torch.uint8)
+    dist.recv(said, source, group=group)
+    return said.numpy().data
+
+
 class Transport(Protocol):
     """What moves tensors between ranks."""
 

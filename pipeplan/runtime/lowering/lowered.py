@@ -12,7 +12,7 @@ from ...errors import InvalidPlan
 from ...problem import WeightRules
 from ...schedule.program import Program, RankOp, Step, lower
 from ...schedule.timeline import Timeline, Turn
-from ...schedule.weight_versions import Use, alive, used
+from ...schedule.weight_versions import PROMPT, Use, Waits, alive, used
 from .instructions import (
     Backward,
     BackwardWeights,
@@ -31,6 +31,11 @@ from .instructions import (
 from .late_updates import LateUpdates
 
 LATER = 10**15  # before everything else of a turn
+ONE_PASS: dict[str, type[Forward | Recompute | BackwardWeights]] = {  # of one microbatch
+    "F": Forward,
+    "R": Recompute,
+    "W": BackwardWeights,
+}
 
 
 def lowered(
@@ -41,7 +46,7 @@ def lowered(
     tied: Sequence[tuple[int, ...]] = (),
     lenders: Sequence[Sequence[int]] = (),
     clips: bool = False,
-    beside: Set[int] = frozenset(),
+    waits: Waits = PROMPT,
 ) -> list[list[Instruction]]:
     """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
@@ -51,80 +56,110 @@ def lowered(
     collectives stand in one place of one total order, and nothing deadlocks. InvalidPlan when a pass would need weights
     that are not made yet, or more versions than the policy keeps. With ``clips``, where nothing drains, gradients are
     put aside until the norm of all is known, and an update comes as late as it may: before the first use of what it
-    makes. So it does for stages ``beside``, whose replicas sum gradients while passes go on; then the norm comes when
+    makes. So it does for stages whose replicas sum gradients while passes go on (``waits``); then the norm comes when
     these sums should be over.
     """
-    program, graph = timeline.program, timeline.program.graph
-    orders = lower(program, timeline.start_ns)
-    entries: dict[int, list[tuple[Turn, int, Instruction]]] = {device: [] for device in orders}
-    use_of: dict[Step, Use] = {}
-    sums = {stages[0]: stages for stages in tied}
-    late = LateUpdates()
-
-    def devices_of(stage: int) -> tuple[int, ...]:
-        return graph.resources[graph.stages[stage].resource].devices
-
-    for s, uses in enumerate(used(timeline, policy, interval, lenders)):
+    listing = _Listing(timeline, tied, clips, waits.sums_ns)
+    for s, uses in enumerate(used(timeline, policy, interval, lenders, waits)):
         _check_versions(s, uses, policy, interval)
-        devices = devices_of(s)
-        for use in uses:
-            use_of[use.step] = use
-            for q, version in ((s, use.version), *use.lent) if clips or beside else ():
-                late.used(q, version, timeline.turn(use.step))
-            if use.updates:
-                made, turn = use.made + 1, timeline.turn(use.step)
-                for device in {d for holder in sums.get(s, ()) for d in devices_of(holder)}:
-                    entries[device].append((turn, len(orders[device]) + 4 * made - 2, ReduceTied(sums[s], made)))
-                for replica in devices:
-                    place = len(orders[replica]) + 4 * made
-                    if clips or s in beside:
-                        entries[replica].append((turn, place - 3, PutAside(s, made)))
-                    if len(devices) > 1:
-                        entries[replica].append((turn, place - 1, Reduce(s, made)))
-                    if not clips and s not in beside:
-                        entries[replica].append((turn, place, Update(s, made)))
-                if clips or s in beside:
-                    late.due(s, made, turn)
-    sums_ns = {s: graph.stages[s].sync_period_ns * interval for s in beside} if clips else {}
-    turns = sorted(map(timeline.turn, use_of)) if sums_ns else []
-    for turn, update in late.norms(turns, sums_ns) if clips else ():
-        for device, operations in orders.items():
-            entries[device].append((turn, len(operations) + 4 * update, Norm(update)))
-    for s, version, turn, is_use in late.updates(clips):
-        for replica in devices_of(s):
-            place = version - LATER if is_use else len(orders[replica]) + 4 * version + 1
-            entries[replica].append((turn, place, Update(s, version)))
-    positions: dict[tuple[str, int], int] = {}
-    for device, operations in orders.items():
-        for index, op in enumerate(operations):
-            if (op.kind, op.stage) not in positions:
-                positions[op.kind, op.stage] = _position(program, op)
-            step = Step(op.microbatch, positions[op.kind, op.stage])
-            match op.kind:
-                case "F":
-                    use = use_of[step]
-                    instruction: Instruction = Forward(op.stage, op.microbatch, use.version, use.lent)
-                case "B":
-                    use = use_of[step]
-                    instruction = Backward(op.stage, op.microbatch, use.version, op.covers, use.lent, program.split)
-                case "R":
-                    use = use_of[step]
-                    instruction = Recompute(op.stage, op.microbatch, use.version, use.lent)
-                case "W":
-                    use = use_of[step]
-                    instruction = BackwardWeights(op.stage, op.microbatch, use.version, use.lent)
-                case _:
-                    assert op.peer is not None, "an exchange has a peer"
-                    kind: Pass = "F" if op.kind.endswith("_F") else "B"
-                    make = Send if op.kind.startswith("SEND") else Receive
-                    instruction = make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)
-            entries[device].append((timeline.turn(step), index, instruction))
+        listing.add_updates(s, uses)
+    listing.add_late_updates()
+    listing.add_operations(ranks)
     lists: list[list[Instruction]] = [[] for _ in ranks]
-    alone = {s for s in range(len(graph.stages)) if len(devices_of(s)) == 1}
+    alone = {s for s in range(len(timeline.program.graph.stages)) if len(listing.devices_of(s)) == 1}
     for device, rank in ranks.items():
-        in_order = [instruction for _, _, instruction in sorted(entries[device], key=lambda entry: entry[:2])]
-        lists[rank] = _sends_before_updates(_whole_backwards(in_order), alone)
+        lists[rank] = _sends_before_updates(_whole_backwards(listing.in_order(device)), alone)
     return lists
+
+
+class _Listing:
+    """What every device does, each instruction with its turn and its place in that, in whatever order it is added.
+
+    ``beside`` has what sums of stages take, in ns, that go on beside passes.
+    """
+
+    def __init__(
+        self, timeline: Timeline, tied: Sequence[tuple[int, ...]], clips: bool, beside: Mapping[int, int]
+    ) -> None:
+        self._timeline, self._clips, self._beside = timeline, clips, beside
+        self._graph = timeline.program.graph
+        self._orders = lower(timeline.program, timeline.start_ns)
+        self._entries: dict[int, list[tuple[Turn, int, Instruction]]] = {device: [] for device in self._orders}
+        self._sums = {stages[0]: stages for stages in tied}
+        self._use_of: dict[Step, Use] = {}
+        self._late = LateUpdates()
+
+    def devices_of(self, stage: int) -> tuple[int, ...]:
+        """Return the devices of a stage."""
+        return self._graph.resources[self._graph.stages[stage].resource].devices
+
+    def in_order(self, device: int) -> list[Instruction]:
+        """Return what a device does."""
+        return [instruction for _, _, instruction in sorted(self._entries[device], key=lambda entry: entry[:2])]
+
+    def add_updates(self, stage: int, uses: Sequence[Use]) -> None:
+        """Add what a stage does for its updates behind each of the passes that they come behind, and note all passes;
+        updates that wait come later."""
+        devices, waits = self.devices_of(stage), self._clips or stage in self._beside
+        for use in uses:
+            turn = self._timeline.turn(use.step)
+            self._use_of[use.step] = use
+            for q, version in ((stage, use.version), *use.lent) if self._clips or self._beside else ():
+                self._late.used(q, version, turn)
+            if not use.makes:
+                continue
+            made = use.makes
+            for device in {d for holder in self._sums.get(stage, ()) for d in self.devices_of(holder)}:
+                self._behind(device, turn, 4 * made - 2, ReduceTied(self._sums[stage], made))
+            for device in devices:
+                if waits:
+                    self._behind(device, turn, 4 * made - 3, PutAside(stage, made))
+                if len(devices) > 1:
+                    self._behind(device, turn, 4 * made - 1, Reduce(stage, made))
+                if not waits:
+                    self._behind(device, turn, 4 * made, Update(stage, made))
+            if waits:
+                self._late.due(stage, made, turn)
+
+    def add_late_updates(self) -> None:
+        """Add the norms of all gradients, and the updates that wait for them or for sums beside passes."""
+        if self._clips:
+            turns = sorted(map(self._timeline.turn, self._use_of)) if self._beside else []
+            for turn, version in self._late.norms(turns, self._beside):
+                for device in self._orders:
+                    self._behind(device, turn, 4 * version, Norm(version))
+        for s, version, turn, is_use in self._late.updates(self._clips):
+            for device in self.devices_of(s):
+                if is_use:
+                    self._entries[device].append((turn, version - LATER, Update(s, version)))
+                else:
+                    self._behind(device, turn, 4 * version + 1, Update(s, version))
+
+    def add_operations(self, ranks: Mapping[int, int]) -> None:
+        """Add passes and exchanges, in the order that devices have them in."""
+        program = self._timeline.program
+        positions: dict[tuple[str, int], int] = {}
+        for device, operations in self._orders.items():
+            for index, op in enumerate(operations):
+                if (op.kind, op.stage) not in positions:
+                    positions[op.kind, op.stage] = _position(program, op)
+                step = Step(op.microbatch, positions[op.kind, op.stage])
+                self._entries[device].append((self._timeline.turn(step), index, self._operation(op, step, ranks)))
+
+    def _operation(self, op: RankOp, step: Step, ranks: Mapping[int, int]) -> Instruction:
+        if op.kind.startswith(("SEND", "RECV")):
+            assert op.peer is not None, "an exchange has a peer"
+            kind: Pass = "F" if op.kind.endswith("_F") else "B"
+            make = Send if op.kind.startswith("SEND") else Receive
+            return make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)
+        use = self._use_of[step]
+        if op.kind == "B":
+            return Backward(op.stage, op.microbatch, use.version, op.covers, use.lent, self._timeline.program.split)
+        return ONE_PASS[op.kind](op.stage, op.microbatch, use.version, use.lent)
+
+    def _behind(self, device: int, turn: Turn, place: int, instruction: Instruction) -> None:
+        """Add an instruction behind all operations of a turn."""
+        self._entries[device].append((turn, len(self._orders[device]) + place, instruction))
 
 
 def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:

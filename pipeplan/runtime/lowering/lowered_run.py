@@ -6,25 +6,26 @@ Without torch, so that a plan that cannot be run is refused before any process s
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 
+from ...check.delays import plan_delays
 from ...check.evaluate import evaluate, summed_beside
 from ...check.shared_weights import tied_violations
-from ...cost.shared_weights import first_on_devices, lending_stages, summed_stages
+from ...cost.shared_weights import first_on_devices
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...plan import Plan
-from ...schedule.kinds import graph_of, kind_of, program_of_kind
+from ...schedule.kinds import kind_of
 from ...schedule.memory import in_flight, lane_use, most_held
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
-from ...schedule.simulate import simulate
-from ...schedule.timeline import Timeline, Times, flush_makespan_ns
-from ...schedule.weight_versions import weight_policy
+from ...schedule.timeline import Timeline, flush_makespan_ns
+from ...schedule.weight_versions import Delay
 from .instructions import (
     Agree,
     Backward,
@@ -41,9 +42,9 @@ from .instructions import (
     Send,
     Update,
 )
-from .lowered import lowered
-from .minibatch import agreed, clipped, forwards, with_tied_sums, with_updates_last
-from .repeats import Repeat, Repeated, continued
+from .minibatch import forwards
+from .repeats import Repeat, Repeated
+from .segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,6 @@ class Position:
 
 
 FROM_THE_START = Position()
-LEAST = 64  # microbatches of a run that stands for longer ones, and more where many are in flight
 HALVES = ("bfloat16", "float16")
 
 
@@ -200,6 +200,11 @@ class LoweredRun:
             return 2 * max(most_held(self.timeline, lane) for lane in lanes) + self.round
         return 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + self.round
 
+    @cached_property
+    def delays(self) -> list[Delay]:
+        """How many updates the gradients of each stage miss in the steady state."""
+        return plan_delays(self.plan, self.graph)
+
     @property
     def puts_aside(self) -> bool:
         """Whether all gradients wait until the norm of all is known, while passes make the next ones."""
@@ -249,50 +254,18 @@ def lower_run(
         raise BadInput(f"steps: {steps} is not a positive number of weight updates")
     if steps <= first.step:
         raise BadInput(f"steps: the checkpoint has {first.step} updates already, and the run is to end after {steps}")
-    policy = weight_policy(plan.policy)
     _refuse(plan)
     if plan.policy.accumulate is None:
         raise BadInput("plan: policy.accumulate is not decided, so nothing says when weights are updated")
+    segments = Segments(plan, {} if evaluates else summed_beside(plan), evaluates)
     interval = plan.interval
-    graph = graph_of(plan)
-    devices = tuple(sorted({device for stage in plan.allocation.stages for device in stage.devices}))
-    ranks = {device: rank for rank, device in enumerate(devices)}
-    on = {d: [s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in devices}
-    tied = summed_stages(plan.chain, plan.allocation.stages)
-    lenders = lending_stages(plan.chain, plan.allocation.stages)
     lengths = _lengths(first.step, steps, [x for x in (every, judged) if x is not None])
-    beside = {} if evaluates else summed_beside(plan)
-
-    def lists_of(microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
-        # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
-        program = program_of_kind(graph, plan.schedule, plan.pattern, microbatches).first_come()
-        timeline = simulate(program)
-        if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
-            program = timeline.program
-        apart, clips = () if policy.drains else tied, plan.policy.waits_for_norm
-        late = frozenset() if policy.drains else beside.keys()
-        # what shares an operation runs one after the other, and what the first of it makes goes then
-        fused = timeline.program.fused
-        runs = simulate(replace(timeline.program, fused=())) if fused else timeline
-        return program, timeline, lowered(runs, policy, interval, ranks, apart, lenders, clips, late)
-
-    made: dict[int, tuple[Program, Timeline, list[Repeated]]] = {}
-    for length in sorted(set(lengths), reverse=True):
-        if policy.drains:
-            program, timeline, lists = lists_of(interval)
-            finish = with_updates_last if plan.policy.precision == "fp32" else agreed  # all stages skip, or none
-            lists = [finish(instructions) for instructions in lists]
-            if plan.policy.clip:
-                lists = [clipped(instructions) for instructions in lists]
-            lists = [with_tied_sums(x, tied, on[device]) for x, device in zip(lists, devices, strict=True)]
-            made[length] = program, timeline, [Repeated([Repeat(tuple(x), length, interval, 1)]) for x in lists]
-        else:
-            made[length] = _endless(plan, graph, lists_of, interval, length * interval)
-    joined: list[list[Repeat]] = [[] for _ in devices]
-    segments = []
+    made = {length: segments.of(length) for length in sorted(set(lengths), reverse=True)}
+    joined: list[list[Repeat]] = [[] for _ in segments.devices]
+    places = []
     step, microbatch = first.step, first.microbatch
     for length in lengths:
-        segments.append((microbatch, length * interval))
+        places.append((microbatch, length * interval))
         for parts, listing in zip(joined, made[length][2], strict=True):
             parts += listing.later(microbatch, step).parts
         step += length
@@ -305,68 +278,21 @@ def lower_run(
     program, timeline, _ = made[max(lengths)]
     return LoweredRun(
         plan=plan,
-        graph=graph,
+        graph=segments.graph,
         steps=steps - first.step,
         interval=interval,
-        drains=policy.drains,
-        devices=devices,
+        drains=segments.policy.drains,
+        devices=segments.devices,
         program=program,
         timeline=timeline,
         instructions=tuple(map(Repeated, joined)),
-        segments=tuple(segments),
-        tied=tied,
-        reads_newest=policy.reads_newest,
+        segments=tuple(places),
+        tied=segments.tied,
+        reads_newest=segments.policy.reads_newest,
         first=first,
         evaluates=evaluates,
-        beside=beside,
+        beside=segments.beside,
     )
-
-
-def _endless(
-    plan: Plan,
-    graph: StageGraph,
-    lists_of: Callable[[int], tuple[Program, Timeline, list[list[Instruction]]]],
-    interval: int,
-    microbatches: int,
-) -> tuple[Program, Timeline, list[Repeated]]:
-    """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
-
-    A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand for
-    it: once every start repeats itself over more microbatches than can be in the pipeline at once, it always will,
-    until the last microbatch has entered. Until that is so the shorter run is doubled. Without a pattern (nF1B) all is
-    listed.
-    """
-    pattern = plan.pattern
-    if pattern is None:
-        program, timeline, lists = lists_of(microbatches)
-        return program, timeline, list(map(Repeated.of, lists))
-    replicas = lcm(*(resource.replicas for resource in graph.resources))
-    again = lcm(interval, replicas)  # microbatches of one round
-    held = 2 * most_in_flight(graph, starts_of(pattern), pattern.period_ns) + replicas + again
-    count = LEAST + 8 * held
-    while 4 * count < microbatches:
-        times = (microbatches - count) // again
-        short = microbatches - times * again
-        program, timeline, lists = lists_of(short)
-        if _repeats(timeline.start_ns, short // 2, held, again):
-            longer = lists_of(short + again)[2]
-            found = [continued(a, b, again, again // interval, times) for a, b in zip(lists, longer, strict=True)]
-            listings = [listing for listing in found if listing is not None]
-            if len(listings) == len(found):
-                return program, timeline, listings
-        count *= 2
-    program, timeline, lists = lists_of(microbatches)
-    return program, timeline, list(map(Repeated.of, lists))
-
-
-def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
-    """Whether ``count`` microbatches from ``first`` on start everything as much after those ``again`` before them."""
-    gaps = {
-        here - before
-        for m in range(first, first + count)
-        for here, before in zip(start_ns[m], start_ns[m - again], strict=True)
-    }
-    return len(gaps) == 1
 
 
 def _forward_alone(part: Repeat, version: int) -> Repeat:

@@ -131,3 +131,9 @@ class LoadedModel:
         leaving = self.cut(stage.stop).values
         codes = [[code for code in layer.codes if not code.of_data] for layer in self.of(stage)]
         return pieces_of(stage.start, codes, stage.checkpoint, leaving)
+
+
+def constants_of(model: LoadedModel) -> list[Tensor]:
+    """Return the tensors that the forward of a traced model makes from numbers: their types are the author's."""
+    buffers = (x for layer in model.layers for code in layer.codes for x in code.module.named_buffers())
+    return [x for place, x in buffers if place in model.constants]

@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import BadInput
+from ...files.text import regular
 from ...plan import Plan
 from ...version import __version__
 from ..engine.job import Job
@@ -35,6 +36,7 @@ from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
 from ..training.state.checkpoint import Checkpoint, Peers, newest, tidy, usable_folder
 from ..training.state.folder_lock import one_run
+from ..training.state.saved_state import unreadable
 from .store import looks
 
 OWN: Final = {
@@ -200,7 +202,7 @@ def resume_point(job: Job, note: Callable[[str], None] | None, peers: Peers) -> 
     """
     folder, seed = job.options.checkpoint, job.options.seed
     hear = None if note is None else lambda words: note(f"damaged, and passed over: {words}")
-    found = None if folder is None else newest(folder, hear, peers)
+    found = None if folder is None else newest(folder, hear, peers, unreadable)
     if found is not None and found.model != job.plan.chain.name:
         raise BadInput(f"{found.path}: is of model {found.model}; the plan is for {job.plan.chain.name}")
     if found is not None and found.seed != seed:
@@ -313,13 +315,13 @@ def _file_sum(path: Path, samples: int | None = None) -> str:
     Of one longer than ``samples`` pieces that of its length and so many pieces of it.
     """
     try:
-        size = path.stat().st_size
+        size = regular(path).st_size
         crc = zlib.crc32(str(size).encode())
         step = CHUNK if samples is None else max(CHUNK, size // samples)
         with path.open("rb") as file:
             for start in range(0, size, step):
                 file.seek(start)
                 crc = zlib.crc32(file.read(CHUNK), crc)
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
+    except (OSError, BadInput) as error:
+        return f"unreadable ({error})"
     return f"of checksum {crc:08x}"

@@ -6,64 +6,54 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING
 
 from ...errors import BadInput
 from ..processes.own_processes import ENDING, context_of, follow_parent, our_imports_alone, settle_in, uninterrupted
-
-if TYPE_CHECKING:
-    from .steps import MeasureOptions
+from .steps import MeasureOptions, Others
 
 FOREVER = 10**9  # steps
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """``count`` processes, each of which unpickles ``train`` and calls ``train(options)`` over and over."""
+@contextmanager
+def at_work(others: Others, options: MeasureOptions, one: bool) -> Iterator[None]:
+    """Have ``others`` compute within the context, once all have begun; ``one``: with one layer in memory at a time.
 
-    count: int
-    train: Callable[[MeasureOptions], object]
-
-    @contextmanager
-    def at_work(self, options: MeasureOptions, one: bool) -> Iterator[None]:
-        """Have them compute within the context, from when all have begun; ``one``: with one layer in memory at a time.
-
-        BadInput says why one of them could not, or cannot any more.
-        """
-        quiet = replace(options, others=None, clock=None, read=None, hold="one" if one else "all", seconds=None)
-        quiet = replace(quiet, say=_nothing, note=_nothing, begun=_nothing)
-        quiet = quiet if one else replace(quiet, steps=FOREVER)
-        try:
-            work = pickle.dumps((self.train, quiet))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise BadInput(f"--beside: the model cannot go to other processes: {error}; name it instead") from error
-        started: list[tuple[BaseProcess, Connection]] = []
-        context = context_of()
-        try:
-            with uninterrupted(), our_imports_alone():
-                for _ in range(self.count):
-                    ours, theirs = context.Pipe(duplex=False)
-                    process = context.Process(target=_train, args=(work, theirs), name="pipeplan profile", daemon=True)
-                    process.start()
-                    theirs.close()
-                    started.append((process, ours))
-            for _, pipe in started:
+    BadInput says why one of them could not, or cannot any more.
+    """
+    quiet = replace(options, others=None, clock=None, read=None, hold="one" if one else "all", seconds=None)
+    quiet = replace(quiet, say=_nothing, note=_nothing, begun=_nothing)
+    quiet = quiet if one else replace(quiet, steps=FOREVER)
+    try:
+        work = pickle.dumps((others.train, quiet))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise BadInput(f"--beside: the model cannot go to other processes: {error}; name it instead") from error
+    started: list[tuple[BaseProcess, Connection]] = []
+    context = context_of()
+    try:
+        with uninterrupted(), our_imports_alone():
+            for _ in range(others.count):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_train, args=(work, theirs), name="pipeplan profile", daemon=True)
+                process.start()
+                theirs.close()
+                started.append((process, ours))
+        for _, pipe in started:
+            _told(pipe)
+        yield
+        for _, pipe in started:
+            if pipe.poll():
                 _told(pipe)
-            yield
-            for _, pipe in started:
-                if pipe.poll():
-                    _told(pipe)
-        finally:
-            for process, pipe in started:
-                process.kill()
-                process.join()
-                process.close()
-                pipe.close()
+    finally:
+        for process, pipe in started:
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
 
 
 def _told(pipe: Connection) -> None:

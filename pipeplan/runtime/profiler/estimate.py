@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...cost.roofline import Constants, timed
 from ...errors import CodeFailed, PipeplanError
-from ...files.accelerators import Accelerator
+from ...files.machines.accelerators import Accelerator
 from ...problem import Collective, Exchange, PassWork
 from ...version import __version__
 from ..clock import Clock

@@ -175,11 +175,11 @@ def told(chain: Chain, run: Run) -> tuple[Chain, list[int]]:
         return replace(layer, name="", module=None)
 
     for j in range(third, len(chain)):
-        if any(0 < unit[i] < unit[j] - 1 for i in (*_named(chain.layers[j]), *readings[j])):
+        if any(0 < unit[i] < unit[j] - 1 for i in (*chain.layers[j].named, *readings[j]) if i >= 0):
             raise Unlike
     for i in range(starts[1], third):
         one, other, move = chain.layers[i], chain.layers[i + length], by(length)
-        if same(_moved(one, move)) != same(other) or sorted(map(move, readings[i])) != sorted(readings[i + length]):
+        if same(one.renumbered(move)) != same(other) or sorted(map(move, readings[i])) != sorted(readings[i + length]):
             raise Unlike
     if any(0 < unit[i] <= KEPT for x in (*chain.tied, *(x.layers for x in chain.shared or ())) for i in x):
         raise Unlike
@@ -194,29 +194,12 @@ def told(chain: Chain, run: Run) -> tuple[Chain, list[int]]:
     behind = moves[-1]
     return replace(
         chain,
-        layers=tuple(replace(_moved(chain.layers[i], move), name=a, module=b) for (i, _), move, (a, b) in named),
+        layers=tuple(replace(chain.layers[i].renumbered(move), name=a, module=b) for (i, _), move, (a, b) in named),
         edges=None if chain.edges is None else tuple(sorted(edges)),
         inputs=chain.inputs and tuple(j for j, (i, _) in enumerate(source) if i in (chain.inputs or ())),
         tied=tuple((behind(i), behind(j)) for i, j in chain.tied),
         shared=chain.shared and tuple(replace(x, layers=tuple(map(behind, x.layers))) for x in chain.shared),
     ), [i for i, _ in source]
-
-
-def _named(layer: Layer) -> list[int]:
-    needs = layer.weight_needs
-    view = [] if layer.view_of is None else [layer.view_of]
-    return [i for i in (*(layer.saves or ()), *view, *(needs.saves if needs else ())) if i >= 0]
-
-
-def _moved(layer: Layer, move: Callable[[int], int]) -> Layer:
-    """Return ``layer`` with ``move`` done to the layers that it names."""
-    needs = layer.weight_needs
-    return replace(
-        layer,
-        saves=layer.saves and tuple(sorted(map(move, layer.saves))),
-        view_of=None if layer.view_of is None else move(layer.view_of),
-        weight_needs=needs and replace(needs, saves=tuple(sorted(map(move, needs.saves)))),
-    )
 
 
 def _items(chain: Chain, run: Run) -> list[int | None]:

@@ -47,6 +47,7 @@ from ..model.network import (
 from ..model.structure import mapped, tensors_in
 from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, with_dense_gradients
 from ..model.trace.compared import Author, apart, compare
+from .beside import at_work
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
 
@@ -233,7 +234,7 @@ def profile_network(
         measure = one_at_a_time if one else all_at_once
         if options.others is not None:
             say(f"starting {options.others.count} other processes")
-        with nullcontext() if options.others is None else options.others.at_work(options, one):
+        with nullcontext() if options.others is None else at_work(options.others, options, one):
             options.begun()
             samples = measure(network, entry, clock, options)
     reading = _median(samples[0].reading_ns or [0])

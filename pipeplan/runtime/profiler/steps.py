@@ -19,12 +19,19 @@ from ..clock import Clock
 from ..model.autocast import Autocast
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed
-from .beside import Others
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Hold = Literal["auto", "all", "one"]
 WINDOW = 5  # rounds of warm-up that a median is of
 AGREEING = 0.02  # of a median, by which two that agree may differ
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """``count`` processes, each of which unpickles ``train`` and calls ``train(options)`` over and over."""
+
+    count: int
+    train: Callable[[MeasureOptions], object]
 
 
 @dataclass(frozen=True, slots=True)

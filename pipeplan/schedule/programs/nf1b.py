@@ -1,12 +1,21 @@
-"""What runs when under nF1B? A mini-batch's forwards one microbatch at a time, its backward as one (TiMePReSt)."""
+"""What runs when under nF1B? A mini-batch's forwards one microbatch at a time, its backward as one (TiMePReSt).
+
+And when does such a run repeat itself? It has no pattern, as devices decide as they go; but their times are whole
+numbers, so that after some mini-batches the pipeline is mostly in a state in which it was before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ...cost.stage_graph import StageGraph
+from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ..program import Arrival, Decide, Program, make_program, not_one_each
+from ..registered import SteadyRun
+from ..simulate import STEP_S, simulate
+from ..timeline import Timeline
 
 DEFAULT_BATCH = 4  # microbatches of a mini-batch
 
@@ -61,3 +70,52 @@ def backward_first() -> Decide:
         return next((arrival for arrival in announced if arrival.has_come(now_ns)), None)
 
     return decide
+
+
+MOST_STEPS = 40_000  # that are simulated to find a steady state
+MOST_CYCLE = 64  # mini-batches after which a steady state is looked for to repeat
+
+
+@lru_cache(maxsize=16)
+def steady_nf1b(graph: StageGraph, batch: int, limit: int, deadline: Deadline = NEVER) -> SteadyRun:
+    """Return the run of nF1B until its state repeats; exact and deterministic.
+
+    The state when a mini-batch enters is what the up to ``limit`` - 1 mini-batches inside have started, and when. All
+    that follows depends on it alone, so two equal states are one period apart. Looks at runs of doubled lengths up to
+    :data:`MOST_STEPS` steps: stages that are nearly, but not quite, as slow as the slowest fill up to the limit over
+    so many mini-batches that no steady state shows before.
+    """
+    steps = (batch + 1) * len(graph.round_trips)
+    most = max(4 * limit + 4, MOST_STEPS // steps)
+    count = min(most, max(4 * limit, 2 * limit + 8))
+    while True:
+        deadline.check(count * steps * STEP_S)
+        timeline = simulate(nf1b(graph, count * batch, batch, limit), deadline=deadline)
+        found = _repeat(timeline, limit)
+        if found is not None:
+            return SteadyRun(timeline, *found, True)
+        if count == most:
+            half = count // 2
+            first, last = half * batch - 1, count * batch - 1
+            return SteadyRun(timeline, count - half, timeline.left_ns(last) - timeline.left_ns(first), False)
+        count = min(most, 2 * count)
+
+
+def _repeat(timeline: Timeline, limit: int) -> tuple[int, int] | None:
+    """Return the fewest mini-batches, and their time, after which the state at the last entry had been there before."""
+    batch = timeline.program.batch
+    entries = [row[0] for row in timeline.start_ns[::batch]]
+    last = len(entries) - 1
+    state = _state(timeline, last, limit)
+    for cycle in range(1, min(MOST_CYCLE, last - limit) + 1):
+        if _state(timeline, last - cycle, limit) == state:
+            return cycle, entries[last] - entries[last - cycle]
+    return None
+
+
+def _state(timeline: Timeline, entering: int, limit: int) -> list[int | None]:
+    """Return when, before mini-batch ``entering`` enters, each step of those inside started; None if not yet."""
+    batch = timeline.program.batch
+    now = timeline.start_ns[entering * batch][0]
+    rows = timeline.start_ns[(entering - limit + 1) * batch : entering * batch]
+    return [start - now if start < now else None for row in rows for start in row]

@@ -17,9 +17,8 @@ from ..program import Program
 from .bounds import NARROW, WIDE, bearable, floor, raised, slots_of
 from .greedy import greedy, rules
 from .justify import justified, shake
-from .lengthen import lengthened
 from .local_search import anneal
-from .patterns import repeated
+from .patterns import lengthened, repeated
 from .problem import OrderProblem, Word
 from .time_indexed import ask
 from .timing import Orders

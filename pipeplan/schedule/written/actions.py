@@ -6,10 +6,10 @@ Named semantics say what waits for what where sends and receives are among the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence, Set
+from collections.abc import Container, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal
 
 Kind = Literal["F", "R", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
@@ -198,101 +198,100 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
 
     Ranks run their actions in order. Without transfers among them a pass waits for those of other ranks that it needs.
     """
-    rows, place = written.rows, [0] * len(written.rows)
-    done: set[Action] = set()
-    posted: dict[Action, tuple[int, int]] = {}
-    queues: dict[Hashable, list[Action]] = {}
-    waiting: list[list[Action]] = [[] for _ in rows]  # transfers that keep a rank
-    fellows: dict[Action, list[Action]] = {}  # those that were posted with one, where they happen together
-    met: set[frozenset[int]] = set()
-    homes, parted = written.homes, written.parted
-
-    def ends(action: Action) -> frozenset[int]:
-        return frozenset((homes[action.stage], homes[_partner(action).stage]))
-
-    def streams(rank: int, action: Action) -> Hashable | None:
-        return {"rank": rank, "pair": (rank, ends(action)), "lazy": (rank, ends(action))}.get(semantics)
-
-    def first(rank: int, action: Action) -> bool:
-        queue = queues.get(streams(rank, action))
-        return queue is None or queue[0] == action
-
-    def known(action: Action) -> bool:
-        return all(_partner(fellow) in posted or _partner(fellow) in done for fellow in fellows.get(action, ()))
-
-    def post(rank: int, action: Action) -> None:
-        posted[action] = rank, place[rank]
-        stream = streams(rank, action)
-        if stream is not None:
-            queues.setdefault(stream, []).append(action)
-
-    def transfer() -> bool:
-        moved = False
-        for action in list(posted):
-            other = _partner(action)
-            if action in done or other not in posted:
-                continue
-            ranks = posted[action][0], posted[other][0]
-            if first(ranks[0], action) and first(ranks[1], other) and known(action) and known(other):
-                done.update((action, other))
-                met.add(ends(action))
-                for rank, end in zip(ranks, (action, other), strict=True):
-                    stream = streams(rank, end)
-                    if stream is not None:
-                        queues[stream].pop(0)
-                moved = True
-        for action in [action for action in posted if action in done]:
-            del posted[action]
-        return moved
-
-    def step(rank: int) -> bool:
-        if any(action not in done for action in waiting[rank]):
-            return False
-        waiting[rank] = []
-        if place[rank] == len(rows[rank]):
-            return False
-        action = rows[rank][place[rank]]
-        if action.computes:
-            if any(needed not in done for needed in _needs(written, parted, action)):
-                return False
-            done.add(action)
-            place[rank] += 1
-            return True
-        group = [action]
-        if semantics in ("batched", "together"):
-            rest = rows[rank][place[rank] :]
-            group = list(rest[: next((i for i, x in enumerate(rest) if x.computes), len(rest))])
-        for one in group:
-            post(rank, one)
-            place[rank] += 1
-        if semantics == "together":
-            fellows.update(dict.fromkeys(group, group))
-        if semantics in ("blocking", "batched", "together") or (semantics == "lazy" and ends(action) not in met):
-            waiting[rank] = group
-        return True
-
+    ranks = _Ranks(written, semantics)
     moving = True
     while moving:
         moving = False
-        for rank in range(len(rows)):
-            while step(rank):
+        for rank in range(len(written.rows)):
+            while ranks.step(rank):
                 moving = True
-        while transfer():
+        while ranks.transfer():
             moving = True
-    return _stuck(written, place, waiting, lambda action: action in done)
+    return [sentence for rank in range(len(written.rows)) for sentence in ranks.stuck(rank)]
 
 
-def _stuck(
-    written: Written, place: Sequence[int], waiting: Sequence[Sequence[Action]], over: Callable[[Action], bool]
-) -> list[str]:
-    found, parted = [], written.parted
-    for rank, row in enumerate(written.rows):
-        kept = [action for action in waiting[rank] if not over(action)]
-        if kept:
-            other = written.homes[_partner(kept[0]).stage]
-            found.append(f"rank {rank} stands at {kept[0]}, until rank {other} comes to {_partner(kept[0])}")
-        elif place[rank] < len(row):
-            action = row[place[rank]]
-            lacking = next((x for x in _needs(written, parted, action) if not over(x)), None)
-            found.append(f"rank {rank} stands at {action}" + (f", which waits for {lacking}" if lacking else ""))
-    return found
+class _Ranks:
+    """How far ranks have come: which transfers are posted, where they queue, and which of them keep their rank."""
+
+    def __init__(self, written: Written, semantics: Semantics) -> None:
+        self.written, self.semantics = written, semantics
+        self.place = [0] * len(written.rows)
+        self.done: set[Action] = set()
+        self.posted: dict[Action, int] = {}  # with the rank
+        self.queues: dict[Hashable, list[Action]] = {}
+        self.waiting: list[list[Action]] = [[] for _ in written.rows]  # transfers that keep a rank
+        self.fellows: dict[Action, list[Action]] = {}  # those that were posted with one, where they happen together
+        self.met: set[frozenset[int]] = set()
+
+    def step(self, rank: int) -> bool:
+        """Let a rank come to its next action, or its next transfers in a row; return whether it did."""
+        row, place, semantics = self.written.rows[rank], self.place[rank], self.semantics
+        if place == len(row) or any(action not in self.done for action in self.waiting[rank]):
+            return False
+        self.waiting[rank] = []
+        action, group = row[place], [row[place]]
+        if action.computes:
+            if any(needed not in self.done for needed in _needs(self.written, self.written.parted, action)):
+                return False
+            self.done.add(action)
+        else:
+            if semantics in ("batched", "together"):
+                group = list(takewhile(lambda x: not x.computes, row[place:]))
+            for one in group:
+                self.posted[one] = rank
+                if stream := self._stream(rank, one):
+                    self.queues.setdefault(stream, []).append(one)
+            if semantics == "together":
+                self.fellows.update(dict.fromkeys(group, group))
+            alone = semantics == "lazy" and self._ends(action) not in self.met
+            if alone or semantics in ("blocking", "batched", "together"):
+                self.waiting[rank] = group
+        self.place[rank] += len(group)
+        return True
+
+    def transfer(self) -> bool:
+        """Let every transfer happen that both ends can now; return whether any did."""
+        moved = False
+        for action in list(self.posted):
+            other = _partner(action)
+            if action in self.done or not (self._ready(action) and self._ready(other)):
+                continue
+            self.done.update((action, other))
+            self.met.add(self._ends(action))
+            for end in (action, other):
+                if stream := self._stream(self.posted[end], end):
+                    self.queues[stream].pop(0)
+            moved = True
+        for action in self.done & self.posted.keys():
+            del self.posted[action]
+        return moved
+
+    def _ready(self, action: Action) -> bool:
+        """Whether a transfer was posted, is the next of its stream, and what happens with it is posted elsewhere."""
+        if action not in self.posted:
+            return False
+        stream = self._stream(self.posted[action], action)
+        known = (_partner(fellow) for fellow in self.fellows.get(action, ()))
+        return (stream is None or self.queues[stream][0] == action) and all(
+            x in self.posted or x in self.done for x in known
+        )
+
+    def _ends(self, action: Action) -> frozenset[int]:
+        homes = self.written.homes
+        return frozenset((homes[action.stage], homes[_partner(action).stage]))
+
+    def _stream(self, rank: int, action: Action) -> Hashable | None:
+        if self.semantics == "rank":
+            return (rank,)
+        return (rank, self._ends(action)) if self.semantics in ("pair", "lazy") else None
+
+    def stuck(self, rank: int) -> Iterator[str]:
+        """Say where a rank stands, if it isn't through."""
+        row, at, written = self.written.rows[rank], self.place[rank], self.written
+        kept = next((action for action in self.waiting[rank] if action not in self.done), None)
+        if kept is not None:
+            other = written.homes[_partner(kept).stage]
+            yield f"rank {rank} stands at {kept}, until rank {other} comes to {_partner(kept)}"
+        elif at < len(row):
+            lacking = next((x for x in _needs(written, written.parted, row[at]) if x not in self.done), None)
+            yield f"rank {rank} stands at {row[at]}" + (f", which waits for {lacking}" if lacking else "")

@@ -1,6 +1,6 @@
 """Which constants of a GPU do estimates take, and how near are estimates to what layers take? Measured, beside them.
 
-What is found is an entry for ``pipeplan/files/accelerators.json``, or for a FILE.json of one's own.
+What is found is an entry for ``pipeplan/files/machines/accelerators.json``, or for a FILE.json of one's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pipeplan as pp
 from pipeplan.cost.roofline import Product
-from pipeplan.files.accelerators import Accelerator, accelerators
+from pipeplan.files.machines.accelerators import Accelerator, accelerators
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.carry import carried
 from pipeplan.problem import Chain, Platform, Problem

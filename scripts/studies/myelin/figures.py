@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeplan.units import parse_bandwidth
-from pipeplan.zoo.sizes import TRANSFORMERS
+from pipeplan.zoo.text.sizes import TRANSFORMERS
 
 from .formulas import Grid, share_seconds, training_days
 from .unprofiled import predicted_time

@@ -18,7 +18,7 @@ from pipeplan.cost.memory_model import gradient_bytes, held_bytes, host_bytes, w
 from pipeplan.errors import BadInput
 from pipeplan.integers import ceil_div
 from pipeplan.problem import Policy
-from pipeplan.zoo.sizes import Transformer
+from pipeplan.zoo.text.sizes import Transformer
 
 MIXED = Policy("flush", optimizer="adam", precision="mixed")  # Myelin's training: 20 bytes per parameter
 

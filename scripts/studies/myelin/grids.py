@@ -24,15 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeplan.plan import Stage
-from pipeplan.planner.drained.arrivals import batch_time
-from pipeplan.planner.drained.grid_search import search_grids
-from pipeplan.planner.drained.microbatches import Profiles
-from pipeplan.planner.drained.space import Found, GridConfig, GridProblem
+from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.grid_search import search_grids
+from pipeplan.planner.grids.microbatches import Profiles
+from pipeplan.planner.grids.space import Found, GridConfig, GridProblem
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.what_if.grid import segment_length
 from pipeplan.problem import Device, Level, Platform, Problem
 from pipeplan.units import parse_bandwidth
-from pipeplan.zoo.sizes import TRANSFORMERS
+from pipeplan.zoo.text.sizes import TRANSFORMERS
 
 from .formulas import MIXED, Grid, layer_flops, share_seconds, stage_layers
 from .unprofiled import predicted_time, transformer_chain

@@ -19,9 +19,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipeplan.plan import Stage
-from pipeplan.planner.drained.arrivals import batch_time
+from pipeplan.planner.grids.arrivals import batch_time
 from pipeplan.problem import Device, Level, Platform, Policy, Problem
-from pipeplan.zoo.sizes import TRANSFORMERS
+from pipeplan.zoo.text.sizes import TRANSFORMERS
 
 from .formulas import Grid, stage_layers
 from .unprofiled import predicted_time, transformer_chain

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeplan.cost.time_model import ring_all_reduce_ns
 from pipeplan.problem import Chain, Layer, SharedWeights
-from pipeplan.zoo.sizes import Transformer
+from pipeplan.zoo.text.sizes import Transformer
 
 from .formulas import (
     MIXED,

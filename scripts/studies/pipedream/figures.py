@@ -21,8 +21,7 @@ from itertools import combinations, pairwise
 from pipeplan.check.evaluate import evaluate
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.planner.periodic.stated import STATED
-from pipeplan.planner.plan import make_plan
+from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Platform, Policy, Problem
 from pipeplan.schedule.kinds import graph_of

@@ -23,9 +23,10 @@ from pathlib import Path
 
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.pipedream.paper import pipedream
-from pipeplan.partition.pipedream.released import released_period_ns
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
+
+from .released import released_period_ns
 
 PROFILES = Path(__file__).parents[3] / "profiles" / "published"
 CLUSTERS = {"A": (10.0, 1.25), "B": (30.0, 3.125)}  # GB/s inside a server and between servers (Table 2)

@@ -60,7 +60,7 @@ AMOUNTS = {
               "zoo:nope", "gpt-tiny", "json:dumps", "missing_module:build", "json:nothing", ":", "a:b:c",
               "zoo:gpt-tiny,tied=true", "zoo:gpt-tiny,loss=fused", "zoo:gpt-tiny,loss=x"],
     "NAME=VALUE": ["gap=1%", "order=given", "jobs=2", "gap=x", "runs=-1",
-                   "mode=released", "straight=true", "charge=tight", "split=true", "mode=x", "=", "straight", "a=b=c"],
+                   "charge=paper", "straight=true", "charge=tight", "split=true", "charge=x", "=", "straight", "a=b=c"],
     "MODULE:FUNCTION": ["json:dumps", "missing_module:data", "::", "json:"],
     "NAME[,OPTION=VALUE...]": ["AdamW,weight_decay=0.01", "StepLR,step_size=10", "SGD,momentum=nan", "Nope",
                                "SGD,lr=", ","],
@@ -199,6 +199,13 @@ class Commands:
         if kind is click.INT or kind is click.FLOAT:
             return rng.choice(["0", "1", "-1", "0.5", "7", "1e-3", "123456789012345678901234567890"])
         return rng.choice(ODD)
+
+    def usual(self, rng: random.Random, param: click.Parameter) -> str:
+        """Return a value that a parameter usually has."""
+        if isinstance(param, click.Argument) and param.metavar in KINDS:
+            return self.good[KINDS[param.metavar]][0]
+        shape = param.metavar or param.type.name.upper()
+        return AMOUNTS[shape][0] if shape in AMOUNTS else self._value(rng, param, 0.0)
 
     def _number(self, rng: random.Random, option: str, kind: click.IntRange | click.FloatRange) -> str:
         low = kind.min or 0

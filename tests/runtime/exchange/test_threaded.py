@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.patience import SECONDS, fails_when_patient
-from cases.runtime import BACKWARD_S, FORWARD_S, chain_of, plan_of, serial, undisturbed, zoo_chain
+from cases.runtime import BACKWARD_S, FORWARD_S, chain_of, plan_of, serial, simulated_version, undisturbed, zoo_chain
 
 from pipeplan.errors import RunFailed, RunStopped
 from pipeplan.problem import Platform
@@ -67,8 +67,8 @@ def test_a_fixed_order_runs_over_a_slow_link_too(weights):
     plan = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights=weights, accumulate=3)
     delay_s = 0.02
     report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=3, lr=0.05, seed=1, link_delay_s=delay_s))
-    version = (lambda stage, m: max(m // 3 - 1, 0)) if weights == "2bw" else None
-    losses, _ = serial(GPT, 2, steps=3, accumulate=3, optimizer="sgd", lr=0.05, seed=1, version=version)
+    version = simulated_version(plan, 9) if weights == "2bw" else None
+    losses, _ = serial(GPT, 2, steps=3, accumulate=3, optimizer="sgd", lr=0.05, seed=1, version=version, cuts=[2])
     assert report.losses == pytest.approx(losses, abs=1e-6)
     assert all(x.measured_ns >= delay_s * 1e9 for x in report.transfers)
     sent = {t.microbatch: t.end_ns for t in report.times[0] if t.activity == "F"}

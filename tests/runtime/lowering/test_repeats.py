@@ -10,7 +10,7 @@ from cases.lowering import chain_of
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
-from pipeplan.runtime.lowering import lowered_run as lowering
+from pipeplan.runtime.lowering import segments
 from pipeplan.runtime.lowering.instructions import (
     Backward,
     Forward,
@@ -104,9 +104,9 @@ def random_plan(seed):
 def test_a_long_run_is_put_together_from_a_short_one(seed, monkeypatch):
     plan = random_plan(seed)
     steps = 400 // lower_run(plan, 1).interval
-    monkeypatch.setattr(lowering, "LEAST", 10)
+    monkeypatch.setattr(segments, "LEAST", 10)
     short = lower_run(plan, steps, every=steps * 2 // 3)
-    monkeypatch.setattr(lowering, "LEAST", 10**6)
+    monkeypatch.setattr(segments, "LEAST", 10**6)
     full = lower_run(plan, steps, every=steps * 2 // 3)
     assert full.program.microbatches > 200
     for rank, (one, other) in enumerate(zip(short.instructions, full.instructions, strict=True)):
@@ -117,7 +117,7 @@ def test_a_long_run_is_put_together_from_a_short_one(seed, monkeypatch):
 
 
 def test_most_long_runs_are_put_together(monkeypatch):
-    monkeypatch.setattr(lowering, "LEAST", 10)
+    monkeypatch.setattr(segments, "LEAST", 10)
     found = [lower_run(plan, 4000 // lower_run(plan, 1).interval).program for plan in map(random_plan, range(8))]
     assert sum(program.microbatches < 2000 for program in found) >= 6
 

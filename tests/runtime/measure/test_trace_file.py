@@ -12,8 +12,8 @@ from pipeplan.cost.time_model import backward_ns, forward_ns
 from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
-from pipeplan.report.trace_diff import comparison, print_comparison
-from pipeplan.report.traces import measured_trace
+from pipeplan.report.tables.trace_diff import comparison, print_comparison
+from pipeplan.report.traces.runs import measured_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.runtime.measure.trace_file import (

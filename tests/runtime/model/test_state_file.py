@@ -1,6 +1,9 @@
 """States in files: torch's, safetensors, several with an index; and what is said of those that don't fit."""
 
 import json
+import os
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from torch import nn
 from pipeplan.errors import BadInput
 from pipeplan.runtime.model.build.loading import chain_model, load_weights
 from pipeplan.runtime.model.build.state_file import SafetensorsWriter, read_state
+from pipeplan.runtime.processes.agreement import _state_sum
 
 STATE = {
     "a": torch.arange(12.0).view(3, 4),
@@ -63,8 +67,12 @@ def test_several_files_have_an_index(tmp_path):
     index.write_text(json.dumps({"weight_map": places | {"f": "model-1.safetensors"}}))
     with pytest.raises(BadInput, match=r"says that 'f' is in model-1\.safetensors, which hasn't got it"):
         read_state(index)
-    index.write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
-    with pytest.raises(BadInput, match="is no index of a state: it names files elsewhere"):
+    for odd in ("../x.safetensors", "..", ".", "", index.name):
+        index.write_text(json.dumps({"weight_map": {"a": odd}}))
+        with pytest.raises(BadInput, match=f"names '{odd}', which is no file of tensors|is no regular file"):
+            read_state(index)
+    index.write_text('{"weight_map": ["a"]}')
+    with pytest.raises(BadInput, match=r"expected `object`, got `array` - at `\$\.weight_map`"):
         read_state(index)
     index.unlink()
     with pytest.raises(BadInput, match=r"has model-1\.safetensors, model-2\.safetensors; name the file"):
@@ -75,6 +83,43 @@ def test_several_files_have_an_index(tmp_path):
         read_state(empty)
 
 
+def with_header(header):
+    return len(header).to_bytes(8, "little") + header + bytes(12)
+
+
+def eight_bytes(start):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_what_was_zipped_again_is_read_right_or_refused(how, tmp_path):
+    torch.save(STATE, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w", how) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    if how == zipfile.ZIP_STORED:
+        assert same(read_state(tmp_path / "y.pt"), STATE)
+    else:
+        with pytest.raises(BadInput, match=r"y\.pt: has been compressed since torch\.save wrote it"):
+            read_state(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_what_never_ends_is_not_opened(make, name, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(BadInput, match=r"x\.\w+: cannot be read: is no regular file"):
+        read_state(tmp_path / name)
+    assert _state_sum(tmp_path / name).startswith("unreadable")
+
+
+def test_nobody_is_told_how_to_switch_safety_off(tmp_path):
+    torch.save({"a": Path("x")}, tmp_path / "x.pt")
+    with pytest.raises(BadInput, match=r"x\.pt: cannot be loaded: UnpicklingError: Unsupported global") as told:
+        read_state(tmp_path / "x.pt")
+    assert "weights_only" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -83,7 +128,13 @@ def test_several_files_have_an_index(tmp_path):
         (lambda data: data[:8] + b"[" + data[9:], "is no safetensors file, or not whole"),
         (lambda data: data.replace(b"BF16", b"BX16"), "type 'BX16' is unknown"),
         (lambda data: data.replace(b"[3,4]", b"[9,4]"), "are said to be F32 \\[9, 4\\]"),
-        (lambda data: data.replace(b"[3,4]", b'["a"]'), "is no safetensors file, or not whole"),
+        (lambda data: data.replace(b"[3,4]", b'["3"]'), "is no safetensors file, or not whole: Expected `int`"),
+        (lambda data: data.replace(b"[3,4]", b'"341"'), "is no safetensors file, or not whole: Expected `array`"),
+        (lambda data: with_header(b'{"a":' + b"[" * 10**5), "nested too deeply"),
+        (
+            lambda data: with_header(json.dumps({"a": eight_bytes(0), "b": eight_bytes(4)}).encode()),
+            "two tensors lie in the same bytes",
+        ),
         (lambda data: b"", "a header of 0 bytes in 0"),
     ],
 )

@@ -14,9 +14,8 @@ import pipeplan as pp
 from pipeplan.api.models import build_named
 from pipeplan.errors import BadInput
 from pipeplan.files.profiles import digest, read_profile
-from pipeplan.runtime.profiler.beside import Others
 from pipeplan.runtime.profiler.measure import measure_model, measured_again
-from pipeplan.runtime.profiler.steps import MeasureOptions
+from pipeplan.runtime.profiler.steps import MeasureOptions, Others
 
 ABOUT = {"name": "m", "date": "today"}
 

@@ -18,7 +18,7 @@ from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import read_profile
 from pipeplan.cost.roofline import Constants, Product, product_share, timed
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.files.accelerators import Accelerator, accelerator
+from pipeplan.files.machines.accelerators import Accelerator, accelerator
 from pipeplan.files.profiles import profile_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.planner.plan import make_plan

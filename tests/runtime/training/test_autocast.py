@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeplan.errors import BadInput
-from pipeplan.files.accelerators import accelerator
+from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import Stage
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import lower_run

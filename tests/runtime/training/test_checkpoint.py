@@ -56,7 +56,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, tmp_path):
 
 def test_asynchronous_weights_drain_before_a_checkpoint(tmp_path):
     """After it, the first two mini-batches both use the checkpoint's weights: 2BW begins anew."""
-    plan = plan_of(zoo_chain("gpt-tiny", 2), [(0, 3, (0,)), (3, 8, (1,))], weights="2bw", optimizer="momentum")
+    stages = [(0, 3, (0,)), (3, 8, (1,))]
+    plan = plan_of(zoo_chain("gpt-tiny", 2), stages, weights="2bw-uniform", optimizer="momentum")
     saved = tmp_path / "state.pt"
     options = {"steps": 8, "lr": 0.02, "seed": 1}
     report = run_plan(

@@ -7,8 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.half import exploding, exploding_vectors, halved_serial
-from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_chain
+from cases.runtime import chain_of, largest_difference, lowered_version, plan_of, serial, zoo_chain
 
+from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph, updates_end_ns
 from pipeplan.errors import BadInput
@@ -23,6 +24,7 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.clipping import Clipping, squares
+from pipeplan.schedule.kinds import graph_of
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss
 CLIP = 0.3  # below the norms of the first updates
@@ -36,11 +38,11 @@ def chain():
 RUNS = {
     "flush": ([(0, 2, (0,)), (2, 6, (1,))], {}, {"accumulate": 2}),
     "flush, replicas": ([(0, 3, (0, 1)), (3, 6, (2,))], {"zero": 1}, {"accumulate": 4}),
-    "2bw": ([(0, 2, (0,)), (2, 6, (1,))], {}, {"weights": "2bw"}),
+    "2bw": ([(0, 2, (0,)), (2, 6, (1,))], {}, {"weights": "2bw-uniform"}),
     "2bw, replicas in chunks": (
-        [(0, 3, (0,)), (3, 6, (1, 2))], {"bucket_parameters": 700, "coarsening": None}, {"weights": "2bw"},
+        [(0, 3, (0,)), (3, 6, (1, 2))], {"bucket_parameters": 700, "coarsening": None}, {"weights": "2bw-uniform"},
     ),
-    "2bw, replicas that share": ([(0, 3, (0, 1)), (3, 6, (2,))], {"zero": 1}, {"weights": "2bw"}),
+    "2bw, replicas that share": ([(0, 3, (0, 1)), (3, 6, (2,))], {"zero": 1}, {"weights": "2bw-uniform"}),
 }  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def test_training_equals_that_with_torchs_own_clipping(case, chain, tmp_path):
     options = {"steps": 6, "lr": 0.05, "seed": 2}
     told, norms = [], []
     report = run_plan(plan, ModelSpec(GPT), RunOptions(clip_norm=CLIP, save=tmp_path / "s", **options), told.append)
-    version = (lambda _, m: max(m // interval - 1, 0)) if plan.policy.weights == "2bw" else None
+    version = (lambda _, m: max(m // interval - 1, 0)) if plan.policy.weights == "2bw-uniform" else None
     given = {"accumulate": interval, "optimizer": "momentum", "version": version, **options}
     losses, state = serial(GPT, 2, clip=CLIP, norms=norms, **given)
     assert report.losses == pytest.approx(losses, abs=1e-5)
@@ -64,6 +66,19 @@ def test_training_equals_that_with_torchs_own_clipping(case, chain, tmp_path):
     assert max(abs(a - b) for a, b in zip(losses, serial(GPT, 2, **given)[0], strict=True)) > 1e-2
     for found in report.states if len(report.states) == 2 else ():  # sums that are under way are not planned
         assert found.measured_bytes <= found.planned_bytes
+
+
+def test_a_stage_reads_what_is_made_when_the_norm_is_known(tmp_path):
+    chain, options = zoo_chain("gpt-tiny", 2), {"steps": 6, "lr": 0.05, "seed": 2}
+    plan = clipping(
+        plan_of(chain, [(0, 3, (0,)), (3, 8, (1,))], weights="2bw", accumulate=4, optimizer="momentum"), True
+    )
+    assert all(0 < x.mean < 1 for x in plan_delays(plan, graph_of(plan)))
+    report = run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(clip_norm=CLIP, save=tmp_path / "s", **options))
+    given = {"version": lowered_version(plan, 6), "cuts": [3], "clip": CLIP, "norms": [], **options}
+    losses, state = serial("gpt-tiny", 2, accumulate=4, optimizer="momentum", **given)
+    assert report.losses == pytest.approx(losses, abs=1e-5)
+    assert largest_difference(torch.load(tmp_path / "s"), state) <= 1e-5
 
 
 def test_the_loss_scale_is_taken_off_first(tmp_path):

@@ -163,7 +163,7 @@ def wide(batch):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("weights", ["flush", "2bw", "stash"])
+@pytest.mark.parametrize("weights", ["flush", "2bw-uniform", "stash"])
 def test_memory_is_what_the_model_says(weights, offload):
     stages = [Stage(0, 2, (0,)), Stage(2, 4, (1,))]
     plan = plan_of(chain_of(wide, 4), stages, weights=weights, optimizer="adam")

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 
 from ....errors import BadInput
 from ....problem import LOSS_NAME, Chain
+from ....registry import Late
 from ..loaded import LoadedModel
 from ..network import LOSS, LayerCode
+
+grouped = Late("runtime.model.trace.traced:grouped")
 
 
 def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
     """Return ``model``, as it was loaded, with the layers of ``chain`` in their order; BadInput when it has others."""
     if not model.chain:
-        from ..trace.traced import grouped
-
         own = chain.in_own_order()
         groups = _merged(model, own) if model.training else _evaluated(model, own)
-        return grouped(model, [groups[i] for i in chain.order or range(len(chain))])
+        found: LoadedModel = grouped(model, [groups[i] for i in chain.order or range(len(chain))])
+        return found
     count = len(model.layers) - 1
     if chain.edges is not None:
         raise BadInput(

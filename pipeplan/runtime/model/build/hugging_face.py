@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,26 +22,32 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ....errors import BadInput
+from ....files.text import read_text
 from ....zoo.model import Data, mixed_seed
+from ....zoo.text.rank_part import Group
 from ..user_code import user_code
+from .tensor_plan import part_of
 
 CONFIG = "config.json"
 SEQUENCE = "sequence"  # the option that is none of a config: how many tokens a sample has
 START = "decoder_start_token_id"
 ANYWHERE = (START, "image_size")  # entries that models or their inputs read, and not all configs have
 LONGEST = 128  # tokens of a sample, unless more are asked for
+ALONE = Group()
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A transformers model: its class, its config, its folder if there are weights to load, and tokens in a sample."""
+    """A transformers model: its class, its config, its folder if there are weights to load, tokens in a sample, and the
+    group of which it is one rank's part."""
 
     text: str
     kind: Any
     config: Any
     weights: Path | None
     sequence: int
+    group: Group = ALONE
     brings_data: ClassVar[bool] = True
 
     def __call__(self, batch: int, *, seed: int = 0) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -51,7 +58,9 @@ class HuggingFace:
                 model = self.kind.from_pretrained(self.weights, config=self.config, local_files_only=True).float()
             else:
                 with _uninitialized():
-                    model = self.kind(self.config)
+                    model = self.kind(deepcopy(self.config))
+            if self.group.ranks > 1:
+                part_of(model, self.group)
         return model, inputs_of(self.kind, self.config, batch, self.sequence, _generator(0, seed))
 
     @property
@@ -81,6 +90,7 @@ def named(text: str) -> HuggingFace:
     library = _library()
     given = dict(_option(option) for option in options)
     asked = given.pop(SEQUENCE, None)
+    group = Group(int(given.pop("tensor", 1)), given.pop("sequence_parallel", False) is True)
     path = Path(what)
     if path.exists() or what.endswith(".json") or "/" in what:
         kind, config = _from_file(library, path / CONFIG if path.is_dir() else path, given)
@@ -88,7 +98,7 @@ def named(text: str) -> HuggingFace:
         kind, config = _from_class(library, what, given)
     found = path if path.is_dir() and any(next(path.glob(x), None) for x in WEIGHTS) else None
     longest = getattr(_text(config), "max_position_embeddings", None) or LONGEST
-    return HuggingFace(text, kind, config, found, int(asked) if asked is not None else min(LONGEST, longest))
+    return HuggingFace(text, kind, config, found, int(asked) if asked is not None else min(LONGEST, longest), group)
 
 
 def _uninitialized() -> AbstractContextManager[Any]:
@@ -132,10 +142,10 @@ def _from_class(library: Any, name: str, options: dict[str, Any]) -> tuple[Any, 
 
 def _from_file(library: Any, path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     try:
-        entries = json.loads(path.read_text())
-    except OSError as error:
-        raise BadInput(f"hf: {path}: {error.strerror}") from error
-    except ValueError as error:
+        entries = json.loads(read_text(str(path)))
+    except BadInput as error:
+        raise BadInput(f"hf: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"hf: {path}: isn't JSON: {error}") from error
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
         raise BadInput(f"hf: {path}: has no model_type, so it is no config of a transformers model")

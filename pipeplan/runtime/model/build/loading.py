@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ....errors import BadInput
+from ....registry import Late
 from ...device import CPU
 from ..autocast import Autocast
 from ..contract import boundaries_of, built_by, example_of, is_whole, sample_of
@@ -27,6 +28,8 @@ from ..structure import leaves_in, tensors_in, tensors_of
 from ..trace.adapted import compiled_lines, with_dense_gradients
 from .spec import ModelSpec, brings_data, builder_of, data_of
 from .state_file import read_state
+
+traced_model = Late("runtime.model.trace.traced:traced_model")
 
 
 def load_model(
@@ -61,10 +64,8 @@ def load_model(
         promised.adopt(modules)
         promised.settle([*tensors_of(modules), *tensors_in(built.example)])
     if is_whole(built.layers):
-        from ..trace.traced import traced_model
-
         example = built.example if built.example is not None else example_of(built, data)[0]
-        model = traced_model(built.layers, example, built.loss, data, device, training, dtype, autocast)
+        model: LoadedModel = traced_model(built.layers, example, built.loss, data, device, training, dtype, autocast)
         return model if source is None else _from(source, model, build.dtype)
     assert built.loss is not None, "the contract wants one of layers"
     return chain_model(built.layers, built.example, built.loss, data, device, autocast)

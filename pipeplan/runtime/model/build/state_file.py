@@ -10,15 +10,21 @@ from __future__ import annotations
 import json
 import math
 import warnings
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Annotated, Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 
 from ....errors import BadInput
+from ....files.forms import read_json
+from ....files.text import read_text, regular
+from ....names import shown
 
 SAFETENSORS: Final = ".safetensors"
 INDEX: Final = ".index.json"
@@ -31,6 +37,7 @@ WORDS: Final = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
+Size = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 TYPES: Final = {word: dtype for dtype, word in WORDS.items()}
 
 
@@ -44,10 +51,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
         return read_state(_in_folder(path))
     if path.name.endswith(INDEX):
         return _indexed(path)
-    try:
-        return _read_safetensors(path) if path.suffix == SAFETENSORS else _read_torch(path)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be loaded: {error.strerror or error}") from error
+    return _in_file(path)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -63,23 +67,49 @@ def _in_folder(folder: Path) -> Path:
     raise BadInput(f"{folder}: {what}; name the file whose state is to be loaded")
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a header: its type, shape, and where it begins and ends among the tensors, in bytes."""
+
+    dtype: str
+    shape: list[Size]
+    data_offsets: tuple[Size, Size]
+
+
 def _indexed(path: Path) -> dict[str, Any]:
-    try:
-        places = json.loads(path.read_text())["weight_map"]
-        files = dict.fromkeys(places.values())
-        if any(Path(name).name != name for name in files):
-            raise ValueError("it names files elsewhere")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadInput(f"{path}: is no index of a state: {error}") from error
-    states = {name: read_state(path.parent / name) for name in files}
+    places = read_json(read_text(str(path)), _Index, str(path)).weight_map
+    files = dict.fromkeys(places.values())
+    odd = next((x for x in files if Path(x).name != x or x == ".." or x.endswith(INDEX)), None)
+    if odd is not None:
+        raise BadInput(
+            f"{path}: is no index of a state: it names '{shown(odd)}', which is no file of tensors beside it"
+        )
+    states = {name: _in_file(path.parent / name) for name in files}
     for name, file in places.items():
         if name not in states[file]:
             raise BadInput(f"{path}: says that {name!r} is in {file}, which hasn't got it")
     return {name: states[file][name] for name, file in places.items()}
 
 
+def _in_file(path: Path) -> dict[str, Any]:
+    size = regular(path).st_size
+    try:
+        return _read_safetensors(path, size) if path.suffix == SAFETENSORS else _read_torch(path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+                    raise BadInput(
+                        f"{path}: has been compressed since torch.save wrote it; torch doesn't read it right"
+                    )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what becomes of an old file
             try:
@@ -87,14 +117,20 @@ def _read_torch(path: Path) -> dict[str, Any]:
             except RuntimeError:  # of a version of torch whose files cannot be mapped
                 state = torch.load(path, map_location="cpu", weights_only=True)
         return state if isinstance(state, OrderedDict) else dict(state)  # the former says of what versions modules are
-    except OSError:
+    except (OSError, BadInput):
         raise
     except Exception as error:  # whatever unpickling another file raises
-        raise BadInput(f"{path}: cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+        raise BadInput(f"{path}: cannot be loaded: {loaders_words(error)}") from error
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    size = path.stat().st_size
+def loaders_words(error: BaseException) -> str:
+    """Return what torch's loader says, without its advice to take whatever comes."""
+    lines = [line.strip() for line in str(error).splitlines()] or [""]
+    said = next((line for line in lines if line.startswith("WeightsUnpickler error:")), lines[0])
+    return f"{type(error).__name__}: {said.removeprefix('WeightsUnpickler error:').strip()}"
+
+
+def _read_safetensors(path: Path, size: int) -> dict[str, Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH), "little")
         if not 1 < length <= min(LONGEST, size - LENGTH):
@@ -103,23 +139,29 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
     found: dict[str, Tensor] = {}
     try:
-        for name, entry in json.loads(header).items():
-            if name != "__metadata__":
-                found[name] = _tensor(whole, LENGTH + length, entry)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        entries = read_json(header.decode(), dict[str, msgspec.Raw], "its header")
+        entries.pop("__metadata__", None)
+        spans: list[tuple[int, int]] = []
+        for name, raw in entries.items():
+            entry = msgspec.json.decode(raw, type=_Entry)
+            found[name] = _tensor(whole, LENGTH + length, entry)
+            spans.append(entry.data_offsets)
+        if any(stop > start for (_, stop), (start, _) in pairwise(sorted(x for x in spans if x[1] > x[0]))):
+            raise ValueError("two tensors lie in the same bytes")
+    except (ValueError, BadInput) as error:
         raise BadInput(f"{path}: is no safetensors file, or not whole: {error}") from error
     return found
 
 
-def _tensor(whole: torch.UntypedStorage, data: int, entry: Mapping[str, Any]) -> Tensor:
+def _tensor(whole: torch.UntypedStorage, data: int, entry: _Entry) -> Tensor:
     """Return the tensor of one ``entry`` of a header; the tensors begin at byte ``data`` of the file ``whole``."""
-    if entry["dtype"] not in TYPES:
-        raise ValueError(f"type {entry['dtype']!r} is unknown")
-    dtype, shape = TYPES[entry["dtype"]], [int(n) for n in entry["shape"]]
-    start, stop = (data + int(x) for x in entry["data_offsets"])
+    if entry.dtype not in TYPES:
+        raise ValueError(f"type {shown(entry.dtype)!r} is unknown")
+    dtype, shape = TYPES[entry.dtype], entry.shape
+    start, stop = (data + x for x in entry.data_offsets)
     size = math.prod(shape) * dtype.itemsize
-    if any(n < 0 for n in shape) or not data <= start <= stop <= whole.nbytes() or stop - start != size:
-        raise ValueError(f"bytes {start} to {stop} of {whole.nbytes()} are said to be {entry['dtype']} {shape}")
+    if not start <= stop <= whole.nbytes() or stop - start != size:
+        raise ValueError(f"bytes {start} to {stop} of {whole.nbytes()} are said to be {entry.dtype} {shape}")
     there = torch.empty(0, dtype=torch.uint8).set_(whole, start, (size,), (1,))
     if start % dtype.itemsize:
         there = there.clone()

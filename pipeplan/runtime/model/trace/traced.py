@@ -135,12 +135,6 @@ def with_state_of(module: nn.Module, network: Network) -> frozenset[str]:
     return frozenset(others)
 
 
-def constants_of(model: LoadedModel) -> list[Tensor]:
-    """Return the tensors that the forward of a traced model makes from numbers: their types are the author's."""
-    buffers = (x for layer in model.layers for code in layer.codes for x in code.module.named_buffers())
-    return [x for place, x in buffers if place in model.constants]
-
-
 def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
     """Return the tensors of ``given`` in the order in which the example has them, whose places are ``wanted``."""
     tensors, places = tensors_in(given), places_in(given)

@@ -40,6 +40,7 @@ SLOWEST: Final = 2 * 10**7  # bytes/s at which a checkpoint is expected to be re
 NAMED: Final = 3  # damaged checkpoints in one message
 _NAME = re.compile(r"step-\d{8,}")
 
+Unreadable = Callable[[Path], str | None]
 Crc32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
@@ -125,19 +126,22 @@ def folder_of(step: int) -> str:
 
 
 def newest(
-    folder: str | Path, passed_over: Callable[[str], None] | None = None, peers: Peers | None = None
+    folder: str | Path,
+    passed_over: Callable[[str], None] | None = None,
+    peers: Peers | None = None,
+    unreadable: Unreadable | None = None,
 ) -> Checkpoint | None:
     """Return the good checkpoint in ``folder`` with the most updates; None if there are none at all.
 
     All ``peers`` ask together: the first one lists the folder, each reads its share of the files whole. ``passed_over``
-    hears on the first of every damaged one that has more updates. BadInput when there are checkpoints and all of them
-    are damaged.
+    hears on the first of every damaged one that has more updates; ``unreadable`` says why a file that is as it was
+    written is of no use, None if it is. BadInput when there are checkpoints and all of them are damaged.
     """
     peers = peers or Alone()
     listed = peers.gathered(" ".join(_steps(Path(folder))) if peers.rank == 0 else None)[0]
     damage: list[str] = []
     for name in reversed((listed or "").split()):
-        checkpoint, wrong = _examined(Path(folder) / name, peers)
+        checkpoint, wrong = _examined(Path(folder) / name, peers, unreadable)
         if checkpoint is not None:
             if passed_over is not None and peers.rank == 0:
                 for words in damage:
@@ -161,7 +165,7 @@ def _steps(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def _examined(path: Path, peers: Peers) -> tuple[Checkpoint | None, str]:
+def _examined(path: Path, peers: Peers, unreadable: Unreadable | None) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint at ``path`` if all peers find it good, or what is wrong with it."""
     checkpoint, wrong = None, None
     try:
@@ -173,7 +177,10 @@ def _examined(path: Path, peers: Peers) -> tuple[Checkpoint | None, str]:
         return None, found or ""
     share = list(checkpoint.files)[peers.rank :: peers.world]
     size = sum(file.bytes for file in checkpoint.files.values())
-    found = next(filter(None, peers.gathered(_damage(checkpoint, share), size / SLOWEST)), None)
+    wrong = _damage(checkpoint, share)
+    if wrong is None and unreadable is not None:
+        wrong = next(filter(None, (unreadable(path / name) for name in share)), None)
+    found = next(filter(None, peers.gathered(wrong, size / SLOWEST)), None)
     return (None, found) if found else (checkpoint, "")
 
 

@@ -14,7 +14,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -28,25 +28,10 @@ from ....errors import BadInput, RunFailed
 from ....units import format_bytes
 from ...exchange.transport import everybodys, exchanging
 from ...lowering.lowered_run import Position
+from ...model.build.state_file import loaders_words
 from .checkpoint import Checkpoint, FileSum, begin, file_of, finish, folder_of, remove_older
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The best evaluation so far: its ``value``, the less the better, the update ``step`` that it came after, and how
-    many there have been ``since``."""
-
-    value: float | None = None
-    step: int = 0
-    since: int = 0
-
-    def after(self, step: int, value: float) -> tuple[Trial, bool]:
-        """Return what it is behind another evaluation, and whether that is the best; NaN never is."""
-        if value == value and (self.value is None or value < self.value):
-            return Trial(value, step), True
-        return replace(self, since=self.since + 1), False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +159,7 @@ def _load(file: Any) -> Any:
 def _unloadable(error: Exception) -> str:
     return (
         "the optimizer's or the schedule's state has more than tensors, numbers, text, lists and dictionaries, which "
-        f"alone are safe to load: {_first_line(error)}"
+        f"alone are safe to load: {loaders_words(error)}"
     )
 
 
@@ -191,11 +176,13 @@ def check_rates(groups: Any, schedule: Any) -> None:
         raise BadInput(f"checkpoint: {_unloadable(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    """Return what an error says, without the advice that follows."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = next((line for line in lines if line.startswith("WeightsUnpickler error:")), lines[0] if lines else "")
-    return f"{type(error).__name__}: {said.removeprefix('WeightsUnpickler error:').strip()}"
+def unreadable(path: Path) -> str | None:
+    """Return why a rank's file of a checkpoint cannot be read; None if it can."""
+    try:
+        TrainingState(**_load(path))
+    except Exception as error:  # whatever the loader raises for bytes that it doesn't know
+        return f"{path}: cannot be read: {loaders_words(error)}"
+    return None
 
 
 def read(checkpoint: Checkpoint, model: Mapping[str, Tensor], trained: Set[str]) -> TrainingState:
@@ -223,7 +210,7 @@ def read(checkpoint: Checkpoint, model: Mapping[str, Tensor], trained: Set[str])
             shares, trial = there.shares if shares is None else shares, trial or there.trial
             random = _own(there.random) if name == own else random
         except Exception as error:  # whatever the loader raises for bytes that it doesn't know
-            raise BadInput(f"{path}: cannot be read: {_first_line(error)}") from error
+            raise BadInput(f"{path}: cannot be read: {loaders_words(error)}") from error
     for key, tensor in missing.items():
         found = f"has shape {tuple(shapes[key])}" if key in shapes else "is not there"
         raise BadInput(f"{checkpoint.path}: {key} {found}; the model's has shape {tuple(tensor.shape)}")

@@ -15,12 +15,13 @@ from ...device import random_state, set_random_state
 from ...exchange.collective import share_from
 from ...exchange.transport import Group
 from ..rank import Rank
+from ..trial import Trial
 from ..update.loss_scale import Scaling
 from ..update.optimizers import AVERAGE
 from ..update.stage_optimizer import Rates
 from ..update.update import StageUpdate
 from .checkpoint import Checkpoint
-from .saved_state import TrainingState, Trial, check_rates, read
+from .saved_state import TrainingState, check_rates, read
 
 
 def model_state(rank: Rank, stages: Iterable[int]) -> dict[str, Tensor]:

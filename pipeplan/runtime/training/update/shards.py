@@ -7,6 +7,7 @@ time; in all no replica has more than ceil(1/r) of the elements of a type. Eleme
 
 from __future__ import annotations
 
+import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...exchange.replica_sum import SumGroup, shares
-from ...exchange.transport import Group, exchanging
+from ...exchange.transport import Group, exchanging, received_words, send_words
 from ..weights.buckets import Bucket, Slice, in_buckets, in_runs
 
 
@@ -159,16 +160,18 @@ def gathered(
     specs = [{key: x.dtype if is_large(x) else _on_host(x) for key, x in entries.items()} for entries in mine]
     with exchanging("the gathering of what replicas share"):
         if sharing.rank:
-            dist.send_object_list([specs], first, group=sharing.hosts)
+            written = io.BytesIO()
+            torch.save(specs, written)
+            send_words(written.getvalue(), first, sharing.hosts)
             for row in (x for entries in mine for x in entries.values() if is_large(x) and x.numel()):
                 dist.send(_on_host(row).contiguous(), first, group=sharing.hosts)
             return None
         wholes: list[dict[str, Any]] = [{} for _ in shapes]
         for rank, other in enumerate([first, *others]):
-            rows, theirs = rows_of(rank), [specs]
+            rows, theirs = rows_of(rank), specs
             if rank:
-                dist.recv_object_list(theirs, other, group=sharing.hosts)
-            for index, entries in enumerate(theirs[0]):
+                theirs = torch.load(io.BytesIO(received_words(other, sharing.hosts)), weights_only=True)
+            for index, entries in enumerate(theirs):
                 for key, value in entries.items():
                     if not isinstance(value, torch.dtype):
                         wholes[index].setdefault(key, value)

@@ -1,0 +1,1 @@
+"""Which commands tell of the program itself, and of this machine?"""

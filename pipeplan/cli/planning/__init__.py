@@ -1,0 +1,1 @@
+"""Which commands search for a plan?"""

@@ -1,0 +1,120 @@
+"""``pipeplan synthesize``: which order of passes is best for given stages, and how far from the best can it be?"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import click
+
+from ...api.asked import Knobs, words
+from ...deadline import Deadline
+from ...names import SENTENCE, shown
+from .. import completed
+from ..grouped import GroupedCommand
+from ..options import JSON, SEED, Count, Output, Share, option_of, refuse_two_documents, time_limit
+from ..progress import status
+
+PLACEMENTS = click.Choice(["straight", "loop", "vee"])
+
+
+def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(re.fullmatch(r" *[0-9]{1,13} *", part) and int(part) <= 10**12 for part in parts):
+        raise click.BadParameter(f"'{shown(text, 40)}' is no list of whole numbers, such as 20,24,16")
+    return [int(part) for part in parts]
+
+
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan synthesize plan.json --microbatches 16 -o order.csv",
+        "pipeplan synthesize --gpus 4 --placement vee --times 20,24,16 --microbatches 12 --limit 5",
+    ),
+)
+@click.argument("plan", metavar="[PLAN]", required=False, type=completed.Named(tuple, files=True))
+@click.option("--gpus", type=Count(1, 10**4), help="Without PLAN: how many equal GPUs.")
+@click.option(
+    "--times",
+    metavar="F,B,W",
+    callback=_times,
+    help="Without PLAN: whole numbers, of each stage's forward, input gradients and weight gradients.",
+)
+@click.option("--transfer", type=Count(0), help="Without PLAN: between neighbouring GPUs, each way.  [default: 0]")
+@click.option(
+    "--placement",
+    type=PLACEMENTS,
+    help="Stages on GPUs: one each, round and round, or down and up again. Of PLAN: cut anew.  [default: PLAN's own; "
+    "without PLAN vee]",
+)
+@click.option("--chunks", type=Count(most=10**4), help="loop: stages per GPU.  [default: 2]")
+@click.option("--microbatches", type=Count(1, 10**5), help="To order.  [default: PLAN's mini-batch]")
+@click.option(
+    "--limit", type=Count(most=10**6), help="On a GPU at most: activations, each of a stage and a microbatch."
+)
+@click.option("--weight-keeps", type=Share(), help="Activations that weight gradients need.  [default: 100%]")
+@click.option("--split/--no-split", default=True, show_default=True, help="Weight gradients are passes of their own.")
+@click.option(
+    "--barrier/--no-barrier",
+    default=True,
+    show_default=True,
+    help="The least makespan, for GPUs that wait for each other between updates; or the least longest span of one GPU.",
+)
+@click.option("--moves", type=Count(0), help="Of passes, to try.  [default: some seconds' worth]")
+@click.option("--seed", type=SEED, default=0, show_default=True)
+@option_of(words(Knobs)["solver"], help="Of linear programs; highs needs highspy.")
+@time_limit("Search for so long, such as 60s, if no order is proved best before; or with --moves for no longer.")
+@click.option("-o", "--output", type=Output(), help="Write the order as torch's CSV, which simulate --schedule reads.")
+@click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
+@JSON
+def command(
+    plan: str | None,
+    gpus: int | None,
+    times: list[int] | None,
+    transfer: int | None,
+    placement: str | None,
+    chunks: int | None,
+    microbatches: int | None,
+    deadline: Deadline,
+    output: str | None,
+    width: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the best order of forwards and backwards for PLAN's stages, or for equal ones, within memory.
+
+    Backwards are split; a batch of microbatches is drained. Prints what the order takes, and a lower bound: no order
+    takes less. Ctrl-C ends the search with the best order so far.
+    """
+    from ...api.plans.synthesizing import graph_of_plan, graph_of_times, synthesized
+    from ...files.plans import load_plan
+    from ...files.schedule_csv import written_schedule
+    from ...files.text import write_text
+    from ...report.tables.synthesis import figures, print_synthesis
+
+    refuse_two_documents(as_json, output=output)
+    began = time.monotonic()
+    stated = {"--gpus": gpus, "--times": times, "--transfer": transfer}
+    if plan is not None:
+        extra = [name for name, value in stated.items() if value is not None]
+        if extra:
+            raise click.UsageError(f"{extra[0]} says what PLAN says already")
+        graph, count = graph_of_plan(load_plan(plan), microbatches, placement, chunks)
+    else:
+        if gpus is None or times is None or microbatches is None:
+            raise click.UsageError("name a PLAN, or say --gpus, --times and --microbatches")
+        graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
+    found = synthesized(graph, count, deadline=deadline, status=status(), **options)
+    took_s = time.monotonic() - began
+    if output is not None:
+        write_text(output, written_schedule(found.program))
+    if as_json:
+        click.echo(json.dumps({**figures(found), "seconds": round(took_s, 3)}, indent=1))
+    elif output != "-":
+        print_synthesis(found, took_s, plain=plan is None, width=width)
+        if output is not None:
+            click.echo(f"written to {shown(output, SENTENCE)}")

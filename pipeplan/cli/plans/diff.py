@@ -1,0 +1,130 @@
+"""``pipeplan diff``: how do two profiles of a network differ, and what is a plan from the first worth on the second?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ...api.asked import Common, words
+from ...choices import DEFAULT_BANDWIDTH
+from ...deadline import Deadline
+from ..grouped import GroupedCommand
+from ..options import FILE, JSON, Output, option_of, refuse_two_documents, time_limit
+
+if TYPE_CHECKING:
+    from ...planner.what_if.matching import Match
+    from ...runtime.measure.trace_file import MeasuredRun
+
+
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan diff measured.json estimated.json --plan plan.json",
+        "pipeplan diff plan.json trace.json --recalibrated profile.json",
+    ),
+)
+@click.argument("one", metavar="A", type=FILE)
+@click.argument("other", metavar="B", type=FILE)
+@click.option("--plan", metavar="FILE", type=FILE, help="A plan made from A: does it hold for B?")
+@option_of(words(Common)["gpus"], help="Instead of --plan: plan A for so many equal GPUs, or 2x8.")
+@option_of(words(Common)["mem"], help="With --gpus: usable memory of each, such as 16GB.")
+@option_of(words(Common)["bandwidth"], default=DEFAULT_BANDWIDTH, show_default=True, help="With --gpus.")
+@click.option(
+    "--match",
+    type=click.Choice(["name", "order", "weights"]),
+    default="name",
+    show_default=True,
+    help="Which layers are the same: those of the same name, the first with the first and so on, or those with as many "
+    "parameters, and what is between them by place.",
+)
+@click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
+@click.option("--recalibrated", type=Output(), help="Plan and trace: write the profile scaled to measured times.")
+@time_limit("With --gpus: stop searching after this long, such as 30s, with the best plan so far.")
+@JSON
+def command(
+    one: str,
+    other: str,
+    plan: str | None,
+    gpus: tuple[int, ...] | None,
+    mem: str | None,
+    bandwidth: str,
+    match: Match,
+    every: bool,
+    recalibrated: str | None,
+    deadline: Deadline,
+    as_json: bool,
+) -> None:
+    """Compare profile B with profile A, layer by layer; exit 1 when the plan doesn't hold for B.
+
+    A layer moved when its share of the time changed: B may be measured on a faster device as a whole.
+
+    Or compare a run with its plan: A is the plan, B the trace that pipeplan run --trace wrote.
+    """
+    refuse_two_documents(as_json, recalibrated=recalibrated)
+    from ...files.examples import located
+    from ...files.text import read_text
+    from ...runtime.measure.trace_file import MOST_BYTES, read_measured
+
+    text = read_text(located(other), MOST_BYTES)
+    run = read_measured(other, text)
+    if run is not None:
+        _compare_run(one, other, run, recalibrated, as_json)
+        return
+    if recalibrated is not None:
+        raise click.UsageError(f"--recalibrated goes with a plan and the trace of its run, which {other} is not")
+    if (gpus is None) != (mem is None) or (gpus is not None and plan is not None):
+        raise click.UsageError("say either --plan, or --gpus and --mem")
+
+    from ...files.plans import load_plan
+    from ...files.profiles import read_profile
+    from ...planner.what_if.carry import carried, matching_chain
+    from ...planner.what_if.matching import matched, stages_in
+    from ...report.tables.differences import difference_figures, paired_layers, print_carried, print_differences
+
+    after, before = read_profile(other, text), read_profile(one)
+    pairs = paired_layers(before, after, match)
+    result = loaded = None
+    if plan is not None:
+        loaded = load_plan(plan)
+    elif gpus is not None and mem is not None:
+        from ...api.problems import problem_of
+        from ...api.profiles import Profile
+        from ...planner.least_late import least_late
+        from ...planner.plan import make_plan
+
+        problem, _ = problem_of(Profile(before), gpus=gpus, mem=mem, bandwidth=bandwidth, deadline=deadline)
+        loaded = least_late(problem, lambda x: (make_plan(x), x))[0].plan
+    if loaded is not None:
+        chain, stages = matching_chain(loaded, before, after), None
+        if len(chain) != len(loaded.chain):
+            same = matched(loaded.chain, chain, match)
+            stages = stages_in(loaded.allocation.stages, loaded.chain, chain, same)
+        result = carried(loaded, chain, stages)
+    if as_json:
+        click.echo(json.dumps(difference_figures(before, after, pairs, loaded, result), indent=1))
+    else:
+        print_differences(before, after, pairs, every)
+        if loaded is not None and result is not None:
+            print_carried(loaded, result)
+    if result is not None and result.violations:
+        raise click.exceptions.Exit(1)
+
+
+def _compare_run(plan: str, trace: str, run: MeasuredRun, recalibrated: str | None, as_json: bool) -> None:
+    from ...files.plans import load_plan
+    from ...files.profiles import profile_text
+    from ...files.text import write_text
+    from ...report.tables.trace_diff import comparison, print_comparison
+    from ...runtime.measure import trace_file
+
+    loaded = load_plan(plan)
+    trace_file.check_same_plan(loaded, run, trace)
+    if recalibrated is not None:
+        write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run, trace)))
+    if as_json:
+        click.echo(json.dumps(asdict(comparison(loaded, run)), indent=1))
+    elif recalibrated != "-":
+        print_comparison(loaded, run)

@@ -1,0 +1,1 @@
+"""Which commands measure, estimate and train models?"""

@@ -1,0 +1,463 @@
+"""``pipeplan run``: how does training go under a plan? On torch processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from ...choices import BEST
+from ...errors import BadInput, PipeplanError, RunStopped
+from ...names import SENTENCE, shown
+from ...units import parse_bandwidth
+from .. import completed
+from ..grouped import GroupedCommand
+from ..options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
+from ..progress import status
+from .model import trained_model
+
+if TYPE_CHECKING:
+    from ...plan import Plan
+    from ...runtime.engine.options import RunOptions
+    from ...runtime.measure.report import RunReport
+    from ...runtime.model.build.spec import ModelSpec
+    from ...runtime.scalars import Scalars
+
+PATH = click.Path(path_type=Path)
+WORDS = 40  # of each rank's program that a dry run prints
+STEPS = 50
+MOST_THREADS = 1024
+
+
+def _coarsening(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None or text == "all":
+        return 0 if text else None
+    return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
+
+
+def _words(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
+    words = () if text is None else tuple(text.split(","))
+    if not all(word.strip() == word and word for word in words):
+        raise click.BadParameter("expected words with commas between them", param=option)
+    return words
+
+
+class RankCommand(GroupedCommand):
+    """A command that under torchrun is one of several: what ends it before all have met, the others hear at once."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> click.Context:
+        """Read the command line."""
+        if "--json" in arguments[1]:  # whose lines are all there is on standard error
+            status().say("")
+        with _heard_by_others():
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run."""
+        with _heard_by_others():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _heard_by_others() -> Iterator[None]:
+    from ...runtime.processes.watchdog import TORCHRUN, watching
+
+    if any(name not in os.environ for name in TORCHRUN):
+        yield
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that has gone is no reason for a page of C++
+    with watching() as watch, ExitStack() as held:
+        watch.tell_signal = _told_of_signal
+        with suppress(ImportError):  # without torch there are no others
+            from ...runtime.processes.torchrun import shown_to_others
+
+            held.enter_context(shown_to_others())
+        try:
+            yield
+        except (RunStopped, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
+            with suppress(ImportError):
+                from ...runtime.processes.torchrun import tell_others
+
+                tell_others(told, watch)
+            raise
+
+
+def _told_of_signal(number: int) -> PipeplanError | None:
+    from ...runtime.processes.torchrun import told_of_signal
+
+    return told_of_signal(number)
+
+
+def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
+    if folder is None:
+        return nullcontext()
+    from ...runtime.scalars import Scalars
+
+    return closing(Scalars(folder))
+
+
+@click.command(
+    cls=RankCommand,
+    examples=(
+        "pipeplan run plan.json --model zoo:gpt-tiny --steps 50",
+        "pipeplan run plan.json --model mymodel:build --data mymodel:data --epochs 3 --checkpoint run --resume",
+    ),
+)
+@PLAN
+@click.option(
+    "--model",
+    metavar="MODEL",
+    type=completed.MODEL,
+    help="zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]",
+)
+@click.option(
+    "--data",
+    metavar="MODULE:FUNCTION",
+    help="data(index, seed) -> (input, target), or what is or returns a DataLoader or a Dataset.  [default: the zoo's]",
+)
+@click.option("--steps", type=Count(), help="Weight updates, those of a resumed run included.  [default: 50]")
+@click.option("--epochs", type=Count(), help="Instead of --steps: passes over the data, of whole updates.")
+@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: those that the data have]")
+@click.option("--evaluate", "evaluates", is_flag=True, help="Run forward alone; options for updates do nothing.")
+@click.option("--lr", type=Number(), default=0.1, show_default=True, help="Learning rate.")
+@click.option(
+    "--optimizer",
+    metavar="NAME[,OPTION=VALUE...]",
+    help="Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]",
+)
+@click.option(
+    "--no-decay",
+    metavar="WORD,..",
+    callback=_words,
+    help="No weight decay where one stands in a weight's name, or in its module's class, such as norm,bias.",
+)
+@click.option(
+    "--groups",
+    metavar="MODULE:FUNCTION",
+    help="groups(named_parameters) -> the optimizer's parameter groups, as torch takes them.",
+)
+@click.option(
+    "--scheduler",
+    metavar="NAME[,OPTION=VALUE...]",
+    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10 or CosineAnnealingLR, which ends with the run if "
+    "nothing else is said, or module:function; steps after each update.",
+)
+@click.option("--warmup", type=Count(0), default=0, help="Updates in which the learning rate rises before all that.")
+@click.option(
+    "--clip-norm",
+    type=Number(above=True),
+    help="Clip gradients to this total norm over all stages; with weights flush and 2bw.",
+)
+@click.option("--eval-data", metavar="MODULE:FUNCTION", help="Evaluate on these, as --data, while training.")
+@click.option(
+    "--eval-every", type=Count(), help="Updates between two evaluations, also after the last.  [default: an epoch's]"
+)
+@click.option("--eval-batches", type=Count(), help="Microbatches of one.  [default: those that the data have]")
+@click.option(
+    "--metrics", metavar="MODULE:FUNCTION", help="metrics(output, target) -> a number, or a dict of them: their means."
+)
+@click.option(
+    "--monitor",
+    metavar="NAME|max:NAME",
+    default="loss",
+    show_default=True,
+    help="What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.",
+)
+@click.option("--patience", type=Count(), help="End after so many evaluations that are no better than the best.")
+@click.option("--ema", type=Number(), metavar="DECAY", help="Keep a running average of the weights, such as by 0.999.")
+@click.option("--averaged", is_flag=True, help="Save and evaluate that average.")
+@click.option(
+    "--callback", metavar="MODULE:FUNCTION", help="callback(step, metrics) after every update and every evaluation."
+)
+@click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
+@click.option(
+    "--schedule",
+    metavar="NAME|FILE.csv",
+    type=completed.RUN_SCHEDULE,
+    help="Run the plan's stages under this schedule instead, in the order of a file as torch reads it, or in the best "
+    "that is found, which takes some seconds.",
+)
+@click.option(
+    "--limit",
+    type=Count(most=10**6),
+    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches; "
+    "v-limit: activations of chunks on a GPU.",
+)
+@click.option(
+    "--half",
+    type=click.Choice(["bf16", "fp16"]),
+    help="With mixed precision and autocast.  [default: the profile's]",
+)
+@click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
+@click.option(
+    "--loss-scale-window",
+    type=Count(0),
+    help="Double it after so many updates without overflow; 0: never.  [default: 2000]",
+)
+@click.option("--bucket-size", type=Count(), help="Parameters stepped, and summed, at a time.  [default: the plan's]")
+@click.option(
+    "--coarsening",
+    metavar="K|all",
+    callback=_coarsening,
+    help="Buckets in one sum over replicas; the next is under way while they are stepped.  [default: the plan's, or 2]",
+)
+@click.option("--seed", type=SEED, default=0, show_default=True)
+@click.option(
+    "--timeout",
+    metavar="TIME",
+    type=Time(above=True),
+    help="Longest wait for another rank, such as 60s.  [default: from the plan]",
+)
+@click.option(
+    "--link-delay",
+    metavar="TIME",
+    type=Time(),
+    help="Let messages come so much later, to try what a slow network does.",
+)
+@click.option(
+    "--link-rate",
+    metavar="RATE",
+    help="Let messages and sums over replicas take as long as over links of this rate, such as 1GB/s.",
+)
+@click.option(
+    "--threads", type=Count(most=MOST_THREADS), default=1, show_default=True, help="CPU threads of each process."
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: GPUs, unless the plan's profile is of a CPU.",
+)
+@click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict: .safetensors, or torch.save.")
+@click.option(
+    "--load",
+    metavar="PATH",
+    type=PATH,
+    help="Start from a state_dict, unless a checkpoint is found: a file of torch's or safetensors, or a folder.",
+)
+@click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
+@click.option(
+    "--checkpoint-every",
+    "every",
+    metavar="N",
+    type=Count(),
+    help="After every N updates as well.  [default with --epochs: after every epoch]",
+)
+@click.option(
+    "--keep-checkpoints",
+    "keep",
+    metavar="N",
+    type=Count(),
+    help="Remove older ones than N.  [default: keep all]",
+)
+@click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint, if there is one.")
+@click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")
+@click.option(
+    "--log-dir", metavar="DIR", type=PATH, help="Write loss, time per microbatch and memory here, for TensorBoard."
+)
+@click.option("--trace", type=Output(), help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
+@click.option(
+    "--engine",
+    type=click.Choice(["own", "torch"]),
+    default="own",
+    show_default=True,
+    help="torch: torch.distributed.pipelining, for plans that drain.",
+)
+@click.option(
+    "--no-compare",
+    "compares",
+    flag_value=False,
+    default=True,
+    help="Don't compare the first microbatch of a traced model with plain training before it trains.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
+@JSON
+@DEBUG
+def command(
+    plan: str,
+    model: str | None,
+    data: str | None,
+    log_dir: Path | None,
+    trace: str | None,
+    dry_run: bool,
+    as_json: bool,
+    callback: str | None,
+    **given: Any,
+) -> None:
+    """Train from PLAN with one process per GPU over torch.distributed, and print measured beside predicted.
+
+    Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
+    update goes to standard error.
+    """
+    _refuse(trace, log_dir, given)
+    refuse_two_documents(as_json, trace=trace)
+    loaded = _run_otherwise(plan, given)
+    spec = trained_model(model, data, plan, loaded.chain.name)
+    options = replace(_options(loaded, spec, given), traced=trace is not None)
+    if dry_run:
+        _print_dry_run(loaded, options, as_json)
+        return
+    away = _announce(loaded, spec, options, as_json)
+    from ...files.text import write_text
+    from ...report.tables.run import print_report, progress_printer
+    from ...report.traces.runs import measured_trace
+    from ...runtime.measure.progress import StepProgress, metrics_of
+    from ...runtime.model.build.spec import find
+    from ...runtime.model.user_code import user_code
+    from ...runtime.processes.launch import run_plan
+
+    listeners = [progress_printer(loaded, as_json, away)]
+    if callback is not None:
+        function = find(callback)
+
+        def call(step: StepProgress) -> None:
+            with user_code(f"--callback {callback}"):
+                function(step.step, metrics_of(step))
+
+        listeners.append(call)
+
+    def write_trace(report: RunReport) -> None:
+        if trace is not None:
+            write_text(trace, measured_trace(loaded, report))
+
+    with _scalars(log_dir) as scalars:
+        if scalars is not None:
+            listeners.append(scalars.hear)
+
+        def hear(step: StepProgress) -> None:
+            for listener in listeners:
+                listener(step)
+
+        try:
+            report = run_plan(loaded, spec, options, hear, _note, None if as_json else status())
+        except RunStopped as stopped:
+            if stopped.report is not None:
+                write_trace(cast("RunReport", stopped.report))
+            raise
+        if report is not None and scalars is not None:
+            scalars.finish(report, options.steps)
+    if report is None:  # another rank under torchrun reports
+        return
+    for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
+        _note(words)
+    write_trace(report)
+    if trace != "-":
+        print_report(loaded, report, options.evaluates, as_json)
+
+
+def _note(words: str) -> None:
+    click.echo(f"note: {shown(words, SENTENCE)}", err=True)
+
+
+def _refuse(trace: str | None, log_dir: Path | None, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that don't go together, whatever the plan."""
+    if given["steps"] is not None and given["epochs"] is not None:
+        raise click.UsageError("say either --steps or --epochs")
+    if given["epoch_length"] is not None and given["epochs"] is None:
+        raise click.UsageError("--epoch-length goes with --epochs")
+    if trace is not None and given["engine"] == "torch":
+        raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
+    if log_dir is not None and given["evaluates"]:
+        raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
+    for name in ("eval_every", "eval_batches", "metrics", "patience"):
+        if given["eval_data"] is None and given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} goes with --eval-data")
+
+
+def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
+    """Return the plan that is named, as the options that are ``given``, which are taken out, let its devices run it."""
+    vertical_sync, schedule, limit = (given.pop(x) for x in ("vertical_sync", "schedule", "limit"))
+    from ...files.plans import load_plan
+    from ...schedule.kinds import KINDS
+
+    loaded = load_plan(name)
+    if loaded.chain.tensor > 1:
+        raise BadInput(
+            f"{name}: {loaded.chain.tensor} GPUs run each layer together, which pipeplan plans but doesn't run; "
+            "pipeplan export gives the plan to Megatron-LM or torchtitan"
+        )
+    if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
+        raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
+    from ...runtime.engine.options import clipping, run_otherwise
+
+    if schedule == BEST:
+        from ...planner.what_if.ordered import ordered_alike
+
+        loaded, schedule = ordered_alike(loaded), None
+    loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
+    return clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])
+
+
+def _options(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
+    """Return what is asked of a run; ``given`` are its options as typed."""
+    from ...runtime.engine.options import HeldOutOptions, RunOptions, held_out_of, in_epochs
+    from ...runtime.training.half import HalfOptions
+    from ...runtime.training.update.optimizers import parse_choice
+
+    steps, epochs, length, timeout, delay, rate = (
+        given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay", "link_rate")
+    )
+    data, every, batches, metrics, monitor, patience = (
+        given.pop(x) for x in ("eval_data", "eval_every", "eval_batches", "metrics", "monitor", "patience")
+    )
+    for name in ("optimizer", "scheduler"):
+        given[name] = None if given[name] is None else parse_choice(given[name], f"--{name}")
+    options = RunOptions(
+        steps=steps or STEPS,
+        timeout_s=None if timeout is None else timeout / 1e9,
+        link_delay_s=(delay or 0) / 1e9,
+        link_rate=None if rate is None else parse_bandwidth(rate, "--link-rate"),
+        half=HalfOptions(*(given.pop(x) for x in ("half", "loss_scale", "loss_scale_window"))),
+        **given,
+    )
+    if epochs is not None:
+        options = in_epochs(options, plan, spec, epochs, length)
+    if data is None:
+        return options
+    usual = None if options.epoch is None else options.epoch // plan.interval
+    about = HeldOutOptions(data, 1, 1, metrics, patience=patience, averaged=options.averaged)
+    return replace(options, held_out=held_out_of(plan, about, every or usual, batches, monitor))
+
+
+def _print_dry_run(plan: Plan, options: RunOptions, as_json: bool) -> None:
+    from ...report.tables.run import print_dry_run
+    from ...runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
+    from ...runtime.lowering.lowered_run import lower_run
+
+    lowered = lower_run(plan, options.steps, every=options.every, evaluates=options.evaluates)
+    arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
+    on_gpus = options.device == "cuda" or (options.device == "auto" and not plan.chain.of_cpu)
+    lines = torchrun_line(lowered, arguments), slurm_line(lowered, arguments, on_gpus)
+    print_dry_run(lowered, *lines, program_lines(lowered, None if as_json else WORDS), as_json)
+
+
+def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -> bool:
+    """Say what begins, and what is unusual about it; return whether it is away from the device of the profile."""
+    from ...report.tables.run import announced, elsewhere
+    from ...runtime.device import kind_of, sharing
+    from ...runtime.processes.rendezvous import number_in_environment
+    from ...schedule.kinds import KINDS
+
+    ranks = len({device for stage in plan.allocation.stages for device in stage.devices})
+    by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links
+    kind = kind_of(options.device, plan.chain)
+    note = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads)
+    if note is not None and not as_json and not number_in_environment("LOCAL_RANK"):
+        _note(note)
+    away = elsewhere(plan.chain, kind)
+    spec.check()  # what is wrong with its names is said alone
+    if as_json:
+        status().say("")
+    elif not options.evaluates and not number_in_environment("RANK"):
+        click.echo(announced(plan, options.steps, away), err=True)
+    return away

@@ -1,0 +1,1 @@
+"""Which GPUs, and which platform of them?"""

@@ -1,0 +1,1 @@
+"""Which grid of equal pipelines, message-driven, is done first with a batch?"""

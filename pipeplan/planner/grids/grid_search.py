@@ -1,0 +1,222 @@
+"""Which grid of pipelines is done first with a batch? Bounds first, then splits, simulation, local moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from ...deadline import OutOfTime
+from ...partition.balance import in_segments, ways_to_recompute
+from ...plan import Stage
+from ...units import format_ns
+from ..drained.search import EFFORTS, until_ended
+from ..periodic.explain import grid_shortfall, why_no_grid
+from ..periodic.incumbent import GRACE_S, Settings
+from .arrivals import batch_time
+from .pipelines import Pipelines, Proposal, Split
+from .space import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
+
+_PROBES = 2  # splits of each configuration at first
+_NEAR = 0.06  # how much slower than the best a configuration may be to get more
+_OPEN = 6  # configurations whose tables are kept
+_FINALISTS = 4  # configurations whose stages are moved about
+
+
+def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal") -> Outcome:
+    """Return the best grid found for ``asked``, a table of the others, and a bound on all.
+
+    Configurations are taken in the order of their work bounds and dropped when these are above the best so far, but
+    every grid of all GPUs gets a figure. Heuristic: splits are the shortest paths of ``partition.drained``, the limits
+    a few, and local moves improve the best of them; ``effort`` says how much. A KeyboardInterrupt or the deadline ends
+    it with the best so far.
+    """
+    search = _Search(asked, settings)
+    stopped = until_ended(
+        asked.problem, partial(search.run, EFFORTS[effort].grid_steps), lambda: search.best is not None
+    )
+    stopped = stopped or ("time limit" if search.late else None)
+    if stopped == "time limit" and search.best is None:
+        search.try_simplest()
+    return search.outcome(stopped)
+
+
+class _Search:
+    def __init__(self, asked: GridProblem, settings: Settings) -> None:
+        self.asked, self.settings = asked, settings
+        self.late = False
+        self.best: Found | None = None
+        self.grids = {config: self._pipelines(config) for config in configs(asked)}
+        self._open: dict[GridConfig, None] = {}  # the last few whose tables were used
+        self._fitting: dict[GridConfig, None] = {}  # those with a split that fits, in the order in which it was found
+
+    def _pipelines(self, config: GridConfig) -> Pipelines:
+        asked = self.asked
+        microbatches = config.microbatches(asked.batch)
+        return Pipelines(asked.of(config), config.groups(), microbatches, asked.limit, work_bound(asked, config))
+
+    @property
+    def expired(self) -> bool:
+        late = self.asked.problem.deadline.passed
+        self.late |= late
+        return late
+
+    def run(self, steps: int) -> None:
+        """Search with so many steps for local moves."""
+        self.probe()
+        self.deepen()
+        self.improve(steps)
+        self.settle()
+        self.bound()
+
+    def probe(self) -> None:
+        """Simulate a few splits of every configuration that can become the best, or that of its grid of all GPUs."""
+        count = len(self.asked.problem.platform)
+        of_grid: dict[tuple[int, int], int] = {}
+        for config in sorted(self.grids, key=lambda c: (self.grids[c].bound_ns, c.offload, -c.microbatch, c.stages)):
+            if self.expired:
+                return
+            shape = config.stages, config.pipelines
+            if not self._hopeful(config, of_grid.get(shape) if config.gpus == count else None):
+                continue
+            grid = self.opened(config)
+            grid.bound(None if self.best is None else self.best.batch_ns)
+            if grid.unfit or not self._hopeful(config, of_grid.get(shape) if config.gpus == count else None):
+                continue
+            self._try(config, grid.probe(_PROBES))
+            if grid.best is not None:
+                time = grid.best.result.batch_ns
+                of_grid[shape] = min(time, of_grid.get(shape, time))
+
+    def _hopeful(self, config: GridConfig, besides: int | None) -> bool:
+        """Whether a configuration may beat the best so far, or ``besides``, the best of its grid."""
+        if self.best is None:
+            return True
+        if config.gpus == len(self.asked.problem.platform) and besides is None:
+            return True  # a grid of all GPUs without a figure
+        return self.grids[config].bound_ns < max(self.best.batch_ns, besides or 0)
+
+    def deepen(self) -> None:
+        """Simulate all splits and limits of the configurations that came close to the best."""
+        for config in self._order():
+            assert self.best is not None, "there are splits"
+            near = self._time(config) <= self.best.batch_ns * (1 + _NEAR)
+            if not near or self.grids[config].bound_ns >= self.best.batch_ns:
+                continue
+            grid = self.opened(config)
+            for limit in grid.limits():
+                if self.expired:
+                    return
+                self._try(config, grid.splits(limit))
+
+    def _try(self, config: GridConfig, proposals: Iterable[Proposal]) -> None:
+        for _ in self.grids[config].try_(proposals):
+            self._note(config)
+
+    def _note(self, config: GridConfig) -> None:
+        """Keep the best split of a configuration if it is the best of all."""
+        self._fitting[config] = None
+        found = self._found(config)
+        if self.best is None or found.batch_ns < self.best.batch_ns:
+            self.best = found
+            if self.settings.progress:
+                self.settings.progress(
+                    f"best so far {format_ns(found.batch_ns)} with {config.stages} x {config.pipelines}, microbatch "
+                    f"{config.microbatch}, limit {found.limit}"
+                )
+
+    def opened(self, config: GridConfig) -> Pipelines:
+        """Return the pipelines of a configuration, and have those that were used longest ago forget their tables."""
+        self._open.pop(config, None)
+        self._open[config] = None
+        if len(self._open) > _OPEN:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            self.grids[oldest].forget()
+        return self.grids[config]
+
+    def improve(self, steps: int) -> None:
+        """Move the cuts, limits and in-flight counts of the best few configurations while that helps."""
+        finalists = self._order()[:_FINALISTS]
+
+        def simulated() -> int:
+            return sum(self.grids[config].steps for config in finalists)
+
+        end = simulated() + steps
+        for config in finalists:
+            for _ in self.opened(config).improve(lambda: simulated() >= end or self.expired):
+                self._note(config)
+
+    def settle(self) -> None:
+        """Simulate the best few configurations in full, so that the figure of the best is that of its plan."""
+        for config in self._order()[:_FINALISTS]:
+            self.grids[config].simulate_in_full()
+        self.best = None
+        for config in self._order()[:1]:
+            self.best = self._found(config)
+
+    def _time(self, config: GridConfig) -> int:
+        best = self.grids[config].best
+        assert best is not None, "one of its splits fits"
+        return best.result.batch_ns
+
+    def _order(self) -> list[GridConfig]:
+        """Return the configurations of which a split fits, the fastest first."""
+        return sorted((config for config in self._fitting if self.grids[config].best is not None), key=self._time)
+
+    def _found(self, config: GridConfig) -> Found:
+        best = self.grids[config].best
+        assert best is not None, "one of its splits fits"
+        return Found(config, best.stages, best.limit, best.result.batch_ns, best.result.exact)
+
+    def try_simplest(self) -> None:
+        """Try grids of one stage, whose layers need no search, for some time behind the deadline."""
+        end = self.asked.problem.deadline
+        end = end.later(GRACE_S - end.remaining_s())
+        flat = sorted((c for c in self.grids if c.stages == 1), key=lambda c: (-c.gpus, c.offload, -c.microbatch))
+        with suppress(OutOfTime), end.insist():
+            for config, how in product(flat, ways_to_recompute(self.asked.problem)):
+                end.check()
+                problem, group = replace(self.asked.of(config), deadline=end), config.groups()[0]
+                count = len(problem.chain)
+                stages = (Stage(0, count, group, in_segments(0, count, how)),)
+                result = batch_time(problem, stages, config.microbatches(self.asked.batch), 1, whole=False)
+                if result.fits:
+                    self.grids[config].best = Split((0, count), (1,), 1, stages, result)
+                    self._note(config)
+                    return
+
+    def bound(self) -> None:
+        """Bound the configurations that may still hide something better, by what their limits allow."""
+        if self.best is None:
+            return
+        for config in sorted(self.grids, key=lambda c: self.grids[c].bound_ns):
+            if self.grids[config].bound_ns >= self.best.batch_ns or self.expired:
+                return
+            self.opened(config).bound(self.best.batch_ns, by_limit=True)
+
+    def outcome(self, stopped: str | None) -> Outcome:
+        """Return what was found."""
+        count = len(self.asked.problem.platform)
+        grids = [(p, count // p) for p in range(1, count + 1) if count % p == 0]
+        grids = [grid for grid in grids if self.asked.pipelines in (None, grid[1])]
+        if self.best is not None and (self.best.config.stages, self.best.config.pipelines) not in grids:
+            grids.append((self.best.config.stages, self.best.config.pipelines))
+        alive = [grid.bound_ns for grid in self.grids.values() if not grid.unfit]
+        rows = tuple(self._row(inter, data) for inter, data in grids)
+        return Outcome(self.best, rows, min(alive, default=0), stopped)
+
+    def _row(self, inter: int, data: int) -> GridRow:
+        own = [c for c in self.grids if (c.stages, c.pipelines) == (inter, data)]
+        alive = [c for c in own if not self.grids[c].unfit]
+        if not own:
+            return GridRow(inter, data, None, None, why_no_grid(self.asked, inter, data))
+        if not alive:
+            return GridRow(inter, data, None, None, grid_shortfall(self.asked, own))
+        bound = min(self.grids[c].bound_ns for c in alive)
+        fitting = [c for c in alive if self.grids[c].best is not None]
+        if not fitting:
+            return GridRow(inter, data, None, bound, "not searched")
+        return GridRow(inter, data, self._found(min(fitting, key=self._time)), bound)

@@ -1,0 +1,109 @@
+"""How much should be admitted at once where GPUs decide as they go, and what do stages cost then?
+
+Such a schedule has no pattern to place operations in; its limit is all that a planner decides, and its cost comes from
+its simulated run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...check.evaluate import evaluate_simulated
+from ...cost.stage_graph import StageGraph
+from ...deadline import NEVER, Deadline
+from ...integers import smallest
+from ...plan import Schedule
+from ...problem import Platform
+from ...registry import Late
+from ...schedule.kinds import KINDS, refused
+from ...schedule.registered import Kind
+
+batch_on = Late("planner.grids.arrivals:batch_on")
+ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLimit:
+    """A schedule with its limit decided, and its cost in ns: nF1B's period, message-driven's makespan."""
+
+    cost_ns: int
+    schedule: Schedule
+
+
+def cost_and_excess(
+    graph: StageGraph, schedule: Schedule, platform: Platform, deadline: Deadline = NEVER
+) -> tuple[int, int]:
+    """Return the cost (ns) of stages under a schedule with its limit, and the bytes that the fullest device lacks.
+
+    The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B; everything
+    fits where the fullest device lacks nothing or less.
+    """
+    if KINDS[schedule.kind].by_arrival:
+        return batch_on(graph, platform, schedule.mini_batch, schedule.limit or 1, deadline)
+    result = evaluate_simulated(graph, schedule, platform, deadline)
+    cost = result.period_ns if result.makespan_ns is None else result.makespan_ns
+    return cost, max(use.peak_bytes - use.memory_bytes for use in result.devices)
+
+
+@dataclass(frozen=True)
+class LimitSearch:
+    """A kind of schedule to plan for: ``schedule.limit`` is the user's, or None for the planner to choose."""
+
+    schedule: Schedule
+    platform: Platform
+
+    @property
+    def kind(self) -> Kind:
+        """The row of the kind."""
+        return KINDS[self.schedule.kind]
+
+    @property
+    def places(self) -> bool:
+        """Whether the schedule says itself which GPU has which stage."""
+        return self.kind.simulated is not None and self.kind.simulated.homes is not None
+
+    def refuses(self, graph: StageGraph) -> str | None:
+        """Return why ``graph`` cannot run under the schedule at all, or None."""
+        return refused(graph, self.schedule)
+
+    def floor_ns(self, graph: StageGraph) -> int:
+        """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
+        floor = graph.period_floor_ns
+        return self.schedule.mini_batch * (floor - 1) if self.kind.drains else floor
+
+    def choose(self, graph: StageGraph, deadline: Deadline = NEVER) -> ChosenLimit | None:
+        """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.
+
+        Without a limit of the user's: the usual ones, the shortest cost of those that fit, and below them the largest
+        that fits. More admitted needs more memory, up to the interplay of arrivals, so this last one is a heuristic.
+        """
+        if self.schedule.limit is not None:
+            alone = self.kind.drains and len(graph.stages) == 1
+            limit = 1 if alone else self.schedule.limit  # a stage alone has nothing to wait for
+            return self._tried(graph, limit, deadline)
+        if self.kind.limit is None:
+            return self._tried(graph, None, deadline)
+        usual = self.kind.limit.usual(graph)
+        best: ChosenLimit | None = None
+        for limit in usual:
+            found = self._tried(graph, limit, deadline)
+            if found is not None and (best is None or found.cost_ns < best.cost_ns - best.cost_ns // ENOUGH):
+                best = found
+            if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
+                break
+        least = self.kind.limit.least
+        if best is None and usual[0] > least:
+            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - least)
+            best = None if found_less is None else found_less[1]
+        return best
+
+    def excess_bytes(self, graph: StageGraph, deadline: Deadline = NEVER) -> int:
+        """Return how much the device that is most over its memory lacks under the limit of the user, or the least."""
+        least = self.kind.limit.least if self.kind.limit else None
+        admitted = replace(self.schedule, limit=self.schedule.limit or least)
+        return cost_and_excess(graph, admitted, self.platform, deadline)[1]
+
+    def _tried(self, graph: StageGraph, limit: int | None, deadline: Deadline) -> ChosenLimit | None:
+        schedule = replace(self.schedule, limit=limit)
+        cost, excess = cost_and_excess(graph, schedule, self.platform, deadline)
+        return ChosenLimit(cost, schedule) if excess <= 0 else None

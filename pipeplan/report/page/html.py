@@ -1,0 +1,327 @@
+"""What is there to see of a plan, on one page? Table, pattern, runs, memory and bounds, in plain HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from ...check.delays import plan_delays
+from ...check.evaluate import Evaluation, evaluate, gap
+from ...cost.memory_model import weights_of
+from ...files.plans import gpus_of
+from ...names import SENTENCE, shown
+from ...plan import Bound, Plan, Stage
+from ...planner.simulated.other_schedules import drains
+from ...planner.simulated.simulation import Refused, Simulation
+from ...runtime.measure.times import OpTime
+from ...runtime.measure.trace_file import MeasuredRun
+from ...schedule.kinds import kind_of
+from ...schedule.memory import activation_steps
+from ...schedule.weight_versions import average_delay
+from ...units import format_bytes, format_devices, format_ns, gpu_name
+from ..gantt import plan_window, working_devices
+from ..tables.plan import group_column, stage_figures
+from ..tables.simulations import SCHEDULE_COLUMNS, column_words, schedule_cells
+from ..words import alone_ns, bound_class, distance, machine
+from .charts import Chart, measured_chart, run_chart, toolbar
+from .looks import script, style
+
+FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
+HALF = 28  # columns of each of two names in a cell
+MOST_OPERATIONS = 20_000  # of GPUs, in all runs that a page shows; more would make it slow to open
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run by the plan: its figures, and what every device did."""
+
+    figures: MeasuredRun
+    operations: dict[int, tuple[OpTime, ...]]
+
+
+def microbatches_shown(plan: Plan, wanted: int, batch: int = 1, runs: int = 1) -> int:
+    """Return how many microbatches each of a page's ``runs`` has: ``wanted``, or fewer of too many operations.
+
+    Fewer are whole mini-batches of ``batch``.
+    """
+    most = MOST_OPERATIONS // (2 * len(plan.allocation.stages) * runs)
+    return wanted if wanted <= most else max(1, most // batch) * batch
+
+
+def report_html(
+    simulation: Simulation,
+    beside: Sequence[Simulation] = (),
+    refused: Sequence[Refused] = (),
+    measured: Measured | None = None,
+) -> str:
+    """Return the page for a plan and one simulated run of it; it needs nothing but itself.
+
+    ``beside`` are its runs under several schedules, to be compared, and ``refused`` the schedules that it cannot run
+    under; ``measured`` is a run of it, to be set under the simulated one. Every operation and every instant of memory
+    answers to the mouse. Same input, same bytes.
+    """
+    plan, timeline = simulation.plan, simulation.timeline
+    result = evaluate(plan)
+    runs = [(x, run_chart(f"run-{x.schedule}", "run", x.timeline)) for x in beside if x.schedule != simulation.schedule]
+    others = [chart for _, chart in runs]
+    shown_charts, parts = [], []
+    for charts, html in (
+        _steady(plan),
+        _run(simulation, measured, others),
+        (others, [*_schedules(beside, refused), *(_titled(x.name, x.makespan_ns, chart) for x, chart in runs)]),
+    ):
+        shown_charts += charts
+        parts += html
+    data = {
+        "makespan_ns": timeline.makespan_ns,
+        "memory": _memory_data(simulation),
+        "charts": {chart.name: chart.data() for chart in shown_charts},
+    }
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{style()}</style></head><body>",
+            _head(plan, result),
+            "<h2>Period against lower bounds</h2>",
+            _bounds(plan, result),
+            "<h2>Stages</h2>",
+            _stages(plan, result),
+            *parts,
+            "<h2>Memory over the run</h2>",
+            '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
+            _memory(simulation),
+            _provenance(plan),
+            '<div id="tip"></div>',
+            f"<script>const DATA = {_script_json(data)};{script()}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+Section = tuple[list[Chart], list[str]]  # the charts in it, and its HTML
+
+
+def _steady(plan: Plan) -> Section:
+    """Return a period of a plan that has a steady state, nothing of another."""
+    if plan.pattern is None and kind_of(plan).steady is None:
+        return [], []
+    window = plan_window(plan)
+    batch = 1 if plan.pattern is not None else plan.schedule.mini_batch
+    chart = Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, batch)
+    return [chart], [
+        f"<h2>Steady state: {escape(window.title)}</h2>",
+        '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
+        toolbar([chart]),
+        chart.html(),
+    ]
+
+
+def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Chart]) -> Section:
+    """Return the run, what was measured under it, and what zooms both and ``others``."""
+    plan, timeline = simulation.plan, simulation.timeline
+    charts = [run_chart("run", "run", timeline)]
+    titles = [""]
+    if measured is not None:
+        trained = _measured_chart(simulation, measured)
+        charts.append(trained)
+        titles = ["<h3>Planned</h3>", f"<h3>Measured: {_measured_words(measured, trained, plan)}</h3>"]
+    return charts, [
+        f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(simulation.name)}</h2>",
+        f'<p class="soft">{format_ns(simulation.makespan_ns)} in all, {format_ns(simulation.per_microbatch_ns)} per '
+        f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. The wheel zooms, dragging "
+        "moves, a double click shows all; pointing at a microbatch shows its way.</p>",
+        toolbar([*charts, *others]),
+        *(f"{title}{chart.html()}" for title, chart in zip(titles, charts, strict=True)),
+    ]
+
+
+def _titled(name: str, makespan_ns: int, chart: Chart) -> str:
+    return f"<h3>{escape(name)}, {format_ns(makespan_ns)}</h3>{chart.html()}"
+
+
+def _script_json(data: object) -> str:
+    """Return JSON that no name in it can end the script around."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _head(plan: Plan, result: Evaluation) -> str:
+    chain, platform = plan.chain, plan.platform
+    alone = alone_ns(chain)
+    used = len({device for stage in plan.allocation.stages for device in stage.devices})
+    cards = [
+        (format_ns(result.period_ns), "per microbatch"),
+        (f"{1e9 * chain.microbatch / result.period_ns:.2f}/s", "microbatches" if chain.microbatch == 1 else "samples"),
+        (f"{alone / result.period_ns:.2f}x", "as fast as one GPU (if that had the memory)"),
+    ]
+    delays = plan_delays(plan, result.graph)
+    if any(x.most for x in delays):
+        cards.append(
+            (f"{average_delay(delays):.2f} updates", f"late on average, {max(x.most for x in delays)} at most")
+        )
+    gaps = [gap(result.period_ns, bound) for bound in plan.lower_bounds if not bound.claimed]
+    if gaps:
+        cards.append((f"{min(gaps):.2%}", "above the best lower bound"))
+    boxes = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
+    return (
+        f"<h1>{escape(shown(chain.name))} on {len(platform)} GPUs</h1>"
+        f'<p class="soft">{len(chain)} layers, {format_bytes(weights_of(chain, 0, len(chain))[0])} of weights, '
+        f"{format_ns(alone)} forward and backward; {escape(machine(platform))}; "
+        f"{len(plan.allocation.stages)} stages on {used} GPUs; weights {plan.policy.weights}, an update every "
+        f"{plan.interval} microbatches</p>"
+        f'<div class="cards">{boxes}</div>'
+    )
+
+
+def _bounds(plan: Plan, result: Evaluation) -> str:
+    entries = [("this plan", result.period_ns, "plan", "")]
+    entries += [
+        (f"bound, class {bound_class(bound)}", bound.period_ns, _fill(bound), f", {distance(bound, result.period_ns)}")
+        for bound in plan.lower_bounds
+    ]
+    longest = max(period for _, period, _, _ in entries)
+    rows = [
+        f'<div class="left">{escape(name)}: {format_ns(period)}{extra}</div>'
+        f'<div class="track"><div class="fill {kind}" style="width:{100 * period / longest:.3f}%"></div></div>'
+        for name, period, kind, extra in entries
+    ]
+    return f'<div class="bounds">{"".join(rows)}</div>'
+
+
+def _fill(bound: Bound) -> str:
+    return "claimed" if bound.claimed else ""
+
+
+def _stages(plan: Plan, result: Evaluation) -> str:
+    column = group_column(plan, result.groups)
+    title, places = ((column[0],), column[1]) if column else ((), [])
+    head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", *title, "in flight")
+    memory = ("weights GB", "activations GB", "buffers GB", "peak GB", "of GB")
+    rows = []
+    for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
+        sizes = (use.weights_bytes, use.activation_bytes, use.buffer_bytes, use.peak_bytes, use.memory_bytes)
+        cells = [
+            str(s),
+            _layers(plan, stage),
+            format_devices(gpus_of(plan.platform, stage), ", "),
+            f"{cost.forward_ns / 1e6:.3f}",
+            f"{cost.backward_ns / 1e6:.3f}",
+            f"{sum(stop - start for start, stop in stage.checkpoint)} of {stage.stop - stage.start}",
+            *places[s : s + 1],
+            str(in_flight),
+        ]
+        if first == s:
+            cells += [f"{size / 1e9:.3f}" for size in sizes]
+        else:
+            cells += [f"with stage {first}", "", "", "", ""]
+        rows.append(
+            "<tr>"
+            + "".join(f"<td{' class=left' if i in (1, 2) else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells))
+            + "</tr>"
+        )
+    titles = "".join(
+        f"<th{' class=left' if i in (1, 2) else ''}>{escape(name)}</th>" for i, name in enumerate((*head, *memory))
+    )
+    return f'<div class="wide"><table id="stages"><tr>{titles}</tr>{"".join(rows)}</table></div>'
+
+
+def _layers(plan: Plan, stage: Stage) -> str:
+    first, last = plan.chain.layers[stage.start].name, plan.chain.layers[stage.stop - 1].name
+    names = shown(first) if first == last else f"{shown(first, HALF)} to {shown(last, HALF)}"
+    return f"{stage.start}-{stage.stop - 1}  {names}"
+
+
+def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> list[str]:
+    """Return the table of ``simulate`` with several schedules, best first; nothing without any."""
+    if not runs and not refused:
+        return []
+    sides = dict.fromkeys(("schedule", "weights"), " class=left")
+    rows = [schedule_cells(run) for run in runs]
+    head = "".join(f"<th{sides.get(name, '')}>{name}</th>" for name in SCHEDULE_COLUMNS)
+    cells = ["".join(f"<td{sides.get(name, '')}>{escape(cell)}</td>" for name, cell in row.items()) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    notes = [
+        "; ".join(column_words(all(run.barrier for run in runs))),
+        *(f"{refusal.schedule}: not possible: {refusal.reason}" for refusal in refused),
+    ]
+    return [
+        "<h2>Schedules side by side</h2>",
+        f'<div class="wide"><table id="schedules"><tr>{head}</tr>{body}</table></div>',
+        *(f'<p class="soft">{escape(note)}</p>' for note in notes),
+    ]
+
+
+def _measured_chart(simulation: Simulation, measured: Measured) -> Chart:
+    """The run's second mini-batch where the pipeline drains, as the first warms everything up, else its begin."""
+    plan, program = simulation.plan, simulation.timeline.program
+    second = plan.interval if drains(plan, simulation.schedule) else 0
+    first = second if second < measured.figures.microbatches else 0
+    return measured_chart("measured", "run", measured.operations, first, program.microbatches, program.batch)
+
+
+def _measured_words(measured: Measured, chart: Chart, plan: Plan) -> str:
+    period, planned = measured.figures.measured_period_ns, evaluate(plan).period_ns
+    spent = f"{format_ns(chart.end_ns)} in all"
+    if period is None:
+        return f"{spent}; the run was too short for a steady state"
+    return f"{spent}; {format_ns(period)} per microbatch in the steady state, {period / planned:.2f} x planned"
+
+
+def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
+    return {
+        str(device): {
+            "static": simulation.uses[device].static_bytes,
+            "limit": simulation.uses[device].memory_bytes,
+            "steps": list(activation_steps(simulation.timeline, lane)),
+        }
+        for lane, device in working_devices(simulation.timeline)
+    }
+
+
+def _memory(simulation: Simulation) -> str:
+    """One small chart per GPU, all on one scale: 100 units wide, 1000 for the highest peak, or limit unless far off."""
+    timeline = simulation.timeline
+    figures = []
+    lanes = working_devices(timeline)
+    uses = [simulation.uses[device] for _, device in lanes]
+    highest = max((use.peak_bytes for use in uses), default=1)
+    limits = max((use.memory_bytes for use in uses), default=1)
+    top = 1.05 * (highest if 0 < FAR * highest <= limits else max(highest, limits))
+    span, width = max(1, timeline.makespan_ns), timeline.program.graph.resources[0].width
+    for (i, device), use in zip(lanes, uses, strict=True):
+        static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes
+        path: list[str] = []
+        last = 0.0
+        for at, held in activation_steps(timeline, i):
+            x, y = 100 * at / span, 1000 * (1 - (static + held) / top)
+            path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
+            last = y
+        path.append(f"L100 {last:.1f}L100 1000Z")
+        limit = max(-10, 1000 * (1 - memory / top))  # just outside where it is far off
+        over = ' class="over"' if peak > memory else ""
+        figures.append(
+            f"<figure><figcaption{over}>{gpu_name(device, width)}: peak {format_bytes(peak)} of {format_bytes(memory)}"
+            f'</figcaption><svg data-device="{device}" viewBox="0 0 100 1000" preserveAspectRatio="none">'
+            f'<path class="held" d="{"".join(path)}"/>'
+            f'<rect class="static" x="0" width="100" y="{1000 * (1 - static / top):.1f}" '
+            f'height="{1000 * static / top:.1f}"/>'
+            f'<line class="limit" x1="0" x2="100" y1="{limit:.1f}" y2="{limit:.1f}"/></svg></figure>'
+        )
+    return f'<div class="memory">{"".join(figures)}</div>'
+
+
+def _provenance(plan: Plan) -> str:
+    origin = plan.provenance
+    facts = [f"by the plan's own account: planned by {shown(origin.algorithm)}"]
+    facts += [shown(f"{name} {value}", SENTENCE) for name, value in origin.options.items()]
+    facts += [
+        f"{name} {shown(value)}"
+        for name, value in (("solver", origin.solver), ("status", origin.solver_status))
+        if value
+    ]
+    facts += [f"pipeplan {shown(origin.version)}"] if origin.version else []
+    facts += [f"profile from {shown(plan.chain.source, SENTENCE)}"] if plan.chain.source else []
+    return f'<p class="soft" style="margin-top:32px">{escape("; ".join(facts))}</p>'

@@ -1,0 +1,1 @@
+"""Which tables do commands print?"""

@@ -1,0 +1,235 @@
+"""How do two profiles differ, layer by layer, and does a plan made from the one hold for the other?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from ...check.evaluate import evaluate, gap
+from ...cost.saved import saved_bytes
+from ...names import shown
+from ...plan import Plan
+from ...planner.what_if.carry import Carried
+from ...planner.what_if.matching import Match, matched
+from ...problem import Chain, Layer
+from ...units import format_bytes, format_ns
+from ..looks import LAYER_WIDTH, Name, console, make_table, print_fitted
+from ..words import alone_ns, bound_class
+
+MOST_ROWS = 30
+SOURCE_WIDTH = 200  # columns of where a profile is from, which is a sentence
+
+
+def difference_figures(
+    before: Chain, after: Chain, pairs: Sequence[LayerPair], plan: Plan | None, result: Carried | None
+) -> dict[str, Any]:
+    """Return the figures of ``diff --json``; times in ns, sizes in bytes, ratios of B over A."""
+    figures: dict[str, Any] = {
+        "totals": [_totals(before), _totals(after)],
+        "rank_correlation": _correlation(pairs),
+        "layers": [
+            {
+                "name": pair.name,
+                "names": [None if x is None else x.name for x in (pair.before, pair.after)],
+                "indices": pair.indices,
+                "time_ns": [None if x is None else time_ns(x) for x in (pair.before, pair.after)],
+                "share_change": pair.share_change,
+                **{
+                    field: [None if x is None else getattr(x, field) for x in (pair.before, pair.after)]
+                    for field in ("weight_bytes", "output_bytes")
+                },
+                "saved_bytes": pair.saved_bytes,
+            }
+            for pair in pairs
+        ],
+    }
+    if plan is not None and result is not None:
+        figures["plan"] = {
+            "holds": not result.violations,
+            "period_ns": [evaluate(plan).period_ns, result.period_ns],
+            "violations": list(result.violations),
+            "other_order_ns": result.other_order_ns,
+        }
+    return figures
+
+
+def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], every: bool) -> None:
+    """Print totals, and the layers whose share of the time changed most, in the order of the network."""
+    out = console()
+    for label, chain in (("A", before), ("B", after)):
+        out.print(
+            Text.assemble(
+                (label, "bold"),
+                f" {shown(chain.name)}: {len(chain)} layers, microbatch {chain.microbatch}, "
+                f"{shown(chain.dtype)}, {shown(chain.device)}; {shown(chain.source, SOURCE_WIDTH)}",
+            )
+        )
+    if before.microbatch != after.microbatch:
+        out.print(f"note: microbatches of {before.microbatch} and {after.microbatch} samples are compared as they are")
+    totals = _totals(before), _totals(after)
+    for name, form in (("forward_ns", format_ns), ("backward_ns", format_ns), ("optimizer_ns", format_ns),
+                       ("weight_bytes", format_bytes), ("saved_bytes", format_bytes)):  # fmt: skip
+        one, other = totals[0][name], totals[1][name]
+        ratio = f"B/A {other / one:.3g}" if one else ""
+        out.print(f"{name.rsplit('_', 1)[0]:10} {form(one):>14} -> {form(other):>14}  {ratio}")
+    correlation = _correlation(pairs)
+    if correlation is not None:
+        out.print(f"rank correlation of the layers' times: {correlation:.3f}")
+    moved = [pair for pair in pairs if pair.differs]
+    if not moved:
+        out.print("no layer differs")
+        return
+    listed = moved
+    if not every and len(moved) > MOST_ROWS:
+        by_size = sorted(moved, key=lambda pair: -abs(pair.share_change or 1.0))
+        keep = {id(pair) for pair in by_size[:MOST_ROWS]}
+        listed = [pair for pair in moved if id(pair) in keep]
+    out.print()
+    columns = ("layer", "A ms", "B ms", "B/A", "share", "weights", "saved", "output")
+    caption = "share: of all time, B minus A in points; sizes are B minus A"
+    table = make_table(*columns, left=("layer",), names=("layer",), space=2, caption=caption)
+    for pair in listed:
+        table.add_row(*_row(pair))
+    print_fitted(out, table)
+    if len(listed) < len(moved):
+        out.print(f"{len(moved) - len(listed)} more layers differ; --all lists them")
+
+
+def print_carried(plan: Plan, result: Carried) -> None:
+    """Print whether the plan holds: its period before and after, or the rules that it would break."""
+    out = console()
+    period = evaluate(plan).period_ns
+    out.print()
+    stages, moved = plan.allocation.stages, result.plan.allocation.stages
+    if [stage.stop for stage in moved] != [stage.stop for stage in stages]:
+        names = ", ".join(shown(result.plan.chain.layers[stage.start].name) for stage in moved[1:])
+        out.print(f"note: B has other layers; its later stages begin with {names}")
+    if result.period_ns is not None:
+        out.print(
+            f"the plan holds for B: period {format_ns(period)} -> {format_ns(result.period_ns)} "
+            f"({result.period_ns / period - 1:+.1%}), same stages, same order, within memory"
+        )
+        bound = result.plan.lower_bounds[0]
+        out.print(
+            f"no plan for B is shorter than {format_ns(bound.period_ns)} (class {bound_class(bound)}), "
+            f"a gap of {gap(result.period_ns, bound):.2%}"
+        )
+        return
+    out.print(Text.assemble(("the plan does not hold for B", "bold"), ":"))
+    for sentence in result.violations:
+        out.print(f"- {sentence}")
+    if result.other_order_ns is not None:
+        out.print(f"its stages can run in another order, with fewer in flight, at {format_ns(result.other_order_ns)}")
+
+
+def _row(pair: LayerPair) -> list[str | Name]:
+    names = dict.fromkeys(layer.name for layer in (pair.before, pair.after) if layer is not None)
+    title = " = ".join(shown(name, (LAYER_WIDTH - 3) // 2 if len(names) > 1 else LAYER_WIDTH) for name in names)
+    times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
+    if pair.before is None or pair.after is None:
+        return [
+            Name.of(title),
+            *times,
+            "only in A" if pair.after is None else "only in B",
+            "",
+            "",
+            "",
+            "",
+        ]
+    ratio, change, saved = pair.time_ratio, pair.share_change, pair.saved_bytes
+    sizes = [
+        (pair.before.weight_bytes, pair.after.weight_bytes),
+        (saved[0] or 0, saved[1] or 0),
+        (pair.before.output_bytes, pair.after.output_bytes),
+    ]
+    return [
+        Name.of(title),
+        *times,
+        "" if ratio is None else f"{ratio:.2f}",
+        "" if change is None else f"{100 * change:+.2f}",
+        *("=" if a == b else f"{'+' if b > a else '-'}{format_bytes(abs(b - a))}" for a, b in sizes),
+    ]
+
+
+def _correlation(pairs: Sequence[LayerPair]) -> float | None:
+    both = [(time_ns(x.before), time_ns(x.after)) for x in pairs if x.before is not None and x.after is not None]
+    return rank_correlation([a for a, _ in both], [b for _, b in both]) if len(both) > 1 else None
+
+
+def _totals(chain: Chain) -> dict[str, int]:
+    names = ("forward_ns", "backward_ns", "optimizer_ns", "weight_bytes")
+    return {name: int(getattr(chain.sums, name)[-1]) for name in names} | {
+        "saved_bytes": int(saved_bytes(chain, 0, len(chain)))
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPair:
+    """A layer in both profiles, or in one of them; ``indices`` are its places, None where it is missing.
+
+    ``saved_bytes`` is what it keeps for its backward as a stage by itself, ``share_change`` its share of all forward
+    and backward time in B minus that in A, None where it is missing in one.
+    """
+
+    name: str
+    indices: tuple[int | None, int | None]
+    before: Layer | None
+    after: Layer | None
+    saved_bytes: tuple[int | None, int | None]
+    share_change: float | None
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Forward and backward time after over before; None when there is nothing to compare."""
+        if self.before is None or self.after is None or not time_ns(self.before):
+            return None
+        return time_ns(self.after) / time_ns(self.before)
+
+    @property
+    def differs(self) -> bool:
+        """Whether it takes other times or other bytes in B than in A."""
+        if self.before is None or self.after is None or self.saved_bytes[0] != self.saved_bytes[1]:
+            return True
+        one, other = ((time_ns(x), x.weight_bytes, x.output_bytes) for x in (self.before, self.after))
+        return one != other
+
+
+def time_ns(layer: Layer) -> int:
+    """Return forward and backward time of one layer."""
+    return layer.forward_ns + layer.backward_ns
+
+
+def paired_layers(one: Chain, other: Chain, by: Match = "name") -> list[LayerPair]:
+    """Return the layers of two profiles in order, matched ``by`` what is the same in both."""
+    return [_pair(one, other, i, j) for i, j in matched(one, other, by)]
+
+
+def _pair(one: Chain, other: Chain, i: int | None, j: int | None) -> LayerPair:
+    before, after = None if i is None else one.layers[i], None if j is None else other.layers[j]
+    saved = (
+        None if i is None else int(saved_bytes(one, i, i + 1)),
+        None if j is None else int(saved_bytes(other, j, j + 1)),
+    )
+    change = None
+    if before is not None and after is not None:
+        change = time_ns(after) / alone_ns(other) - time_ns(before) / alone_ns(one)
+    name = (before or after or one.layers[0]).name
+    return LayerPair(name, (i, j), before, after, saved, change)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return Spearman's rank correlation, ties at their mean rank; 1 means the same order. At least two values."""
+    ranks = [_ranks(values) for values in (one, other)]
+    if any(np.ptp(r) == 0 for r in ranks):
+        return 1.0
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[place]
+    return mean

@@ -1,0 +1,245 @@
+"""What did a training run on torch measure, beside what the plan predicted?"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+from rich.text import Text
+
+from ...check.evaluate import evaluate
+from ...names import shown
+from ...plan import Plan
+from ...problem import Chain
+from ...schedule.kinds import kind_of
+from ...units import format_bytes, format_ns
+from ..looks import console, make_table, print_fitted
+
+WAITS = 0.02  # of a period; what is waited for less is noise
+QUICK_NS = 10**9  # a line of progress at most so often
+_EXCHANGES = {  # of messages, and of sums
+    ("nccl", "nccl"): "tensors travelled over NCCL",
+    ("staged", "nccl"): "threads received, so messages travelled through host memory, and sums over NCCL",
+    ("staged", "staged"): "ranks shared GPUs, so tensors travelled through host memory",
+}
+
+if TYPE_CHECKING:
+    from ...runtime.lowering.lowered_run import LoweredRun
+    from ...runtime.measure.progress import StepProgress
+    from ...runtime.measure.report import RunReport
+
+
+def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequence[str], as_json: bool) -> None:
+    """Print what a run would do: the lines that start it, and what every rank would."""
+    if as_json:
+        print(json.dumps({"torchrun": torchrun, "slurm": slurm, "programs": programs}, indent=1))
+        return
+    print(f"{len(lowered.devices)} processes; {lowered.steps} updates of {lowered.interval} microbatches")
+    if lowered.limit is not None:
+        print(f"at most {lowered.limit} microbatches in each pipeline; arrivals decide the order, as here simulated")
+    several = "FIRST_NODE" in torchrun
+    where = ", on every node, with the first one's name for FIRST_NODE and a port that is free there" if several else ""
+    number = ", and 0, 1, .. for NODE in the platform's order" if "NODE " in torchrun else ""
+    print(f"torchrun{where}{number}:\n  {torchrun}\nSlurm:\n  {slurm}\nprograms:")
+    for line in programs:
+        print(f"  {line}")
+
+
+def elsewhere(chain: Chain, kind: Literal["cpu", "cuda"]) -> bool:
+    """Whether the profile is of another kind of device than the run, whose times it then says nothing of."""
+    return bool(chain.device) and chain.of_cpu == (kind == "cuda")
+
+
+def announced(plan: Plan, steps: int, away: bool) -> str:
+    """Return in words what ``steps`` updates are, and what they take by the profile unless it is of another device."""
+    count, period = plan.interval, evaluate(plan).period_ns
+    text = f"{steps} updates of {count} microbatches = {count * plan.chain.microbatch} samples each: "
+    if away:
+        return f"{text}planned for {shown(plan.chain.device)}, which this run isn't on, so its time isn't known"
+    return f"{text}{count * period / 1e9:.3g} s an update, {steps * count * period / 1e9:.3g} s in all by the profile"
+
+
+def progress_printer(plan: Plan, as_json: bool, away: bool) -> Callable[[StepProgress], None]:
+    """Return what writes progress to standard error: every update as JSON, or a line every second or so.
+
+    Where the run is ``away`` from the device of the profile, nothing is said of that.
+    """
+    if as_json:
+        return lambda step: print(json.dumps(asdict(step)), file=sys.stderr, flush=True)
+    silent_ns = float(QUICK_NS)  # the first update is told of
+    planned = "" if away else f" ({format_ns(evaluate(plan).period_ns)} planned)"
+
+    def tell(step: StepProgress) -> None:
+        nonlocal silent_ns
+        if step.evaluation is not None:
+            found = ", ".join(f"{name} {value:.4f}" for name, value in step.evaluation.items())
+            best = ", the best so far" if step.best else ""
+            print(f"update {step.step} of {step.steps}: on held-out data {found}{best}", file=sys.stderr, flush=True)
+            return
+        silent_ns += (step.period_ns or 0.0) * plan.interval
+        if silent_ns < QUICK_NS and step.step < step.steps:
+            return
+        silent_ns = 0.0
+        line = f"update {step.step} of {step.steps}: loss {step.loss:.4f}"
+        if step.gradient_norm is not None:
+            line += f", gradient norm {step.gradient_norm:.4g}"
+        if step.period_ns is not None:
+            line += f", {format_ns(step.period_ns)} per microbatch{planned}"
+        print(line, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def print_report(plan: Plan, report: RunReport, evaluates: bool, as_json: bool) -> None:
+    """Print what came of a run, all figures as JSON or what they say."""
+    if as_json:
+        figures = asdict(report)
+        del figures["times"]  # for every operation of every rank: thousands
+        mean = {"mean_loss": fmean(report.losses)} if evaluates else {}
+        print(json.dumps({**figures, "samples_per_s": report.samples_per_s, **mean}, indent=1))
+    elif evaluates:
+        print_evaluation(report)
+    else:
+        print_run(plan, report)
+
+
+def print_evaluation(report: RunReport, width: int | None = None) -> None:
+    """Print the mean loss over all microbatches."""
+    console(width).print(
+        f"loss {fmean(report.losses):.4f}, mean of {report.microbatches} microbatches in {report.seconds:.1f} s; "
+        "nothing was updated"
+    )
+
+
+def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
+    """Print losses, periods, and one row per stage: planned and measured times and activation peaks."""
+    out = console(width)
+    losses = report.step_losses
+    out.print(
+        f"{report.steps} updates of {report.microbatches // report.steps} microbatches in {report.seconds:.1f} s, "
+        f"{report.samples_per_s:.1f} samples/s; loss {losses[0]:.4f} -> {losses[-1]:.4f}\n"
+    )
+    for text in _periods(plan, report):
+        out.print(text)
+    out.print()
+    table = make_table("stage", "forward", "planned", "backward", "planned")
+    for stage in report.stages:
+        times = stage.forward_ns, stage.planned_forward_ns, stage.backward_ns, stage.planned_backward_ns
+        table.add_row(str(stage.stage), *map(format_ns, times))
+    print_fitted(out, table)
+    for line in (*_stages(report), *_reading(report), *_devices(report), *_training(report)):
+        out.print(line)
+
+
+def _periods(plan: Plan, report: RunReport) -> Iterator[str | Text]:
+    measured, calibrated, count = (
+        report.measured_period_ns,
+        report.calibrated_period_ns,
+        report.microbatches // report.steps,
+    )
+    if measured is None:
+        yield "period      too few microbatches for a steady state; more --steps show one"
+        return
+    yield Text.assemble(
+        "period      ", (format_ns(measured), "bold"), " measured, median over the updates of the middle"
+    )
+    if calibrated is not None:
+        yield (
+            f"            {format_ns(calibrated)} predicted with this run's own operation times: "
+            f"measured is {measured / calibrated - 1:+.1%}"
+        )
+    if elsewhere(plan.chain, "cpu" if report.exchange == "gloo" else "cuda"):
+        name, here = shown(plan.chain.device), ", ".join(map(shown, sorted(set(report.hardware))))
+        said = f"for {name}; this run was on {here}, so planned times aren't its own"
+    else:
+        said = f"from the profile: measured is {measured / report.planned_period_ns - 1:+.1%}"
+    yield f"            {format_ns(report.planned_period_ns)} planned {said}"
+    if kind_of(plan).by_arrival and calibrated is not None:
+        yield f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
+        yield f"            {format_ns(calibrated * count)} simulated with this run's own operation times"
+
+
+def _stages(report: RunReport) -> Iterator[str]:
+    """Yield what else is known of stages, and of messages between them."""
+    if report.forgotten:
+        yield f"times are of the run's begin and end; {report.forgotten} operations between them weren't kept"
+    kept, planned = (", ".join(str(getattr(x, n)) for x in report.stages) for n in ("versions", "planned_versions"))
+    yield f"weight versions kept, by stage: {kept} measured, {planned} predicted"
+    for stage in report.stages:
+        if stage.sum_ns:
+            hidden = 1 - stage.sum_wait_ns / stage.sum_ns
+            yield f"sums of stage {stage.stage} take {format_ns(stage.sum_ns)} an update, {hidden:.0%} of it hidden"
+    if report.transfers:
+        measured_ns, planned_ns = (
+            [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
+        )
+        yield f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned"
+        if report.exchange == "gloo":  # on GPUs the hosts do it, beside the passes
+            worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
+            yield f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned"
+
+
+def _devices(report: RunReport) -> Iterator[str]:
+    """Yield what the run was on, and what memory it took there."""
+    if report.exchange != "gloo":
+        hardware = ", ".join(map(shown, sorted(set(report.hardware))))
+        yield f"ran on {hardware}; {_EXCHANGES[report.exchange, report.sums]}"
+    for memory in report.memory:
+        short = f"; memory was short {memory.retries} times" if memory.retries else ""
+        yield (
+            f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "
+            f"{format_bytes(memory.planned_bytes)} predicted; torch held {format_bytes(memory.reserved_bytes)}, in use "
+            f"with CUDA's context and exchanges were {format_bytes(memory.used_bytes)}{short}"
+        )
+    for held in report.activations:
+        more = held.allowed_bytes > held.planned_bytes
+        otherwise = f", {format_bytes(held.allowed_bytes)} if messages came otherwise" if more else ""
+        yield (
+            f"GPU {held.device}: activations at most {format_bytes(held.measured_bytes)} measured, "
+            f"{format_bytes(held.planned_bytes)} predicted{otherwise}"
+        )
+    for state in report.states:
+        figures = state.measured_host_bytes, state.planned_host_bytes
+        host = "; in host memory {} measured, {} predicted".format(*map(format_bytes, figures)) if any(figures) else ""
+        yield (
+            f"GPU {state.device}: weights, gradients and optimizer at most {format_bytes(state.measured_bytes)} "
+            f"measured, {format_bytes(state.planned_bytes)} predicted{host}"
+        )
+
+
+def _training(report: RunReport) -> Iterator[str]:
+    if report.evaluations:
+        early = "; it got no better, so the run ended" if report.ended_early else ""
+        yield f"evaluated {len(report.evaluations)} times, best after update {report.best_step}{early}"
+    norms = [norm for norm in report.gradient_norms if norm is not None]
+    if norms:
+        yield (
+            f"gradient norms {min(norms):.4g} to {max(norms):.4g}, {statistics.median(norms):.4g} in the median, "
+            "before they were clipped"
+        )
+    if report.loss_scale is not None:
+        yield f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow"
+
+
+def _reading(report: RunReport) -> Iterator[str]:
+    """Yield how long reading takes, and what of that stages wait for: then it is in the prediction, too."""
+    for read in (read for read in report.reading if read.workers):
+        several = f"each of {read.workers} workers" if read.workers > 1 else "a worker"
+        yield f"GPU {read.device}: {several} reads a microbatch in {format_ns(read.read_ns)}"
+    period = report.measured_period_ns or 0
+    for stage in report.stages:
+        if stage.data_ns:
+            planned = f", {format_ns(stage.planned_data_ns)} planned" if stage.planned_data_ns else ""
+            yield f"stage {stage.stage} spends {format_ns(stage.data_ns)} of each microbatch on reading it{planned}"
+        if stage.data_wait_ns > WAITS * period:
+            wait = format_ns(stage.data_wait_ns)
+            yield f"stage {stage.stage} waits {wait} for each microbatch to be read; more workers may help"
+
+
+def _span(times_ns: Sequence[int]) -> str:
+    return " to ".join(map(format_ns, dict.fromkeys((min(times_ns), max(times_ns)))))

@@ -1,0 +1,1 @@
+"""What do traces for ui.perfetto.dev have?"""

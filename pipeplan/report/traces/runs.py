@@ -1,0 +1,134 @@
+"""What ran when, simulated or measured? Runs as Chrome traces: a track for each GPU and link, arrows, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
+
+from ...check.evaluate import evaluate
+from ...plan import Plan
+from ...problem import Platform
+from ...runtime.measure.report import RunReport
+from ...runtime.measure.times import OpTime
+from ...runtime.measure.trace_file import figures_of
+from ...schedule.kinds import plan_program, shown_microbatches
+from ...schedule.memory import Change, activation_steps, run_uses, step_changes
+from ...schedule.pattern import DeviceUse
+from ...schedule.program import PASSES, Program, Step
+from ...schedule.timeline import Timeline
+from .chrome import ChromeTrace, Slice, numbered
+
+# --- simulated ------------------------------------------------------------------------------------------------------
+
+
+def simulated_trace(timeline: Timeline, platform: Platform) -> ChromeTrace:
+    """Return a simulated run: every step on the track of its GPU or link, what each GPU holds, an arrow a transfer.
+
+    An arrow goes from each pass whose output travels, through its transfer, to the pass that reads it.
+    """
+    trace, program, uses = ChromeTrace(), timeline.program, run_uses(timeline, platform)
+    working = [(i, lane) for i, lane in enumerate(program.lanes) if lane.steps]
+    devices = {i: lane.device for i, lane in working if lane.device is not None}
+    names = dict(zip(devices, _gpus(devices.values()), strict=True))
+    gpus, links = trace.process("GPUs"), trace.process("links")
+    slices: dict[Step, Slice] = {}
+    for i, lane in sorted(working, key=lambda item: (devices.get(item[0], len(uses)), item[0])):
+        track = trace.track(gpus if i in devices else links, names.get(i, lane.name))
+        for step in lane.steps:
+            work = program.operations[step.position]
+            args = {"stage": work.stage, "microbatch": step.microbatch, "covers": work.covers}
+            begin, end = timeline.begin_ns(step), timeline.end_ns(step)
+            slices[step] = trace.slice(track, program.name(step), work.kind, begin, end, args)
+    for step, sent in slices.items():
+        if sent.track.process == links:
+            before, after = (Step(step.microbatch, step.position + way) for way in (-1, 1))
+            trace.arrow(program.name(step), (slices[before], sent, slices[after]))
+    memory = trace.process("memory")
+    for i, device in devices.items():
+        _hold(trace, memory, f"{names[i]} holds", uses[device], activation_steps(timeline, i))
+    return trace
+
+
+# --- measured -------------------------------------------------------------------------------------------------------
+
+
+def measured_trace(plan: Plan, report: RunReport) -> str:
+    """Return the file of a run: every operation of every rank, arrows between them, what each GPU held, and figures.
+
+    Figures are those of :func:`figures_of`, as ``otherData``. A long run keeps the operations of its begin and its
+    end. What a GPU held is by the plan's sizes, at the times that the run took.
+    """
+    trace, program = ChromeTrace(), plan_program(plan, shown_microbatches(plan))
+    devices = [x.device for x in report.activations]
+    names = [f"{name} (rank {rank})" for rank, name in enumerate(_gpus(devices))]
+    origin = min(time.start_ns for times in report.times for time in times)
+    gpus = trace.process("GPUs, measured")
+    slices: dict[tuple[str, int, int], Slice] = {}
+    for device, name, times in zip(devices, names, report.times, strict=True):
+        sums = apart(x for x in times if x.activity == "REDUCE")  # on tracks of their own: they go on beside the rest
+        titles = [f"{name}, sums of gradients{f' {i}' if i else ''}" for i in range(len(sums))]
+        for title, row in zip([name, *titles], [[x for x in times if x.activity != "REDUCE"], *sums], strict=True):
+            track = trace.track(gpus, title)
+            for x in row:
+                called = f"{x.stage if x.stage >= 0 else ''}{x.activity}{x.microbatch}"
+                args = {"stage": x.stage, "microbatch": x.microbatch, "device": device}
+                box = trace.slice(track, called, x.activity, x.start_ns - origin, x.end_ns - origin, args)
+                slices[x.activity, x.stage, x.microbatch] = box
+    for (kind, stage, m), box in slices.items():
+        to = slices.get((kind, stage + (1 if kind == "F" else -1), m))
+        if kind in ("F", "B") and to is not None and to.track != box.track:
+            sent = slices.get((f"SEND_{kind}", stage, m))
+            trace.arrow(f"{stage}SEND_{kind}{m}", (box, to) if sent is None else (box, sent, to))
+    memory = trace.process("memory, by the plan's sizes")
+    uses = evaluate(plan).devices
+    for device, name, times in zip(devices, names, report.times, strict=True):
+        _hold(trace, memory, f"{name} holds", uses[device], _held(program, times, origin))
+    return trace.text(figures_of(plan, report))
+
+
+def apart(times: Iterable[OpTime]) -> list[list[OpTime]]:
+    """Return ``times`` in as few rows as let none of a row overlap."""
+    rows: list[list[OpTime]] = []
+    for x in sorted(times, key=lambda x: x.start_ns):
+        free = next((row for row in rows if row[-1].end_ns <= x.start_ns), None)
+        if free is None:
+            rows.append([x])
+        else:
+            free.append(x)
+    return rows
+
+
+def _held(program: Program, times: Sequence[OpTime], origin_ns: int) -> list[tuple[int, int]]:
+    """Return (time, activation bytes from then on) of a rank: of microbatches whose passes are all known."""
+    known = {(x.activity, x.stage, x.microbatch): x for x in times if x.activity in PASSES}
+    changes: list[Change] = [(0, 0)]
+    for kind, stage, m in known:
+        if kind != "B":
+            continue
+        covers = program.operations[program.position["B", stage]].covers
+        passes: list[tuple[int, OpTime | None]] = []
+        for other in PASSES:
+            if (other, stage) in program.position:
+                count = covers if other == "F" else 1
+                passes += [(program.position[other, stage], known.get((other, stage, m - k))) for k in range(count)]
+        if all(x for _, x in passes):
+            for position, x in passes:
+                assert x is not None
+                changes += step_changes(program, position, x.start_ns - origin_ns, x.end_ns - origin_ns)
+    changes.sort()
+    held = accumulate(change for _, change in changes)
+    together = groupby(zip((at for at, _ in changes), held, strict=True), key=lambda step: step[0])
+    return [list(steps)[-1] for _, steps in together]
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+def _gpus(devices: Iterable[int]) -> list[str]:
+    return [f"GPU {number}" for number in numbered(list(devices))]
+
+
+def _hold(trace: ChromeTrace, process: int, name: str, use: DeviceUse, steps: Iterable[tuple[int, int]]) -> None:
+    """Add the one counter of a GPU: weights, buffers and activations, in GB."""
+    for at, held in steps:
+        trace.counter(process, name, at, "GB", (use.static_bytes + held) / 1e9)

@@ -1,0 +1,121 @@
+"""What do devices do between two checkpoints of a run? Every rank's instructions for so many updates.
+
+The pipeline is filled before them and drained behind them; a long segment is put together from what repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import lcm
+
+from ...check.delays import waits_of
+from ...cost.shared_weights import lending_stages, summed_stages
+from ...cost.stage_graph import StageGraph
+from ...plan import Plan
+from ...schedule.kinds import graph_of, kind_of, program_of_kind
+from ...schedule.pattern import most_in_flight, starts_of
+from ...schedule.program import Program
+from ...schedule.simulate import simulate
+from ...schedule.timeline import Timeline, Times
+from ...schedule.weight_versions import PROMPT, weight_policy
+from .instructions import Instruction
+from .lowered import lowered
+from .minibatch import agreed, clipped, with_tied_sums, with_updates_last
+from .repeats import Repeat, Repeated, continued
+
+LEAST = 64  # microbatches of a run that stands for longer ones, and more where many are in flight
+
+
+class Segments:
+    """What devices do between two checkpoints, however long that is; stages ``beside`` sum gradients meanwhile."""
+
+    def __init__(self, plan: Plan, beside: Mapping[int, int], evaluates: bool) -> None:
+        stages = plan.allocation.stages
+        self.plan, self.beside, self.graph, self.policy = plan, beside, graph_of(plan), weight_policy(plan.policy)
+        self.devices = tuple(sorted({device for stage in stages for device in stage.devices}))
+        self.tied = summed_stages(plan.chain, stages)
+        self._waits = PROMPT if evaluates else waits_of(plan, self.graph, beside)
+        self._lenders = lending_stages(plan.chain, stages)
+
+    def of(self, updates: int) -> tuple[Program, Timeline, list[Repeated]]:
+        """Return the program, its timeline, and every rank's instructions for so many updates."""
+        plan, interval = self.plan, self.plan.interval
+        if not self.policy.drains:
+            return _endless(plan, self.graph, self._listed, interval, updates * interval)
+        program, timeline, lists = self._listed(interval)
+        finish = with_updates_last if plan.policy.precision == "fp32" else agreed  # all stages skip, or none
+        lists = [finish(instructions) for instructions in lists]
+        if plan.policy.clip:
+            lists = [clipped(instructions) for instructions in lists]
+        on = [[s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in self.devices]
+        lists = [with_tied_sums(x, self.tied, own) for x, own in zip(lists, on, strict=True)]
+        return program, timeline, [Repeated([Repeat(tuple(x), updates, interval, 1)]) for x in lists]
+
+    def _listed(self, microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
+        plan = self.plan
+        # messages go as soon as they are made: in a pattern's order one might wait for another that isn't made yet
+        program = program_of_kind(self.graph, plan.schedule, plan.pattern, microbatches).first_come()
+        timeline = simulate(program)
+        if not kind_of(plan).by_arrival:  # devices run in the order in which they would by the plan's times
+            program = timeline.program
+        # what shares an operation runs one after the other, and what the first of it makes goes then
+        runs = simulate(replace(timeline.program, fused=())) if timeline.program.fused else timeline
+        lists = lowered(
+            runs,
+            self.policy,
+            plan.interval,
+            {device: rank for rank, device in enumerate(self.devices)},
+            () if self.policy.drains else self.tied,
+            self._lenders,
+            plan.policy.waits_for_norm,
+            self._waits,
+        )
+        return program, timeline, lists
+
+
+def _endless(
+    plan: Plan,
+    graph: StageGraph,
+    lists_of: Callable[[int], tuple[Program, Timeline, list[list[Instruction]]]],
+    interval: int,
+    microbatches: int,
+) -> tuple[Program, Timeline, list[Repeated]]:
+    """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
+
+    A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand for
+    it: once every start repeats itself over more microbatches than can be in the pipeline at once, it always will,
+    until the last microbatch has entered. Until that is so the shorter run is doubled. Without a pattern (nF1B) all is
+    listed.
+    """
+    pattern = plan.pattern
+    if pattern is None:
+        program, timeline, lists = lists_of(microbatches)
+        return program, timeline, list(map(Repeated.of, lists))
+    replicas = lcm(*(resource.replicas for resource in graph.resources))
+    again = lcm(interval, replicas)  # microbatches of one round
+    held = 2 * most_in_flight(graph, starts_of(pattern), pattern.period_ns) + replicas + again
+    count = LEAST + 8 * held
+    while 4 * count < microbatches:
+        times = (microbatches - count) // again
+        short = microbatches - times * again
+        program, timeline, lists = lists_of(short)
+        if _repeats(timeline.start_ns, short // 2, held, again):
+            longer = lists_of(short + again)[2]
+            found = [continued(a, b, again, again // interval, times) for a, b in zip(lists, longer, strict=True)]
+            listings = [listing for listing in found if listing is not None]
+            if len(listings) == len(found):
+                return program, timeline, listings
+        count *= 2
+    program, timeline, lists = lists_of(microbatches)
+    return program, timeline, list(map(Repeated.of, lists))
+
+
+def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
+    """Whether ``count`` microbatches from ``first`` on start everything as much after those ``again`` before them."""
+    gaps = {
+        here - before
+        for m in range(first, first + count)
+        for here, before in zip(start_ns[m], start_ns[m - again], strict=True)
+    }
+    return len(gaps) == 1

@@ -1,0 +1,1 @@
+"""Models of text: decoders and recurrent networks, and what they are made of."""

@@ -1,0 +1,158 @@
+"""GPT-2 style decoders: embedding, blocks, final norm and head, each one layer of the chain.
+
+Source of the architecture: Radford et al., Language Models are Unsupervised Multitask Learners (2019). Sizes of the
+large ones: Myelin, Table I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...errors import BadInput
+from ..data import CHARACTERS, text
+from ..model import Data, Factory, Loss, Model, chain
+from .rank_part import Group, PartEmbedding, head
+from .sizes import TRANSFORMERS, Llama
+from .token_losses import token_loss_named
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT: ``sequence`` is the length trained on, ``positions`` (0: ``sequence``) the longest possible.
+
+    ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
+    between tied layers. ``dropout`` is off by default: its masks depend on how a run is split. ``attention`` is
+    ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own.
+    ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
+    (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too.
+    """
+
+    blocks: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    positions: int = 0
+    tied: bool = True
+    dropout: float = 0.0
+    attention: str = "fused"
+    loss: str = "same"
+    tensor: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def group(self) -> Group:
+        """The ranks that run each layer together."""
+        return Group(self.tensor, self.sequence_parallel)
+
+
+class Embedding(nn.Module):
+    """Token numbers (batch, sequence) to the sum of token and position vectors (batch, sequence, hidden)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = PartEmbedding(config.vocabulary, config.hidden, config.group)
+        self.positions = nn.Embedding(config.positions or config.sequence, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed ``tokens``."""
+        looked_up = self.tokens(tokens)
+        places = torch.arange(looked_up.shape[1], device=tokens.device)
+        out: Tensor = self.dropout(looked_up + self.positions(places))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm causal self-attention and a GELU feed-forward part four times as wide, each with a residual sum."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.hidden % config.heads:
+            raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
+        if config.attention not in ("fused", "unfused"):
+            raise BadInput(f"attention: {config.attention!r} is neither fused nor unfused")
+        self.group = config.group
+        self.heads = self.group.share(config.heads, "heads")
+        width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")
+        self.unfused = config.attention == "unfused"
+        self.norm1 = nn.LayerNorm(config.hidden)
+        self.attention = nn.Linear(config.hidden, 3 * width)
+        self.project = nn.Linear(width, config.hidden)
+        self.norm2 = nn.LayerNorm(config.hidden)
+        self.widen = nn.Linear(config.hidden, inner)
+        self.narrow = nn.Linear(inner, config.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        residual_std = 0.02 / (2 * config.blocks) ** 0.5
+        for linear in (self.attention, self.project, self.widen, self.narrow):
+            into_residual = linear in (self.project, self.narrow)
+            nn.init.normal_(linear.weight, std=residual_std if into_residual else 0.02)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` (batch, sequence, hidden) after the block."""
+        (made,) = self.group.products(self.norm1(x), [self.attention])
+        batch, sequence, _ = made.shape
+        heads = made.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = heads.unbind()
+        if self.unfused:
+            attended = self._unfused(query, key, value)
+        else:
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.group.summed(self.project(attended.transpose(1, 2).reshape(batch, sequence, -1))))
+        (widened,) = self.group.products(self.norm2(x), [self.widen])
+        out: Tensor = x + self.dropout(self.group.summed(self.narrow(functional.gelu(widened, approximate="tanh"))))
+        return out
+
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of (batch, heads, sequence, width) with all scores kept: four kernels, the mask added in the first.
+
+        As Megatron-LM has it without flash attention: dropout also of the scores.
+        """
+        batch, heads, sequence, width = query.shape
+        later = torch.full((sequence, sequence), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
+        flat = (batch * heads, sequence, width)
+        scores = torch.baddbmm(later, query.reshape(flat), key.reshape(flat).transpose(1, 2), alpha=width**-0.5)
+        return torch.bmm(self.dropout(scores.softmax(-1)), value.reshape(flat)).view(query.shape)
+
+
+def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
+    """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
+
+    def factories() -> Iterator[tuple[str, Factory]]:
+        yield "embedding", partial(Embedding, config)
+        for index in range(config.blocks):
+            yield f"block{index}", partial(Block, config)
+        yield "norm", partial(nn.LayerNorm, config.hidden)
+        yield "head", partial(head, config.hidden, config.vocabulary, config.group)
+
+    layers = chain(factories(), seed)
+    if config.tied:
+        layers.head.weight = layers.embedding.tokens.weight  # type: ignore[union-attr]
+    return layers, config.group.loss(token_loss_named(config.loss))
+
+
+def batches(config: GPTConfig, batch: int) -> Data:
+    """Return the language reference by characters."""
+    if config.vocabulary < CHARACTERS:
+        raise BadInput(f"vocabulary: {config.vocabulary} is less than the text's {CHARACTERS} characters")
+    return text(batch, config.sequence)
+
+
+def _model(name: str) -> Model[GPTConfig]:
+    """Return the model whose sizes :data:`~pipeplan.zoo.text.sizes.TRANSFORMERS` has under ``name``."""
+    sizes = TRANSFORMERS[name]
+    longest = 0 if name == "gpt-tiny" else sizes.sequence
+    config = GPTConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.vocabulary, sizes.sequence, longest, sizes.tied)
+    return Model(config, network, batches)
+
+
+MODELS = {name: _model(name) for name, sizes in TRANSFORMERS.items() if not isinstance(sizes, Llama)}

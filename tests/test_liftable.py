@@ -1,0 +1,84 @@
+"""Features that few need can be lifted out: without a feature's files and its rows the others are as they were."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases.patience import SECONDS
+
+PACKAGE = Path(__file__).parents[1] / "pipeplan"
+COMMANDS = "cli/__init__.py"
+LIFTED = {  # feature -> its files, and the file and the rows that name it
+    "calibrate": (
+        "cli/training/calibrate.py planner/calibrate report/tables/calibrations.py files/measured_runs.py",
+        COMMANDS,
+        r'    "calibrate": .*\n',
+    ),
+    "diff": (
+        "cli/plans/diff.py report/tables/differences.py report/tables/trace_diff.py",
+        COMMANDS,
+        r'    "diff": .*\n',
+    ),
+    "synthesize": (
+        "cli/planning/synthesize.py api/plans/synthesizing.py report/tables/synthesis.py",
+        COMMANDS,
+        r'    "synthesize": .*\n',
+    ),
+    "doctor": ("cli/about/doctor.py api/doctor.py", COMMANDS, r'    "doctor": .*\n'),
+    "models of images": ("zoo/images", "zoo/__init__.py", r'    "[\w-]+": "images\.\w+",\n'),
+}
+CORE = """
+import sys
+from importlib import import_module
+from pathlib import Path
+package = Path(sys.argv[1])
+for path in sorted(package.rglob("*.py")):
+    name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+    if name.split(".")[1:2] not in (["runtime"], ["zoo"], ["__main__"]) and not name.endswith("figures"):
+        import_module(name)
+import pipeplan as pp
+from pipeplan.cli import COMMANDS, group
+for name in COMMANDS:
+    assert group.get_command(None, name) is not None
+found = pp.plan("example:published/alexnet", gpus=2, mem="16GB", weights="2bw", algorithm="contiguous")
+assert found.samples_per_second > 0 and found.gap >= 0
+assert Path(pp.__file__).is_relative_to(package)
+"""
+
+
+@pytest.mark.parametrize("feature", LIFTED)
+def test_a_feature_can_be_lifted_out(feature, tmp_path):
+    files, rows_in, rows = LIFTED[feature]
+    package = shutil.copytree(PACKAGE, tmp_path / "pipeplan", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in files.split():
+        gone = package / file
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    text = (package / rows_in).read_text()
+    without, count = re.subn(rows, "", text)
+    assert count
+    (package / rows_in).write_text(without)
+    assert list(dangling(package)) == []
+    done = subprocess.run(
+        [sys.executable, "-c", CORE, str(package)], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def dangling(package):
+    """What modules of a package import of it that isn't there."""
+    modules = {path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")}
+    there = {parts[:-1] if parts[-1] == "__init__" else parts for parts in modules}
+    for parts in modules:
+        tree = ast.parse(package.joinpath(*parts).with_suffix(".py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = (*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else ()))
+                if base not in there:
+                    yield ".".join(parts), ".".join(base)
