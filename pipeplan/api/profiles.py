@@ -347,7 +347,7 @@ def with_variants(
 def _head_groups(build: Any) -> int | None:
     """Return how many heads of keys and values a named model has, by its configuration; None where nothing says it."""
     config = getattr(build, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = getattr(config, "get_text_config", lambda: config)()
     names = "groups", "heads", "num_key_value_heads", "num_attention_heads"
     return next((getattr(config, x) for x in names if getattr(config, x, None)), None)
 

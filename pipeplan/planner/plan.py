@@ -5,7 +5,7 @@ Takes and returns values; the clock belongs to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -34,16 +34,11 @@ STATED = "stated"
 plan_drained, plan_nf1b = Late("planner.drained.plan:plan_drained"), Late("planner.drained.plan:plan_nf1b")
 synced, most_robust = Late("planner.drained.proposals:synced"), Late("planner.robust:most_robust")
 stated = Late("planner.periodic.stated:stated")
-claimed, why_infeasible, why_not_admitted, why_not_placed, why_not_stated = (
-    Late(f"planner.periodic.{name}")
-    for name in (
-        "explain:claimed",
-        "explain:why_infeasible",
-        "explain:why_not_admitted",
-        "explain:why_not_placed",
-        "stated:why_not_stated",
-    )
-)
+claimed = Late("planner.periodic.explain:claimed")
+why_infeasible: Callable[..., str] = Late("planner.periodic.explain:why_infeasible")
+why_not_admitted: Callable[..., str] = Late("planner.periodic.explain:why_not_admitted")
+why_not_placed: Callable[..., str] = Late("planner.periodic.explain:why_not_placed")
+why_not_stated: Callable[..., str | None] = Late("planner.periodic.stated:why_not_stated")
 BOUNDS_OF_DRAINED = (
     Late("check.bounds.drained.separate:drained_bounds"),
     Late("check.bounds.drained.placed:placed_bounds"),

@@ -89,7 +89,7 @@ def _own(path: str) -> Late:
 
 default_limit, most_of_vee = _own("message_driven:default_limit"), _own("v_limit:most_of_vee")
 no_vee, not_interleaved = _own("zbv:no_vee"), _own("interleaved:not_interleaved")
-unfit = Late("schedule.written.program:unfit")
+unfit: Callable[..., str | None] = Late("schedule.written.program:unfit")
 
 
 def _ordered(simulated: ProgramSchedule, words: str) -> Kind:

@@ -6,6 +6,7 @@ its simulated run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...check.evaluate import evaluate_simulated
@@ -18,7 +19,7 @@ from ...registry import Late
 from ...schedule.kinds import KINDS, refused
 from ...schedule.registered import Kind
 
-batch_on = Late("planner.grids.arrivals:batch_on")
+batch_on: Callable[..., tuple[int, int]] = Late("planner.grids.arrivals:batch_on")
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
 
 

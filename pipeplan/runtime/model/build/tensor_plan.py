@@ -69,7 +69,8 @@ def part_of(model: Any, group: Group) -> None:
         blocks = base.get_submodule(next(x for x in plan if ".*" in x).partition(".*")[0])
         roles[blocks[0]] = Role(scatters=True)
     for module, role in roles.items():
-        module.__class__ = _parted(type(module), group if module is not table else Group(group.ranks), role)
+        kind: Any = type(module)
+        module.__class__ = _parted(kind, group if module is not table else Group(group.ranks), role)
 
 
 def _part_vocabulary(model: Any, text: Any, table: Any, group: Group, roles: dict[nn.Module, Role]) -> None:
