@@ -43,7 +43,6 @@ from pipeplan.zoo.model import Model, token_loss
 
 MINI_BATCH = 32
 MICROBATCHES = 4
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,6 @@ from pipeplan.problem import Problem
 from pipeplan.schedule.pattern import memory_fits, most_in_flight
 
 
-def shortest_period(graph: StageGraph, highest: int) -> int | None:
-    """Return the smallest integer period up to ``highest`` with a valid pattern, trying every start of every
-    operation."""
-    for period in range(1, highest + 1):
-        if pattern_starts(graph, period) is not None:
-            return period
-    return None
-
-
 def pattern_starts(graph: StageGraph, period: int) -> list[int] | None:
     """Return the starts of some valid pattern of ``period``, or None when there is none.
 

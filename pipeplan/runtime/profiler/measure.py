@@ -65,7 +65,6 @@ class LayerMeasurement:
     steps: int
     forward_spread_ns: int
     backward_spread_ns: int
-    optimizer_spread_ns: int
     reading_ns: int = 0
 
 
@@ -280,7 +279,6 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: in
         len(samples.forward_ns),
         _spread(samples.forward_ns),
         _spread(samples.backward_ns),
-        _spread(samples.optimizer_ns),
         reading_ns,
     )
 
