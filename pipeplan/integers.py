@@ -52,15 +52,22 @@ def most_in_common(count: int) -> int:
     return max((lcm(n // 2 - k, n - n // 2 + k) for n in (count - 1, count) for k in range(3) if n // 2 > k), default=1)
 
 
-def smallest(attempt: Callable[[int], Found | None], low: int, high: int) -> tuple[int, Found] | None:
+def smallest(
+    attempt: Callable[[int], Found | None], low: int, high: int, guess: int | None = None
+) -> tuple[int, Found] | None:
     """Return the least integer in [low, high] at which ``attempt`` returns something, with what it returned.
 
     ``attempt`` must be monotone: once it succeeds, it succeeds at every larger value. None when it fails at ``high``.
+    With a ``guess``, from ``low`` to ``high``, it is only tried far above that if it fails nearer.
     """
-    found = attempt(high) if low <= high else None
-    if found is None:
+    if low > high:
         return None
-    best = high, found
+    at, step = high if guess is None else guess, 1
+    while (found := attempt(at)) is None:
+        if at == high:
+            return None
+        low, at, step = at + 1, min(at + step, high), 2 * step
+    best = at, found
     while low < best[0]:
         middle = (low + best[0]) // 2
         found = attempt(middle)

@@ -69,18 +69,19 @@ def _of_stages(found: Incumbent, best: Scheduled, longest: int) -> Iterator[tupl
         pattern = _retimed(problem, best.allocation, first, interval)
         return pattern if pattern is not None and _cost_ns(problem, stages, pattern, interval) <= longest else None
 
-    least = smallest(possible, most_replicas(stages), ENDLESS)
+    low = most_replicas(stages)
+    least = smallest(possible, low, ENDLESS, low)
     assert least is not None, "at the limit it is reached"
     if best.status is None:
-        sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], ENDLESS)
+        sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], ENDLESS, least[0])
         assert sooner is not None, "at the limit it is reached"
         yield sooner
         return
-    same = smallest(as_before, least[0], ENDLESS)
+    same = smallest(as_before, least[0], ENDLESS, least[0])
     assert same is not None, "at the limit it is reached"
     cost = _cost_ns(problem, stages, same[1], same[0])
     yield same[0], replace(best, cost=cost, allocation=allocation, pattern=same[1])
-    sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], same[0] - 1)
+    sooner = smallest(lambda n: _scheduled(found, allocation, n, longest), least[0], same[0] - 1, least[0])
     if sooner is not None:
         yield sooner
 
