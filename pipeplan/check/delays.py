@@ -42,7 +42,7 @@ def plan_delays(plan: Plan, graph: StageGraph) -> list[Delay]:
         first = timeline.program.microbatches // interval // 2 * interval
         window = range(first, timeline.program.microbatches - interval)
         return delays(used(timeline, policy, interval), timeline, interval, window)
-    waits = waits_of(plan, graph, summed_beside(plan))
+    waits = waits_of(plan, graph, summed_beside(plan, graph))
     held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
     again = lcm(interval, *(resource.replicas for resource in graph.resources))
     count = 4 * held + again

@@ -64,9 +64,12 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
     )
 
 
-def summed_beside(plan: Plan) -> dict[int, int]:
-    """Return the stages of ``plan`` whose replicas sum gradients while passes go on: see :func:`sums_beside`."""
-    graph, uses = graph_of(plan), list[DeviceUse]()
+def summed_beside(plan: Plan, graph: StageGraph) -> dict[int, int]:
+    """Return the stages of ``plan`` whose replicas sum gradients while passes go on: see :func:`sums_beside`.
+
+    ``graph`` is what its stages are built into.
+    """
+    uses: list[DeviceUse] = []
     if plan.pattern is not None and not plan.policy.drains:
         uses = device_uses(graph, starts_of(plan.pattern), plan.pattern.period_ns, plan.platform)
     return sums_beside(graph, plan.chain.tied, uses)

@@ -43,7 +43,7 @@ def test_an_update_waits_for_a_sum_and_the_simulation_shows_the_period_that_the_
     ):
         plan = replicated(weights, interval, size)
         found, graph = evaluate(plan), graph_of(plan)
-        floor = waiting_floor_ns(graph, summed_beside(plan))
+        floor = waiting_floor_ns(graph, summed_beside(plan, graph))
         assert found.period_ns >= max(floor, plan.pattern.period_ns)
         if weights != "2bw":
             assert floor == 3 * 10**9 + -(-size // interval)
@@ -62,9 +62,8 @@ def test_a_second_gradient_needs_room_for_what_is_exchanged_too():
             room = most + 3 * 10**9 + added + left
             devices = tuple(Device(room) for _ in range(3))
             policy = replace(plan.policy, bucket_parameters=size)
-            assert (
-                summed_beside(replace(plan, platform=replace(plan.platform, devices=devices), policy=policy)) == chosen
-            )
+            tight = replace(plan, platform=replace(plan.platform, devices=devices), policy=policy)
+            assert summed_beside(tight, graph_of(tight)) == chosen
 
 
 def test_the_figures_by_hand_of_data_parallelism():
@@ -82,11 +81,12 @@ def test_the_figures_by_hand_of_data_parallelism():
 
 def test_sums_go_on_beside_passes_where_a_second_gradient_has_room():
     plan = replicated("2bw", 8, 3 * 10**9)
-    assert summed_beside(plan) == {0: 3 * 10**9}
+    assert summed_beside(plan, graph_of(plan)) == {0: 3 * 10**9}
     assert evaluate(plan).period_ns == plan.pattern.period_ns
     most = max(x.peak_bytes for x in evaluate(plan).devices)
     full = replace(plan, platform=replace(plan.platform, devices=tuple(Device(most) for _ in range(3))))
-    assert summed_beside(full) == summed_beside(replicated("stash", 8, 3 * 10**9)) == {}
+    other = replicated("stash", 8, 3 * 10**9)
+    assert summed_beside(full, graph_of(full)) == summed_beside(other, graph_of(other)) == {}
     assert evaluate(full).period_ns > plan.pattern.period_ns
 
 
@@ -98,5 +98,5 @@ def test_no_period_is_below_what_stages_need_and_no_bound_is_above_it(seed):
         return
     period = evaluate(plan).period_ns
     graph = graph_of(plan)
-    assert period >= max(plan.pattern.period_ns, waiting_floor_ns(graph, summed_beside(plan)))
+    assert period >= max(plan.pattern.period_ns, waiting_floor_ns(graph, summed_beside(plan, graph)))
     assert any_bound(Problem(plan.chain, plan.platform, plan.policy)).period_ns <= period

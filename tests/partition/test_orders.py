@@ -167,7 +167,7 @@ def test_of_many_kinds_some_orders_are_searched_and_less_is_proved() -> None:
 def with_own_profiles(rng: random.Random, problem: Problem) -> Problem:
     """Return the problem with devices of two profiles, one quick where the other is slow."""
     other = random_chain(rng, len(problem.chain), optimizer=True)
-    owns = [LayerTimes.of(problem.chain, "main"), LayerTimes.of(other, "other")]
+    owns = [LayerTimes.of(problem.chain.layers, "main"), LayerTimes.of(other.layers, "other")]
     devices = tuple(replace(x, times=rng.choice(owns)) for x in problem.platform.devices)
     return replace(problem, platform=replace(problem.platform, devices=devices))
 

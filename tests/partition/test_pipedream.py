@@ -390,9 +390,7 @@ def test_four_hundred_layers_on_eight_servers_of_eight_take_seconds() -> None:
     chain = random_chain(random.Random(0), 400, largest=10**6)
     platform = Platform((Device(MEMORY),) * 64, (Level(8, 10 * GB), Level(8, 5 * GB // 4)))
     begin = time.process_time()  # other processes don't count
-    claims = [
-        x.claimed_period_ns for mode in ("paper", "released") for x in pipedream(Problem(chain, platform), mode=mode)
-    ]
+    claims = [x.claimed_period_ns for x in pipedream(Problem(chain, platform))]
     assert time.process_time() - begin < 100  # a slow machine's; a fast one needs 5
     assert all(claim is not None and claim >= sum(x.forward_ns for x in chain.layers) / 64 for claim in claims)
 

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -106,7 +107,7 @@ def _leave_report() -> None:
     memory = _softgpu.memory(_softgpu.device())
     report = {"heard": HEARD, "exchanges": _softgpu.exchanges(), "kernels": _softgpu.kernels(), "memory": memory}
     whole = Path(folder, f"{os.getpid()}.json")
-    part = whole.with_suffix(".part")
+    part = Path(folder, f"{os.getpid()}-{threading.get_ident()}.part")  # one thread may leave as another one leaves
     part.write_text(json.dumps(report))
     part.rename(whole)
 

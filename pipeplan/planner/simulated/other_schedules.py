@@ -56,7 +56,7 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         graph = graph_of(plan)
         _refuse_endless(graph, microbatches)
         program = unroll(graph, plan.pattern, microbatches)
-        return program if kind_of(plan).drains else with_sums(program, plan.pattern, summed_beside(plan))
+        return program if kind_of(plan).drains else with_sums(program, plan.pattern, summed_beside(plan, graph))
     if schedule == own_schedule(plan):
         plans = {"limit": plan.schedule.limit, "order": plan.schedule.order}
         given = {option: value for option, value in plans.items() if option in entry.options} | given

@@ -20,7 +20,7 @@ from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...plan import Plan
-from ...schedule.kinds import kind_of
+from ...schedule.kinds import graph_of, kind_of
 from ...schedule.memory import in_flight, lane_use, most_held
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
@@ -257,7 +257,7 @@ def lower_run(
     _refuse(plan)
     if plan.policy.accumulate is None:
         raise BadInput("plan: policy.accumulate is not decided, so nothing says when weights are updated")
-    segments = Segments(plan, {} if evaluates else summed_beside(plan), evaluates)
+    segments = Segments(plan, {} if evaluates else summed_beside(plan, graph_of(plan)), evaluates)
     interval = plan.interval
     lengths = _lengths(first.step, steps, [x for x in (every, judged) if x is not None])
     made = {length: segments.of(length) for length in sorted(set(lengths), reverse=True)}

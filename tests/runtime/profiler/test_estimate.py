@@ -276,7 +276,7 @@ def test_what_looks_at_values_is_refused_with_what_to_do():
 HUGE = """
 import resource, time
 from pipeplan import zoo
-from pipeplan.files.accelerators import accelerator
+from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.runtime.profiler.estimate import estimate_model
 model = zoo.load("myelin-100b")
 began = time.process_time()

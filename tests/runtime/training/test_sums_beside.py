@@ -154,7 +154,7 @@ def test_what_goes_wrong_is_raised_where_the_sum_is_waited_for(waits):
 
 
 def test_bits_are_those_of_sums_that_are_waited_for_also_after_a_checkpoint(chain, tmp_path):
-    plan = replicated(chain, accumulate=4)
+    plan = replicated(chain, weights="2bw-uniform", accumulate=4)  # else they read what is ready, one of them earlier
     found = {}
     for name, given in (("beside", plan), ("waits", without_room(plan))):
         options = {"lr": 0.05, "checkpoint": tmp_path / name, "every": 2, "link_rate": RATE}
