@@ -8,6 +8,7 @@ another Python version has a slightly different edition.
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,28 @@ def upper_case(batch: int, sequence: int) -> Data:
 def pictures(batch: int, size: int, classes: int, channels: int = 3) -> Data:
     """Return data of ``batch`` pictures (channels, size, size): the pattern of a random class under as much noise."""
     return partial(_pictures, batch, size, classes, channels)
+
+
+def text_of(config: Any, batch: int) -> Data:
+    """Return :func:`text` for a model with a ``vocabulary`` and a ``sequence``; BadInput where characters don't fit."""
+    return text(batch, enough(config).sequence)
+
+
+def upper_case_of(config: Any, batch: int) -> Data:
+    """Return :func:`upper_case` for such a model."""
+    return upper_case(batch, enough(config).sequence)
+
+
+def enough(config: Any) -> Any:
+    """Return ``config``; BadInput where its ``vocabulary`` has fewer numbers than the text has characters."""
+    if config.vocabulary < CHARACTERS:
+        raise BadInput(f"vocabulary: {config.vocabulary} is less than the text's {CHARACTERS} characters")
+    return config
+
+
+def pictures_of(config: Any, batch: int) -> Data:
+    """Return :func:`pictures` for a model of ``image`` pixels squared and so many ``classes``."""
+    return pictures(batch, config.image, config.classes)
 
 
 def _windows(batch: int, sequence: int, index: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from ..data import pictures
-from ..model import Data, Factory, Loss, Model, chain, class_loss
-from .cnn import least_image, plain_convolution
+from ..data import pictures_of
+from ..model import Factory, Loss, Model, chain, class_loss
+from .cnn import least_image, plain_relu, to_vector
 
 _CONVOLUTIONS = (  # channels in and out, kernel, stride, padding, pooled afterwards
     (3, 64, 11, 4, 2, True),
@@ -44,32 +44,18 @@ def network(config: AlexNetConfig, seed: int) -> tuple[nn.Sequential, Loss]:
 
     def factories() -> Iterator[tuple[str, Factory]]:
         for index, (inputs, outputs, kernel, stride, padding, pooled) in enumerate(_CONVOLUTIONS, 1):
-            yield f"conv{index}", partial(_convolution, inputs, outputs, kernel, stride, padding)
+            yield f"conv{index}", partial(plain_relu, inputs, outputs, kernel, stride, padding)
             if pooled:
                 yield f"pool{index}", partial(nn.MaxPool2d, 3, stride=2)
-        yield "fc6", lambda: nn.Sequential(_to_vector(), *_linear(_VECTOR, config.dropout))
+        yield "fc6", lambda: nn.Sequential(to_vector(_SIDE), *_linear(_VECTOR, config.dropout))
         yield "fc7", lambda: nn.Sequential(*_linear(_LINEAR, config.dropout))
         yield "fc8", partial(nn.Linear, _LINEAR, config.classes)
 
     return chain(factories(), seed), class_loss
 
 
-def _convolution(inputs: int, outputs: int, kernel: int, stride: int, padding: int) -> nn.Sequential:
-    return nn.Sequential(plain_convolution(inputs, outputs, kernel, stride, padding, bias=True), nn.ReLU(inplace=True))
-
-
-def _to_vector() -> nn.Sequential:
-    # the adaptive pooling changes nothing at 224 pixels; at other sizes it gives the linear layers theirs
-    return nn.Sequential(nn.AdaptiveAvgPool2d(_SIDE), nn.Flatten())
-
-
 def _linear(inputs: int, dropout: float) -> tuple[nn.Module, ...]:
     return nn.Dropout(dropout), nn.Linear(inputs, _LINEAR), nn.ReLU(inplace=True)
 
 
-def batches(config: AlexNetConfig, batch: int) -> Data:
-    """Return synthetic pictures."""
-    return pictures(batch, config.image, config.classes)
-
-
-MODELS = {"alexnet": Model(AlexNetConfig(), network, batches)}
+MODELS = {"alexnet": Model(AlexNetConfig(), network, pictures_of)}

@@ -12,8 +12,8 @@ from functools import partial
 from torch import nn
 
 from ...errors import BadInput
-from ..data import pictures
-from ..model import Data, Factory, Loss, Model, chain, class_loss
+from ..data import pictures_of
+from ..model import Factory, Loss, Model, chain, class_loss
 
 Size = int | tuple[int, int]
 
@@ -55,6 +55,16 @@ def classifier(inputs: int, classes: int, dropout: float = 0.0) -> nn.Sequential
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(inputs, classes))
 
 
+def plain_relu(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padding: int = 1) -> nn.Sequential:
+    """Return a convolution with a bias, and ReLU, as before batch norm was there."""
+    return nn.Sequential(plain_convolution(inputs, outputs, kernel, stride, padding, bias=True), nn.ReLU(inplace=True))
+
+
+def to_vector(side: int) -> nn.Sequential:
+    """Return what gives linear layers their ``side`` squared: at 224 pixels the adaptive pooling changes nothing."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten())
+
+
 def least_image(image: int, least: int) -> None:
     """Raise BadInput if pictures of ``image`` pixels squared are smaller than the network's ``least``."""
     if image < least:
@@ -87,9 +97,4 @@ def network(config: CNNConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     return chain(factories(), seed), class_loss
 
 
-def batches(config: CNNConfig, batch: int) -> Data:
-    """Return synthetic pictures."""
-    return pictures(batch, config.image, config.classes)
-
-
-MODELS = {"small-cnn": Model(CNNConfig(), network, batches)}
+MODELS = {"small-cnn": Model(CNNConfig(), network, pictures_of)}

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..data import pictures
-from ..model import Data, Factory, Loss, Model, chain, class_loss
+from ..data import pictures_of
+from ..model import Factory, Loss, Model, chain, class_loss
 from .cnn import classifier, convolution, least_image, plain_convolution, stem
 
 _BLOCKS = (6, 12, 24, 16)
@@ -76,9 +76,4 @@ def _head(channels: int, classes: int) -> nn.Sequential:
     return nn.Sequential(*_activation(channels), *classifier(channels, classes))
 
 
-def batches(config: DenseNetConfig, batch: int) -> Data:
-    """Return synthetic pictures."""
-    return pictures(batch, config.image, config.classes)
-
-
-MODELS = {"densenet121": Model(DenseNetConfig(), network, batches)}
+MODELS = {"densenet121": Model(DenseNetConfig(), network, pictures_of)}

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..data import pictures
-from ..model import Data, Factory, Loss, Model, chain, class_loss
+from ..data import pictures_of
+from ..model import Factory, Loss, Model, chain, class_loss
 from .cnn import classifier, convolution, least_image
 
 _conv = partial(convolution, epsilon=1e-3)
@@ -189,12 +189,7 @@ def _side_of_mixed6(image: int) -> int:
     return _halved(pool2)
 
 
-def batches(config: InceptionConfig, batch: int) -> Data:
-    """Return synthetic pictures."""
-    return pictures(batch, config.image, config.classes)
-
-
 MODELS = {
-    "inception-v3": Model(InceptionConfig(), network, batches),
-    "inception-v3-auxiliary": Model(InceptionConfig(auxiliary=True), network, batches),
+    "inception-v3": Model(InceptionConfig(), network, pictures_of),
+    "inception-v3-auxiliary": Model(InceptionConfig(auxiliary=True), network, pictures_of),
 }

@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ..data import pictures
-from ..model import Data, Factory, Loss, Model, chain, class_loss
+from ..data import pictures_of
+from ..model import Factory, Loss, Model, chain, class_loss
 from .cnn import classifier, convolution, least_image, plain_convolution, stem
 
 _BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -73,12 +73,7 @@ def network(config: ResNetConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     return chain(factories(), seed), class_loss
 
 
-def batches(config: ResNetConfig, batch: int) -> Data:
-    """Return synthetic pictures."""
-    return pictures(batch, config.image, config.classes)
-
-
 MODELS = {
-    "resnet50": Model(ResNetConfig(), network, batches),
-    "resnet101": Model(ResNetConfig(depth=101), network, batches),
+    "resnet50": Model(ResNetConfig(), network, pictures_of),
+    "resnet101": Model(ResNetConfig(depth=101), network, pictures_of),
 }

@@ -12,9 +12,9 @@ from functools import partial
 from torch import nn
 
 from ...errors import BadInput
-from ..data import pictures
-from ..model import Data, Factory, Loss, Model, chain, class_loss
-from .cnn import least_image, plain_convolution
+from ..data import pictures_of
+from ..model import Factory, Loss, Model, chain, class_loss
+from .cnn import least_image, plain_relu, to_vector
 
 _CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 _CHANNELS = (64, 128, 256, 512, 512)
@@ -43,32 +43,18 @@ def network(config: VGGConfig, seed: int) -> tuple[nn.Sequential, Loss]:
         inputs = 3
         for block, (count, outputs) in enumerate(zip(_CONVOLUTIONS[config.depth], _CHANNELS, strict=True), 1):
             for index in range(1, count + 1):
-                yield f"conv{block}_{index}", partial(_convolution, inputs, outputs)
+                yield f"conv{block}_{index}", partial(plain_relu, inputs, outputs)
                 inputs = outputs
             yield f"pool{block}", partial(nn.MaxPool2d, 2)
-        yield "fc6", lambda: nn.Sequential(_to_vector(), _linear(_VECTOR, config.dropout))
+        yield "fc6", lambda: nn.Sequential(to_vector(_SIDE), _linear(_VECTOR, config.dropout))
         yield "fc7", partial(_linear, _LINEAR, config.dropout)
         yield "fc8", partial(nn.Linear, _LINEAR, config.classes)
 
     return chain(factories(), seed), class_loss
 
 
-def _convolution(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(plain_convolution(inputs, outputs, 3, padding=1, bias=True), nn.ReLU(inplace=True))
-
-
-def _to_vector() -> nn.Sequential:
-    # the adaptive pooling changes nothing at 224 pixels; at other sizes it gives the linear layers theirs
-    return nn.Sequential(nn.AdaptiveAvgPool2d(_SIDE), nn.Flatten())
-
-
 def _linear(inputs: int, dropout: float) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, _LINEAR), nn.ReLU(inplace=True), nn.Dropout(dropout))
 
 
-def batches(config: VGGConfig, batch: int) -> Data:
-    """Return synthetic pictures."""
-    return pictures(batch, config.image, config.classes)
-
-
-MODELS = {"vgg16": Model(VGGConfig(), network, batches)}
+MODELS = {"vgg16": Model(VGGConfig(), network, pictures_of)}

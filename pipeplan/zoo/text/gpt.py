@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import BadInput
-from ..data import CHARACTERS, text
-from ..model import Data, Factory, Loss, Model, chain
+from ..data import text_of
+from ..model import Factory, Loss, Model, chain
 from .rank_part import Group, PartEmbedding, head
 from .sizes import TRANSFORMERS, Llama
 from .token_losses import token_loss_named
@@ -140,19 +140,12 @@ def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     return layers, config.group.loss(token_loss_named(config.loss))
 
 
-def batches(config: GPTConfig, batch: int) -> Data:
-    """Return the language reference by characters."""
-    if config.vocabulary < CHARACTERS:
-        raise BadInput(f"vocabulary: {config.vocabulary} is less than the text's {CHARACTERS} characters")
-    return text(batch, config.sequence)
-
-
 def _model(name: str) -> Model[GPTConfig]:
     """Return the model whose sizes :data:`~pipeplan.zoo.text.sizes.TRANSFORMERS` has under ``name``."""
     sizes = TRANSFORMERS[name]
     longest = 0 if name == "gpt-tiny" else sizes.sequence
     config = GPTConfig(sizes.layers, sizes.hidden, sizes.heads, sizes.vocabulary, sizes.sequence, longest, sizes.tied)
-    return Model(config, network, batches)
+    return Model(config, network, text_of)
 
 
 MODELS = {name: _model(name) for name, sizes in TRANSFORMERS.items() if not isinstance(sizes, Llama)}

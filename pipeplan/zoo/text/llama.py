@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import BadInput
-from ..data import CHARACTERS, text
-from ..model import Data, Factory, Loss, Model, chain
+from ..data import text_of
+from ..model import Factory, Loss, Model, chain
 from .rank_part import Group, PartEmbedding, head
 from .sizes import TRANSFORMERS, Llama
 from .token_losses import token_loss_named
@@ -133,13 +133,6 @@ def network(config: LlamaConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     return layers, config.group.loss(token_loss_named(config.loss))
 
 
-def batches(config: LlamaConfig, batch: int) -> Data:
-    """Return the language reference by characters."""
-    if config.vocabulary < CHARACTERS:
-        raise BadInput(f"vocabulary: {config.vocabulary} is less than the text's {CHARACTERS} characters")
-    return text(batch, config.sequence)
-
-
 def _model(name: str) -> Model[LlamaConfig]:
     """Return the model whose sizes :data:`~pipeplan.zoo.text.sizes.TRANSFORMERS` has under ``name``."""
     sizes = TRANSFORMERS[name]
@@ -155,7 +148,7 @@ def _model(name: str) -> Model[LlamaConfig]:
         sizes.rotary_base,
         tied=sizes.tied,
     )
-    return Model(config, network, batches)
+    return Model(config, network, text_of)
 
 
 MODELS = {name: _model(name) for name, sizes in TRANSFORMERS.items() if isinstance(sizes, Llama)}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ..data import CHARACTERS, text, upper_case
-from ..model import Data, Factory, Loss, Model, chain, token_loss
+from ..data import text_of, upper_case_of
+from ..model import Factory, Loss, Model, chain, token_loss
 
 
 class Recurrent(nn.Module):
@@ -59,12 +59,6 @@ def language_network(config: LanguageConfig, seed: int) -> tuple[nn.Sequential, 
     if config.tied:
         layers.head.weight = layers.embedding.weight  # type: ignore[union-attr]
     return layers, token_loss
-
-
-def language_batches(config: LanguageConfig, batch: int) -> Data:
-    """Return the language reference by characters."""
-    _enough(config.vocabulary)
-    return text(batch, config.sequence)
 
 
 @dataclass(frozen=True)
@@ -175,24 +169,13 @@ def translation_network(config: TranslationConfig, seed: int) -> tuple[nn.Sequen
     return chain(factories(), seed), token_loss
 
 
-def translation_batches(config: TranslationConfig, batch: int) -> Data:
-    """Return the language reference by characters, to be translated to upper case."""
-    _enough(config.vocabulary)
-    return upper_case(batch, config.sequence)
-
-
 def _embedding(vocabulary: int, width: int) -> nn.Embedding:
     table = nn.Embedding(vocabulary, width)
     nn.init.uniform_(table.weight, -0.1, 0.1)
     return table
 
 
-def _enough(vocabulary: int) -> None:
-    if vocabulary < CHARACTERS:
-        raise BadInput(f"vocabulary: {vocabulary} is less than the text's {CHARACTERS} characters")
-
-
 MODELS: dict[str, Model[Any]] = {
-    "awd-lm": Model(LanguageConfig(), language_network, language_batches),
-    "gnmt": Model(TranslationConfig(), translation_network, translation_batches),
+    "awd-lm": Model(LanguageConfig(), language_network, text_of),
+    "gnmt": Model(TranslationConfig(), translation_network, upper_case_of),
 }
