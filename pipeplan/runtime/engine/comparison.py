@@ -71,7 +71,8 @@ def compared(
     inputs, _ = whole.data.enter(job.lowered().first.microbatch, given)
     entering = whole.entering([tensor.to(device) for tensor in inputs])
     author = Author.of(module, x, whole.loss is own_loss, autocast)
-    compare(author, stages, whole.loss, tensors_in(x), target, entering=entering)
+    replicated = [m for s in job.plan.allocation.stages if s.replicas > 1 for m in whole.modules(s)]
+    compare(author, stages, whole.loss, tensors_in(x), target, entering, replicated)
     model = replace(model, data=replace(model.data, source=data))
     seconds = time.perf_counter() - begun
     return replace(model, compared=f"the first microbatch trains as in plain torch: compared in {seconds:.2g} s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -244,6 +245,22 @@ def substitute(
             found = tensors_in(value) if name not in OF_MODULES else ()
             if any(change(x) is not x for x in found):
                 vars(part)[name] = mapped(change, value)
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let ``modules`` have the attributes of before behind the context, and generators among them their states."""
+    before = [(part, {k: x for k, x in vars(part).items() if k not in OF_MODULES}) for part in modules]
+    drawn = [(x, x.get_state()) for _, own in before for x in own.values() if isinstance(x, torch.Generator)]
+    try:
+        yield
+    finally:
+        for part, own in before:
+            for name in vars(part).keys() - own.keys() - OF_MODULES:
+                delattr(part, name)
+            vars(part).update(own)
+        for generator, state in drawn:
+            generator.set_state(state)
 
 
 def hooked_as(weight: nn.Parameter, other: nn.Parameter) -> nn.Parameter:

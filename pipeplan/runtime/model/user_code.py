@@ -20,6 +20,15 @@ INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
+IN_WORDS = (  # what torch says, and what that means for who has written the code
+    (
+        "don't yet support saved tensor hooks",
+        "torch.func.grad, vjp, jacrev and hessian can't run in a forward here, which counts what is saved for the "
+        "backward; use torch.autograd.grad(..., create_graph=True)",
+    ),
+)
+
+
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
     """Within the context code of the user's runs; CodeFailed, starting with ``what``, says how it failed."""
@@ -40,7 +49,8 @@ def said(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         what = f"it ended the program by sys.exit({words})"
     else:
-        what = f"{type(error).__name__}: {words}" if words else type(error).__name__
+        known = next((ours for torchs, ours in IN_WORDS if torchs in words), None)
+        what = known or (f"{type(error).__name__}: {words}" if words else type(error).__name__)
     place = line_of(error)
     return what if place is None else f"{what} ({place})"
 

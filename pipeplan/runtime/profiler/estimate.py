@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -195,8 +195,7 @@ def _begun(make: MakeOptimizer) -> MakeOptimizer:
 
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        with suppress(RuntimeError):  # of those that take sparse gradients alone
-            blindly()
+        blindly()
         made.zero_grad()
         made.step = blindly  # type: ignore[method-assign,assignment]  # of this one alone
         return made

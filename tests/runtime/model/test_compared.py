@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from pipeplan.errors import BadInput
@@ -60,6 +61,7 @@ def checked(module, example=None, loss=functional.mse_loss):
         assert begun[1] == random.getstate()
         assert all(p.grad is None for p in module.parameters())
         assert getattr(module, "calls", 0) == 0
+    assert not hasattr(module, "balance")
     assert all(torch.equal(x, state[name]) for name, x in module.state_dict().items())
     return network
 
@@ -92,6 +94,19 @@ def noted(module, x):
     return x + module.register
 
 
+class Balanced(Own):
+    """A loss of its own that a part leaves in an attribute, as mixtures of experts do."""
+
+    def forward(self, x):
+        y = self.first(x)
+        self.balance = y.mean()
+        return self.last(y) + self.balance
+
+
+def drawing(module, x):
+    return x + torch.randn(x.shape, generator=module.register)
+
+
 def counted(module):
     module.calls += 1
 
@@ -106,6 +121,7 @@ SAME = {
     "dropout": Own(lambda _, x: functional.dropout(x)),
     "batch norm": Normed(),
     "an auxiliary value": Own(noted),
+    "a value that is new": Balanced(),
     "a hook of a tensor": Own(hooked),
     "a hook of a weight": with_hook(lambda module: module.first.weight.register_hook(doubled)),
     "a hook of a module": with_hook(lambda module: module.last.register_full_backward_hook(doubled)),
@@ -116,6 +132,7 @@ OTHERWISE = {
     "memory": (Own(remembered), "Own.register goes from one forward to the next"),
     "a counter": (Own(before=counted), "Own.calls goes from one forward to the next"),
     "a weight": (Own(before=normed), "Own changes its weight first.weight in its forward"),
+    "a generator": (Own(drawing, register=torch.Generator()), "Own draws from a generator of its own, register, in"),
     "Python's random": (Own(lambda _, x: x * random.random()), "Own draws from Python's random in its forward"),
 }
 
@@ -124,6 +141,7 @@ OTHERWISE = {
 def test_what_trains_alike_passes_and_leaves_no_trace(name):
     module = SAME[name]
     checked(module)
+    assert not any(isinstance(x, FakeTensor) for x in vars(module).values()), "a trace leaves none of its tensors"
 
 
 @pytest.mark.parametrize("name", OTHERWISE)

@@ -7,8 +7,10 @@ torch = pytest.importorskip("torch")
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.model.trace.trace import trace_module
+from pipeplan.runtime.profiler.measure import measure_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 
 class Parts(nn.Module):
@@ -264,6 +266,25 @@ def test_shapes_that_change_later_are_refused_with_both():
     message = r"Chosen gave tensors of shapes \(9, 4\), and of \(\d, 4\) for the example; put what depends on values"
     with pytest.raises(BadInput, match=message):
         chosen.forward([torch.ones(9, 4)])
+
+
+class Sloped(Parts):
+    def forward(self, x):
+        return self.d(torch.func.grad(lambda y: self.c(y).tanh().sum())(self.a(x)))
+
+
+def test_gradients_of_torch_func_are_refused_where_what_is_saved_is_counted():
+    message = (
+        r"torch.func.grad, vjp, jacrev and hessian can't run in a forward here, .*; use torch.autograd.grad\(..., c"
+    )
+    build = lambda batch: (Sloped(), torch.ones(6, 4), nn.functional.l1_loss)  # noqa: E731
+    with pytest.raises(CodeFailed, match=message):
+        measure_model(build, 6, MeasureOptions(steps=1, warmup=0), name="x", date="")
+
+
+def test_what_torch_says_of_a_branch_is_said_in_words():
+    assert "it branches on the values of a tensor (" in trace_module(Parts(Branching()), X).notes[0]
+    assert "transforms of torch.func aren't made of torch's operations" in trace_module(Mapped(), X).notes[0]
 
 
 def test_an_estimate_which_has_no_values_says_so():

@@ -134,6 +134,7 @@ def test_any_schedule_of_torch_and_ones_own():
         ("Optimizer", "torch.optim has no 'Optimizer'"),
         ("lr_scheduler", "torch.optim has no 'lr_scheduler'"),
         ("LBFGS", "runs the model several times"),
+        ("SparseAdam", "SparseAdam takes sparse gradients alone, which are made dense here"),
         ("SGD,moment=1", "optimizer SGD: .*moment"),
         ("SGD,momentum=-1", "optimizer SGD: Invalid momentum"),
         ("cases.runtime:none", "module cases.runtime has no 'none'"),

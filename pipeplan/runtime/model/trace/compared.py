@@ -27,13 +27,13 @@ from ..loaded import LOSS_ROOT
 from ..network import LOSS, Loss, Network, TensorSpec, buffers_kept, loss_layer, loss_value, own_loss, trained_loss
 from ..pieces import Cut, Piece, packed, pieces_of
 from ..randomness import OwnRandomness, others
-from ..structure import OF_MODULES, PLAIN, leaves_of, mapped, refilling, tensors_in
+from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, refilling, tensors_in
 from ..user_code import RAISED, code_failed, user_code
 from .adapted import no_reentry, run_uncompiled
 from .exported import OF_MODULE, called, loss_in
 
 KEY: Final = 20  # of the random numbers that both draw
-ROUNDINGS: Final = 2**10  # by which equal sums may differ, in the order in which they are added
+ROUNDINGS: Final = 2**6  # by which equal sums may differ, in the order in which they are added
 MOST: Final = 2**-4  # of the largest entry, whatever the type
 FEW: Final = 2**3  # roundings of the largest gradient of all, which one that should be 0 may have
 LOSS_SAID: Final = "the loss"
@@ -114,9 +114,11 @@ def compare(
     inputs: Sequence[Tensor],
     target: Any,
     entering: Mapping[int, Tensor] | None = None,
+    replicated: Sequence[nn.Module] = (),
 ) -> None:
     """Raise BadInput, with the first difference, unless the layers of ``stages`` train as the ``author`` does.
 
+    Each replica of the modules ``replicated`` has buffers of its own: BadInput where what trains depends on them.
     Everything is on the device of ``inputs``, which are the first values, if it isn't said what is ``entering``. Those
     of an example get values of their own, and so does its ``target``, as one in which two are equal proves nothing;
     where the author's code takes no such values, they stay as they are. CodeFailed where that fails.
@@ -140,6 +142,7 @@ def compare(
                 if not author.traced and not isinstance(error, PipeplanError):
                     return  # as they run for themselves, what fails is said with its layer
                 raise code_failed(f"{author.name}: a step of plain training", error) from error
+        _refuse_parted(author, plain, replicated, lambda: _plain(author, loss, inputs, target, follows))
         with user_code(f"the layers of {author.name}"):
             parts = _by_layers(author, stages, inputs, target, follows, entering)
     wrong = _first_difference(author, plain, parts, stages)
@@ -235,6 +238,12 @@ def _refuse_state(author: Author, before: Attributes, step: Step, again: Callabl
     kept = _changed(before, step.kept)
     if not kept:
         return
+    own = next((name for name in kept if isinstance(step.kept[name][2][0], torch.Generator)), None)
+    if own is not None:
+        raise BadInput(
+            f"{author.name} draws from a generator of its own, {own}, in its forward, and its layers would draw in "
+            "another order; draw from torch's own, which run seeds for each microbatch"
+        )
     for part, name, (value, _) in step.kept.values():
         vars(part)[name] = value  # as it goes on in plain training
     other = again()
@@ -244,6 +253,28 @@ def _refuse_state(author: Author, before: Attributes, step: Step, again: Callabl
             f"{author.name}.{(counts or kept)[0]} goes from one forward to the next, and a trace keeps what it is now; "
             f"register it as a buffer, {sure}"
         )
+
+
+def _refuse_parted(author: Author, step: Step, replicated: Sequence[nn.Module], again: Callable[[], Step]) -> None:
+    """Raise BadInput if the loss depends on a buffer of those ``replicated`` that forwards change; those of norms don't
+    count."""
+    own, before = _buffers(author, replicated, {}), author.buffers
+    changed = [(name, before[name.removeprefix("buffer ")], step.values.get(name)) for name in own]
+    found = [(name, old, new) for name, old, new in changed if new is not None and not torch.equal(old, new)]
+    for some in [found, *([one] for one in found)] if found else ():
+        kept = [old.clone() for _, old, _ in some]
+        for _, old, new in some:
+            old.copy_(new)
+        alike = _alike(again().values[LOSS_SAID], step.values[LOSS_SAID], 0.0)
+        for (_, old, _), value in zip(some, kept, strict=True):
+            old.copy_(value)
+        if alike and some is found:
+            return
+        if not alike and (some is not found or len(found) == 1):
+            raise BadInput(
+                f"{author.name} trains by its {some[0][0]}, which its forwards change, and of which each replica would "
+                "have its own; plan with --no-replicas"
+            )
 
 
 def _by_layers(
@@ -389,16 +420,14 @@ def _begun() -> Any:
 def _put_back(author: Author) -> Iterator[None]:
     """Leave the weights of ``author`` with the gradients that they have, and its modules with their attributes."""
     gradients = [(x, x.grad) for _, x in _named(author, nn.Module.named_parameters)]
-    before = _attributes(author)
     for weight, _ in gradients:
         weight.grad = None
     try:
-        yield
+        with attributes_kept(part for _, part in _named(author, nn.Module.named_modules)):
+            yield
     finally:
         for weight, gradient in gradients:
             weight.grad = gradient
-        for part, name, (value, _) in before.values():
-            vars(part)[name] = value
 
 
 def _named(author: Author, named: Callable[[nn.Module], Any]) -> list[tuple[str, Any]]:
@@ -418,6 +447,8 @@ def _attributes(author: Author) -> Attributes:
 def _mark(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value._version
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
     return len(value) if isinstance(value, list | dict | set | deque) else None
 
 

@@ -434,9 +434,12 @@ def data_dependent(graph: fx.GraphModule) -> list[fx.Node]:
     """Return the nodes of ``graph`` whose sizes, or values that aren't tensors, are known with data alone, and those
     of ``torch.func``, which isn't made of operations."""
     nodes = graph.graph.nodes
-    return [
-        x for x in nodes if _is_untold(x) or str(getattr(x.target, "__module__", "")).startswith("torch._functorch")
-    ]
+    return [x for x in nodes if _is_untold(x) or is_transform(x)]
+
+
+def is_transform(node: fx.Node) -> bool:
+    """Whether ``node`` begins or ends one of the transforms of ``torch.func``."""
+    return str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
 
 
 def _is_untold(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ....errors import BadInput
 from ..network import kind_of
-from ..structure import closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
+from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
 from ..user_code import defined_at, line_of, place_of, user_code
 from .adapted import (
     as_in_eager,
@@ -35,7 +35,7 @@ from .adapted import (
     with_dense_gradients,
     without_cache,
 )
-from .eager_calls import EagerCalls, data_dependent
+from .eager_calls import EagerCalls, data_dependent, is_transform
 from .own_gradients import SPACE, own_gradients
 
 ROOT = "model"  # what the module is called in the one that is exported
@@ -43,6 +43,11 @@ OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its tra
 ADVICE = (
     "Return its layers as an nn.Sequential or a list of modules, or write the part without branches on tensor values, "
     "tensors of data-dependent shape and .item()"
+)
+
+IN_WORDS = (  # what torch says, and what that means for who has written the forward
+    ("Could not guard on data-dependent expression", "it branches on the values of a tensor"),
+    ("Could not extract specialized integer from data-dependent", "it takes a number out of a tensor"),
 )
 
 
@@ -81,7 +86,8 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
     with user_code(name), run_uncompiled([module]):
         _made_whole(inner, example_input)
         root, seen = _flat(inner, example_input, loss_alone)
-        graph, given_up = _graph(root, arguments, places_in(example_input), name)
+        with attributes_kept(inner.modules()):  # forwards leave tensors of the trace in them
+            graph, given_up = _graph(root, arguments, places_in(example_input), name)
     assert seen.restored is not None, "what was exported has run"
     notes += [*compiled_lines([module]), *given_up]
     _read_directly(graph)
@@ -260,9 +266,15 @@ def _graph(
         untold = data_dependent(graph)
         if not untold:
             return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.lines()]
-        reason = f"the shape of {untold[0].name} depends on data{line_of_node(untold[0])}"
+        reason = _untold(untold[0]) + line_of_node(untold[0])
         if not eager.widened_by(untold, reason):
             raise BadInput(f"{name} cannot be traced: {reason}. {ADVICE}")
+
+
+def _untold(node: fx.Node) -> str:
+    if is_transform(node):
+        return "transforms of torch.func aren't made of torch's operations"
+    return f"the shape of {node.name} depends on data"
 
 
 def _acts(node: fx.Node) -> bool:
@@ -292,7 +304,8 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     place = line_of(error)
-    return f"{first.rstrip('.')}{f' ({place})' if place else ''}"
+    first = next((ours for torchs, ours in IN_WORDS if torchs in first), first.rstrip("."))
+    return f"{first}{f' ({place})' if place else ''}"
 
 
 def line_of_node(node: fx.Node) -> str:

@@ -78,6 +78,10 @@ def optimizer_maker(choice: Optimizer | Choice, lr: float, as_on_gpus: bool = Fa
         options["fused" if make in FUSED else "foreach"] = True
     if make is torch.optim.LBFGS:
         raise BadInput("optimizer: LBFGS runs the model several times per update; a pipeline runs it once")
+    if make is torch.optim.SparseAdam:
+        raise BadInput(
+            "optimizer: SparseAdam takes sparse gradients alone, which are made dense here; take Adam or SGD"
+        )
 
     optimizer = partial(make, **{"lr": lr, **options})  # which other processes can be told
     if make in FUSED and not said and not as_on_gpus:
