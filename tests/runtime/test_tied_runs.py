@@ -25,8 +25,7 @@ from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.runtime.engine.options import RunOptions
-from pipeplan.runtime.lowering.dry_run import word
-from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence
+from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.loading import chain_model, load_model, load_weights

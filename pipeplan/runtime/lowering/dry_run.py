@@ -10,22 +10,7 @@ from typing import Final
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...problem import Platform
-from .instructions import (
-    Agree,
-    Backward,
-    BackwardWeights,
-    Forward,
-    Instruction,
-    Norm,
-    PutAside,
-    Receive,
-    Recompute,
-    Reduce,
-    ReduceTied,
-    Save,
-    Send,
-    Update,
-)
+from .instructions import word
 from .lowered_run import LoweredRun
 
 PORTS: Final = range(20000, 30000)  # below those that systems give to who asks for any
@@ -121,38 +106,3 @@ def program_lines(lowered: LoweredRun, most: int | None = None) -> list[str]:
             words.append(f"... ({len(instructions)} in all)")
         lines.append(f"rank {rank}, GPU {device}: {' '.join(words)}")
     return lines
-
-
-def word(instruction: Instruction) -> str:
-    """Return one instruction in the short form of :func:`program_lines`."""
-    match instruction:
-        case Forward(s, m, v):
-            return f"{s}F{m}v{v}"
-        case Backward(s, m, v, covers):
-            return f"{s}{'I' if instruction.inputs_only else 'B'}{_span(m, covers)}v{v}"
-        case Recompute(s, m, v):
-            return f"{s}R{m}v{v}"
-        case BackwardWeights(s, m, v):
-            return f"{s}W{m}v{v}"
-        case Send(kind, s, m, peer, covers):
-            return f"{s}{kind.lower()}{_span(m, covers)}>{peer}"
-        case Receive(kind, s, m, peer, covers):
-            return f"{s}{kind.lower()}{_span(m, covers)}<{peer}"
-        case Reduce(s, v):
-            return f"{s}R{v}"
-        case ReduceTied(stages, v):
-            return f"{'+'.join(map(str, stages))}R{v}"
-        case PutAside(s, v):
-            return f"{s}G{v}"
-        case Norm(v):
-            return f"N{v}"
-        case Update(s, v):
-            return f"{s}U{v}"
-        case Agree(v):
-            return f"A{v}"
-        case Save(step):
-            return f"S{step}"
-
-
-def _span(last: int, covers: int) -> str:
-    return str(last) if covers == 1 else f"{last - covers + 1}-{last}"

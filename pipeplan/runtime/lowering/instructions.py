@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...schedule.weight_versions import Lent, kept
 
@@ -17,8 +17,11 @@ Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), a
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run a stage forward with weights ``version``; ``lent`` are those that other stages of the rank keep for it."""
+class StagePass:
+    """A pass of a stage with weights ``version``; ``lent`` are those that other stages of the rank keep for it.
+
+    ``told`` and ``brief`` are how instructions are named, in words and in short: see :func:`sentence`, :func:`word`.
+    """
 
     stage: int
     microbatch: int
@@ -27,50 +30,60 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Forward(StagePass):
+    """Run a stage forward."""
+
+    told: ClassVar = "the forward of microbatch {x.microbatch} on stage {x.stage}"
+    brief: ClassVar = "{x.stage}F{span}v{x.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(StagePass):
     """Run a stage backward; ``version`` is what it differentiates (and recomputes) with.
 
     What ``covers`` several microbatches, here and in exchanges of gradients, names the last of them. With
     ``inputs_only`` the gradients of weights are left for :class:`BackwardWeights`.
     """
 
-    stage: int
-    microbatch: int
-    version: int
     covers: int = 1
-    lent: Lent = ()
     inputs_only: bool = False
+    told: ClassVar = "the backward of {which} on stage {x.stage}"
+    brief: ClassVar = "{x.stage}{part}{span}v{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(StagePass):
     """Run again what a stage recomputes, which its backward then finds done."""
 
-    stage: int
-    microbatch: int
-    version: int
-    lent: Lent = ()
+    told: ClassVar = "the recomputation of microbatch {x.microbatch} on stage {x.stage}"
+    brief: ClassVar = "{x.stage}R{span}v{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeights:
+class BackwardWeights(StagePass):
     """Compute the gradients of a stage's weights, which its backward has left for later."""
 
-    stage: int
-    microbatch: int
-    version: int
-    lent: Lent = ()
+    told: ClassVar = "the gradients of weights of microbatch {x.microbatch} on stage {x.stage}"
+    brief: ClassVar = "{x.stage}W{span}v{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send what ``stage`` made in pass ``kind`` to rank ``peer``."""
+class Message:
+    """What stages of two ranks exchange for pass ``kind`` of ``stage``; ``peer`` is the other rank."""
 
     kind: Pass
     stage: int
     microbatch: int
     peer: int
     covers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Message):
+    """Send what ``stage`` made in pass ``kind`` to rank ``peer``."""
+
+    told: ClassVar = "stage {x.stage}'s send of {what} of {which} to rank {x.peer}"
+    brief: ClassVar = "{x.stage}{kind}{span}>{x.peer}"
 
     @property
     def edge(self) -> Edge:
@@ -79,14 +92,11 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Message):
     """Receive from rank ``peer`` what ``stage`` needs for pass ``kind``."""
 
-    kind: Pass
-    stage: int
-    microbatch: int
-    peer: int
-    covers: int = 1
+    told: ClassVar = "stage {x.stage}'s receive of {what} of {which} from rank {x.peer}"
+    brief: ClassVar = "{x.stage}{kind}{span}<{x.peer}"
 
     @property
     def edge(self) -> Edge:
@@ -100,6 +110,8 @@ class Reduce:
 
     stage: int
     version: int
+    told: ClassVar = "the gradient sum over the replicas of stage {x.stage} for update {x.version}"
+    brief: ClassVar = "{x.stage}R{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,8 @@ class ReduceTied:
 
     stages: tuple[int, ...]
     version: int
+    told: ClassVar = "the gradient sum of what stages {both} share for update {x.version}"
+    brief: ClassVar = "{sum}R{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +134,8 @@ class PutAside:
 
     stage: int
     version: int
+    told: ClassVar = "the putting aside of stage {x.stage}'s gradient for update {x.version}"
+    brief: ClassVar = "{x.stage}G{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +146,8 @@ class Norm:
     """
 
     version: int
+    told: ClassVar = "the norm of all gradients for update {x.version}"
+    brief: ClassVar = "N{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +156,8 @@ class Update:
 
     stage: int
     version: int
+    told: ClassVar = "update {x.version} of stage {x.stage}"
+    brief: ClassVar = "{x.stage}U{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +165,8 @@ class Agree:
     """Decide with all ranks, whose pipeline is empty, whether ``version`` can be made from the gradients."""
 
     version: int
+    told: ClassVar = "the agreement on update {x.version}"
+    brief: ClassVar = "A{x.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +174,12 @@ class Save:
     """Evaluate, or write a checkpoint, with a drained pipeline after ``step`` updates of all stages."""
 
     step: int
+    told: ClassVar = "the evaluation or checkpoint after update {x.step}"
+    brief: ClassVar = "S{x.step}"
 
 
-Instruction = (
-    Forward
-    | Recompute
-    | Backward
-    | BackwardWeights
-    | Send
-    | Receive
-    | PutAside
-    | Reduce
-    | ReduceTied
-    | Norm
-    | Update
-    | Agree
-    | Save
-)
+Passing = Forward | Recompute | Backward | BackwardWeights | Send | Receive
+Instruction = Passing | PutAside | Reduce | ReduceTied | Norm | Update | Agree | Save
 
 
 def edge_into(kind: Pass, stage: int) -> Edge:
@@ -178,41 +189,27 @@ def edge_into(kind: Pass, stage: int) -> Edge:
 
 def sentence(instruction: Instruction) -> str:
     """Return how messages name an instruction: ``the forward of microbatch 3 on stage 1``."""
-    match instruction:
-        case Forward(stage, microbatch, _):
-            return f"the forward of microbatch {microbatch} on stage {stage}"
-        case Recompute(stage, microbatch, _):
-            return f"the recomputation of microbatch {microbatch} on stage {stage}"
-        case Backward(stage, microbatch, _, covers):
-            return f"the backward of {_which(microbatch, covers)} on stage {stage}"
-        case BackwardWeights(stage, microbatch, _):
-            return f"the gradients of weights of microbatch {microbatch} on stage {stage}"
-        case Send(kind, stage, microbatch, peer, covers):
-            return f"stage {stage}'s send of {_what(kind)} of {_which(microbatch, covers)} to rank {peer}"
-        case Receive(kind, stage, microbatch, peer, covers):
-            return f"stage {stage}'s receive of {_what(kind)} of {_which(microbatch, covers)} from rank {peer}"
-        case Reduce(stage, version):
-            return f"the gradient sum over the replicas of stage {stage} for update {version}"
-        case ReduceTied(stages, version):
-            return f"the gradient sum of what stages {' and '.join(map(str, stages))} share for update {version}"
-        case PutAside(stage, version):
-            return f"the putting aside of stage {stage}'s gradient for update {version}"
-        case Norm(version):
-            return f"the norm of all gradients for update {version}"
-        case Update(stage, version):
-            return f"update {version} of stage {stage}"
-        case Agree(version):
-            return f"the agreement on update {version}"
-        case Save(step):
-            return f"the evaluation or checkpoint after update {step}"
+    return _filled(instruction.told, instruction)
 
 
-def _what(kind: Pass) -> str:
-    return "the activations" if kind == "F" else "the gradient"
+def word(instruction: Instruction) -> str:
+    """Return one instruction in the short form of :func:`.dry_run.program_lines`."""
+    return _filled(instruction.brief, instruction)
 
 
-def _which(last: int, covers: int) -> str:
-    return f"microbatch {last}" if covers == 1 else f"microbatches {last - covers + 1} to {last}"
+def _filled(words: str, x: Instruction) -> str:
+    kind, last, stages = getattr(x, "kind", "F"), getattr(x, "microbatch", 0), list(map(str, getattr(x, "stages", ())))
+    first = last - getattr(x, "covers", 1) + 1
+    return words.format(
+        x=x,
+        kind=kind.lower(),
+        what="the activations" if kind == "F" else "the gradient",
+        which=f"microbatch {last}" if first == last else f"microbatches {first} to {last}",
+        span=last if first == last else f"{first}-{last}",
+        part="I" if getattr(x, "inputs_only", False) else "B",
+        both=" and ".join(stages),
+        sum="+".join(stages),
+    )
 
 
 def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
@@ -220,22 +217,16 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
     if microbatches == versions == 0:
         return instruction
     match instruction:  # passes and messages as a run makes each of them, which replace() would take longer for
-        case Forward(s, m, version, lent):
-            return Forward(s, m + microbatches, version + versions, _lent_later(lent, versions))
-        case Backward(s, m, version, covers, lent, inputs_only):
-            return Backward(s, m + microbatches, version + versions, covers, _lent_later(lent, versions), inputs_only)
-        case Recompute(s, m, version, lent):
-            return Recompute(s, m + microbatches, version + versions, _lent_later(lent, versions))
-        case BackwardWeights(s, m, version, lent):
-            return BackwardWeights(s, m + microbatches, version + versions, _lent_later(lent, versions))
-        case Send(kind, s, m, peer, covers):
-            return Send(kind, s, m + microbatches, peer, covers)
-        case Receive(kind, s, m, peer, covers):
-            return Receive(kind, s, m + microbatches, peer, covers)
-        case PutAside() | Reduce() | ReduceTied() | Norm() | Update() | Agree():
-            return replace(instruction, version=instruction.version + versions)
+        case Backward(s, m, version, lent, covers, inputs_only):
+            return Backward(s, m + microbatches, version + versions, _lent_later(lent, versions), covers, inputs_only)
+        case StagePass(s, m, version, lent):
+            return type(instruction)(s, m + microbatches, version + versions, _lent_later(lent, versions))
+        case Message(kind, s, m, peer, covers):
+            return type(instruction)(kind, s, m + microbatches, peer, covers)
         case Save(step):
             return Save(step + versions)
+        case _:
+            return replace(instruction, version=instruction.version + versions)
 
 
 def _lent_later(lent: Lent, versions: int) -> Lent:
@@ -249,7 +240,7 @@ def version_uses(instructions: Sequence[Instruction], stage: int, by: Collection
     """
     found: Counter[int] = Counter()
     for x in instructions:
-        if isinstance(x, Forward | Recompute | Backward | BackwardWeights) and (x.stage == stage or x.stage in by):
+        if isinstance(x, StagePass) and (x.stage == stage or x.stage in by):
             found[x.version if x.stage == stage else dict(x.lent)[stage]] += 1
     return found
 
@@ -263,14 +254,9 @@ def most_versions(instructions: Sequence[Instruction], stage: int) -> int:
     newest = min(version_uses(instructions, stage), default=0)
     for x in instructions:
         match x:
-            case (
-                Forward(s, _, version)
-                | Recompute(s, _, version)
-                | Backward(s, _, version)
-                | BackwardWeights(s, _, version)
-            ) if s == stage:
+            case StagePass(s, _, version) if s == stage:
                 passes.append((newest, version))
-            case Forward() | Recompute() | Backward() | BackwardWeights():
+            case StagePass():
                 passes += [(newest, version) for s, version in x.lent if s == stage]
             case Update(s, version) if s == stage:
                 newest = version

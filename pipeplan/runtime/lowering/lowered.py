@@ -154,7 +154,7 @@ class _Listing:
             return make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)
         use = self._use_of[step]
         if op.kind == "B":
-            return Backward(op.stage, op.microbatch, use.version, op.covers, use.lent, self._timeline.program.split)
+            return Backward(op.stage, op.microbatch, use.version, use.lent, op.covers, self._timeline.program.split)
         return ONE_PASS[op.kind](op.stage, op.microbatch, use.version, use.lent)
 
     def _behind(self, device: int, turn: Turn, place: int, instruction: Instruction) -> None:

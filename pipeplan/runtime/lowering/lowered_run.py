@@ -26,22 +26,7 @@ from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
 from ...schedule.timeline import Timeline, flush_makespan_ns
 from ...schedule.weight_versions import Delay
-from .instructions import (
-    Agree,
-    Backward,
-    BackwardWeights,
-    Forward,
-    Instruction,
-    Norm,
-    PutAside,
-    Receive,
-    Recompute,
-    Reduce,
-    ReduceTied,
-    Save,
-    Send,
-    Update,
-)
+from .instructions import Instruction, Message, Save, StagePass
 from .minibatch import forwards
 from .repeats import Repeat, Repeated
 from .segments import Segments
@@ -104,14 +89,12 @@ class LoweredRun:
     def minibatch(self, instruction: Instruction) -> int:
         """Return the mini-batch that an instruction works for; mini-batch j makes version j + 1."""
         match instruction:  # what comes most often first: a run asks before each
-            case Forward() | Backward() | Send() | Receive() | BackwardWeights() | Recompute():
+            case StagePass() | Message():
                 return self.first.step + (instruction.microbatch - self.first.microbatch) // self.interval
-            case PutAside(_, version) | Reduce(_, version) | ReduceTied(_, version) | Update(_, version):
-                return version - 1
-            case Norm(version) | Agree(version):
-                return version - 1
             case Save(step):
                 return step - 1
+            case _:
+                return instruction.version - 1
 
     @property
     def round(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..lowering.instructions import Backward, BackwardWeights, Forward, Receive, Recompute, Send
+from ..lowering.instructions import Message, StagePass
 from ..lowering.lowered_run import LoweredRun
 
 
@@ -43,7 +43,7 @@ def place(lowered: LoweredRun, index: int) -> str:
     instruction = lowered.instructions[teller(lowered)][max(0, index)]
     minibatch = lowered.minibatch(instruction)
     text = f"update {minibatch + 1} of {lowered.last.step}"
-    if isinstance(instruction, Forward | Backward | BackwardWeights | Recompute | Send | Receive):
+    if isinstance(instruction, StagePass | Message):
         number = instruction.microbatch - lowered.at(minibatch).microbatch + 1
         return f"{text}: microbatch {number} of {lowered.interval}"
     return text

@@ -30,7 +30,7 @@ def chain():
     ],
 )
 def test_updates_of_replicas_stay_where_all_have_them(stages, weights, accumulate, chain, monkeypatch):
-    monkeypatch.setattr(lowered_run, "summed_beside", lambda plan: {})  # as without room for that
+    monkeypatch.setattr(lowered_run, "summed_beside", lambda *_: {})  # as without room for that
     plan = plan_of(chain, stages, weights=weights, accumulate=accumulate)
     assert run_deadlock(plan) == []
     move = lowered._sends_before_updates

@@ -16,8 +16,7 @@ from pipeplan.errors import BadInput
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.engine.options import RunOptions, clipping
 from pipeplan.runtime.lowering.blocking import deadlock
-from pipeplan.runtime.lowering.dry_run import word
-from pipeplan.runtime.lowering.instructions import Receive, Send
+from pipeplan.runtime.lowering.instructions import Receive, Send, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
