@@ -4,8 +4,7 @@ from pipeplan.integers import smallest
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "threshold"),
-    [(1, 1, 1), (1, 100, 37), (5, 64, 64), (5, 64, 5), (0, 10**12, 123456789), (-5, 5, 0)],
+    ("low", "high", "threshold"), [(1, 1, 1), (1, 100, 37), (5, 64, 64), (5, 64, 5), (0, 10**12, 123456789), (-5, 5, 0)]
 )
 def test_the_threshold_is_found_exactly_and_quickly(low, high, threshold):
     tried = []

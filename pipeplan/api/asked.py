@@ -104,8 +104,7 @@ class Common(TypedDict, total=False):
     ]
     latency: Annotated[str | None, Word("Of each transfer, such as 5us.  [default: 0]", "TIME")]
     overhead: Annotated[
-        str | None,
-        Word("Time that each message takes the GPUs at both its ends, beside that.  [default: 0]", "TIME"),
+        str | None, Word("Time that each message takes the GPUs at both its ends, beside that.  [default: 0]", "TIME")
     ]
     platform: Annotated["str | Platform | None", Word("Platform JSON instead of the options above.", "FILE")]
     blocking_transfers: Annotated[bool, Word("Transfers keep the GPUs at both their ends from computing.")]
@@ -176,8 +175,7 @@ class Asked(Common, total=False):
     accumulate: Annotated[int | None, Word("Microbatches per update.  [default: 4 per GPU]")]
     no_replicas: Annotated[bool, Word("One GPU per stage.")]
     vertical_sync: Annotated[
-        bool,
-        Word("stash, latest: one version of the weights for a microbatch in all stages, which costs versions."),
+        bool, Word("stash, latest: one version of the weights for a microbatch in all stages, which costs versions.")
     ]
 
 

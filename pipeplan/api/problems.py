@@ -16,16 +16,7 @@ from ..files.machines.equal_gpus import platform_of_gpus
 from ..files.machines.platforms import grouped, read_platform, reserving
 from ..names import shown
 from ..partition.merging import AUTO, merging
-from ..problem import (
-    CLIPPED_TOGETHER,
-    MICROBATCHES_PER_DEVICE,
-    WEIGHTS,
-    Chain,
-    Platform,
-    Policy,
-    Problem,
-    Weights,
-)
+from ..problem import CLIPPED_TOGETHER, MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Platform, Policy, Problem, Weights
 from ..units import gpu_counts, parse_time, parse_wait
 from .asked import Asked, defaults
 from .profiles import Profile

@@ -133,11 +133,7 @@ def _with_traceback(context: click.Context, _: click.Parameter, asked: bool) -> 
 
 
 DEBUG = click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    callback=_with_traceback,
-    help="Print the traceback of a failure, too.",
+    "--debug", is_flag=True, expose_value=False, callback=_with_traceback, help="Print the traceback of a failure, too."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN", type=FILE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.text import Text
 
 from ..plan import Pattern, Plan
@@ -31,6 +32,7 @@ STYLES = {
     "SEND_B": "black on yellow",
 }
 FILL = {"F": "=", "R": "~", "B": "#", "W": "+", "SEND_F": ">", "SEND_B": "<"}
+SHOWN = ("kind", "stage", "microbatch", "start_ns", "end_ns")  # of an operation in JSON
 MOST_SHOWN = 4  # mini-batches of a steady state
 READABLE_COLUMNS = 4  # of a typical bar, in a chart that shows its operations one by one
 
@@ -172,16 +174,7 @@ def rows_data(rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> dict[str,
         "rows": [
             {
                 "name": row.name,
-                "operations": [
-                    {
-                        "kind": b.kind,
-                        "stage": b.stage,
-                        "microbatch": b.microbatch,
-                        "start_ns": b.start_ns,
-                        "end_ns": b.end_ns,
-                    }
-                    for b in row.bars
-                ],
+                "operations": [{name: getattr(bar, name) for name in SHOWN} for bar in row.bars],
             }
             for row in rows
         ],
@@ -206,11 +199,19 @@ def panels(timeline: Timeline, columns: int) -> list[tuple[str, int, int]]:
     if readable * 3 >= whole:
         return [("first half", 0, whole // 2), ("second half", whole // 2, whole)]
     middle = (whole - readable) // 2
-    return [
-        ("fill", 0, readable),
-        ("middle", middle, middle + readable),
-        ("drain", whole - readable, whole),
-    ]
+    return [("fill", 0, readable), ("middle", middle, middle + readable), ("drain", whole - readable, whole)]
+
+
+def print_panels(
+    out: Console, timeline: Timeline, rows: Sequence[GanttRow], time: Callable[[int], str] = format_ns
+) -> None:
+    """Print a run in :func:`panels`, each below what it shows."""
+    columns = out.width - max(len(row.name) for row in rows) - 1
+    for title, start, end in panels(timeline, columns):
+        out.print(Text(f"{title}, {time(start)} to {time(end)}", "dim"))
+        for line in draw(rows, start, end, out.width):
+            out.print(line, no_wrap=True, crop=True)
+    out.print()
 
 
 def draw(rows: Sequence[GanttRow], start_ns: int, end_ns: int, width: int) -> list[Text]:

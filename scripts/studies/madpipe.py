@@ -162,9 +162,7 @@ def main() -> None:
         default=[m * 10**9 for m in (3, 4, 5, 6, 8, 10, 12, 16)],
     )
     parser.add_argument(
-        "--bandwidth",
-        type=lambda s: [parse_bandwidth(x) for x in s.split(",")],
-        default=[12 * 10**9, 24 * 10**9],
+        "--bandwidth", type=lambda s: [parse_bandwidth(x) for x in s.split(",")], default=[12 * 10**9, 24 * 10**9]
     )
     parser.add_argument("--full", action="store_true", help="allow replicas and recomputation")
     parser.add_argument("--solver", choices=["cbc", "highs"], default="cbc")

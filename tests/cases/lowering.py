@@ -18,8 +18,6 @@ def plan_of(chain, stages, policy, schedule=ENDLESS):
     platform = Platform.flat(1 + max(d for stage in stages for d in stage.devices), 10**12)
     graph = stage_graph(chain, platform, policy, stages)
     pattern = make_pattern(
-        graph,
-        [sum(op.duration_ns for op in graph.operations[:i]) for i in range(len(graph.operations))],
-        graph.path_ns,
+        graph, [sum(op.duration_ns for op in graph.operations[:i]) for i in range(len(graph.operations))], graph.path_ns
     )
     return Plan(chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("by hand"), schedule)

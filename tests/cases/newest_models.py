@@ -55,10 +55,7 @@ def image_data(index, seed):
     return pair[0].double(), pair[1].double()
 
 
-MODELS = {
-    "sequences": (sequences, sequence_layers, sequence_data),
-    "images": (images, image_layers, image_data),
-}
+MODELS = {"sequences": (sequences, sequence_layers, sequence_data), "images": (images, image_layers, image_data)}
 
 
 def normed(batch):

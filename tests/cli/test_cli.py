@@ -145,11 +145,7 @@ def test_a_stated_configuration_is_evaluated_and_nothing_else(profile: str, tmp_
     code, _, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "1MB", "--split", "2,6")
     assert code == 1
     assert "stage 1 (layers 2 to 7 (l2 to l7)) on device 1 needs" in err
-    for more in (
-        ["--algorithm", "contiguous"],
-        ["--effort", "quick"],
-        ["-O", "gap=5%"],
-    ):
+    for more in (["--algorithm", "contiguous"], ["--effort", "quick"], ["-O", "gap=5%"]):
         code, _, err = pipeplan("plan", profile, *SMALL, "--split", "2,6", *more)
         assert code == 2
         assert "--split searches nothing; leave out " in err

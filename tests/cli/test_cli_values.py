@@ -185,8 +185,7 @@ def test_standard_output_takes_one_document(arguments: tuple[str, ...], pipeplan
 
 
 @pytest.mark.parametrize(
-    ("profile", "reserved"),
-    [("vgg16-224-b32-v100", "16 GB less 2 GB reserved"), ("gpt-tiny-b8-cpu", "16 GB,")],
+    ("profile", "reserved"), [("vgg16-224-b32-v100", "16 GB less 2 GB reserved"), ("gpt-tiny-b8-cpu", "16 GB,")]
 )
 def test_what_is_reserved_by_itself_is_for_gpus_alone(profile: str, reserved: str, pipeplan: Command) -> None:
     path = str(Path(__file__).parents[2] / "profiles" / f"{profile}.json")

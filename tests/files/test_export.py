@@ -68,11 +68,7 @@ SHARED = [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (0,)), (9, 11, (1,))]
 
 def test_torch_csv_has_a_row_per_rank():
     rows = exported(planned(THREE), "torch-csv", "1f1b", 3).splitlines()
-    assert rows == [
-        "0F0,0F1,0F2,0B0,0B1,0B2",
-        "1F0,1F1,1B0,1F2,1B1,1B2",
-        "2F0,2B0,2F1,2B1,2F2,2B2",
-    ]
+    assert rows == ["0F0,0F1,0F2,0B0,0B1,0B2", "1F0,1F1,1B0,1F2,1B1,1B2", "2F0,2B0,2F1,2B1,2F2,2B2"]
     assert exported(planned(THREE), "torch-csv", "zb1p", 2).splitlines()[2] == "2F0,2I0,2F1,2I1,2W0,2W1"
 
 

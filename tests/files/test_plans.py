@@ -44,11 +44,7 @@ def test_plans_without_a_pattern_come_back_byte_for_byte_and_edits_are_noticed(k
         assert plan_text(again) == text
         form = json.loads(text)
         assert form["pattern"] is None
-        assert form["schedule"] == {
-            "kind": kind,
-            "microbatches": plan.policy.accumulate,
-            "limit": plan.schedule.limit,
-        }
+        assert form["schedule"] == {"kind": kind, "microbatches": plan.policy.accumulate, "limit": plan.schedule.limit}
         device = plan.allocation.stages[0].devices[0]
         for name in ("peak_bytes", "weights_bytes", "activation_bytes", "buffer_bytes"):
             edited = json.loads(text)

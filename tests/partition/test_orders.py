@@ -130,11 +130,7 @@ def test_the_best_order_of_four_unequal_devices() -> None:
     listed, best = smallest_period(problem, as_listed=True), smallest_period(problem)
     assert listed is not None
     assert best is not None
-    assert (listed.claimed_period_ns, best.claimed_period_ns, best.lower_bound_ns) == (
-        86396412,
-        78255756,
-        78255756,
-    )
+    assert (listed.claimed_period_ns, best.claimed_period_ns, best.lower_bound_ns) == (86396412, 78255756, 78255756)
     assert Orders.of(problem).sentence() == "best of all 24 orders of 4 kinds of devices"
     assert best_of_listed(problem) == best.claimed_period_ns
 

@@ -135,9 +135,7 @@ def test_the_open_question_is_never_worse_than_a_named_schedule_or_algorithm(see
     assert not found or found["{}"] == min(found.values()), found
 
 
-def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeplan.schedule.programs.v_limit.SEARCH_STEPS", 2000)
     layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20) for i in range(8))
     policy = Policy(weights="flush", accumulate=6)
@@ -201,12 +199,7 @@ def test_a_schedule_that_is_asked_for_gets_the_stages_that_drain_soonest_under_i
 def test_the_search_comes_near_what_trying_all_finds(seed: int) -> None:
     rng = random.Random(seed)
     chain = _chain(rng, 5, 20)
-    problem = Problem(
-        chain,
-        Platform.flat(4, 420, 10**9),
-        Policy(weights="flush", accumulate=6),
-        checkpointing="none",
-    )
+    problem = Problem(chain, Platform.flat(4, 420, 10**9), Policy(weights="flush", accumulate=6), checkpointing="none")
     best = None
     for used in range(1, 5):
         for count in range(1, used + 1):

@@ -171,7 +171,4 @@ def test_no_two_configurations_are_the_same_pipelines() -> None:
     problem = Problem(chain, platform, Policy("flush"), checkpointing="segments")
     found = [(x.groups(), x.microbatch) for x in configs(GridProblem(problem, profiles([chain]), 8, (1, 2), (False,)))]
     assert len(found) == len(set(found))
-    assert {groups for groups, _ in found if len(groups) == len(groups[0]) == 2} == {
-        ((0, 1), (2, 3)),
-        ((0, 2), (1, 3)),
-    }
+    assert {groups for groups, _ in found if len(groups) == len(groups[0]) == 2} == {((0, 1), (2, 3)), ((0, 2), (1, 3))}

@@ -24,8 +24,7 @@ from pipeplan.report.words import restriction
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"),
-    [("megatron", 1000), ("torchtitan", 1700), ("deepspeed", 1000), ("torch", 1700), ("torch", 900)],
+    ("name", "memory"), [("megatron", 1000), ("torchtitan", 1700), ("deepspeed", 1000), ("torch", 1700), ("torch", 900)]
 )
 def test_the_best_of_all_plans_of_the_class_is_found_and_none_is_below_its_bound(name, memory):
     chain = network(memory)

@@ -164,10 +164,7 @@ def test_a_run_equals_training_in_one_process(case, tmp_path):
     report = run_plan(plan, ModelSpec(name), RunOptions(steps=steps, lr=lr, seed=1, save=saved))
     interval = report.microbatches // steps
     assert interval == plan.policy.update_interval(max(stage.replicas for stage in stages))
-    versions = {
-        "flush": lambda stage, m: m // interval,
-        "2bw-uniform": lambda stage, m: max(m // interval - 1, 0),
-    }
+    versions = {"flush": lambda stage, m: m // interval, "2bw-uniform": lambda stage, m: max(m // interval - 1, 0)}
     losses, state = serial(
         name,
         batch,

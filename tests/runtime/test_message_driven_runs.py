@@ -14,13 +14,7 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.patience import SECONDS
-from cases.runtime import (
-    chain_of,
-    largest_difference,
-    plan_of,
-    serial,
-    zoo_chain,
-)
+from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_chain
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
@@ -230,13 +224,7 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True, m
     instructions = script.instructions[rank]
     work = RankWork({}, 1, None, None, {}, None, lambda _: None, 0, allows, None, None, None)
     order = arrival_order(
-        script,
-        rank,
-        work,
-        Letters(clock, letters),
-        limit or script.limit,
-        most_held or script.most_held(rank),
-        clock,
+        script, rank, work, Letters(clock, letters), limit or script.limit, most_held or script.most_held(rank), clock
     )
     done = []
     for index in order:

@@ -26,14 +26,7 @@ from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.model.build.loading import chain_model, load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes import agreement, rendezvous
-from pipeplan.runtime.processes.agreement import (
-    Statement,
-    difference,
-    model_items,
-    run_items,
-    unreachable,
-    writing_to,
-)
+from pipeplan.runtime.processes.agreement import Statement, difference, model_items, run_items, unreachable, writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.rendezvous import check_reachable
 from pipeplan.runtime.processes.store import StorePeers

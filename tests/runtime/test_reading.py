@@ -122,10 +122,7 @@ def test_a_sample_that_fails_in_a_worker_is_told_and_no_worker_stays(plan):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
 @pytest.mark.parametrize(
     ("whom", "words"),
-    [
-        ("run", r"the run is stopped"),
-        ("rank", r"rank 0 died .*: killed by SIGKILL, perhaps for want of memory"),
-    ],
+    [("run", r"the run is stopped"), ("rank", r"rank 0 died .*: killed by SIGKILL, perhaps for want of memory")],
 )
 def test_of_a_run_with_spawned_workers_that_is_killed_one_sentence_is_told(whom, words):
     """Neither what workers say that were sending something, nor who removes their semaphores."""

@@ -8,15 +8,7 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.half import halved_serial
-from cases.runtime import (
-    chain_of,
-    emulated,
-    largest_difference,
-    plan_of,
-    serial,
-    sized_chain,
-    zoo_chain,
-)
+from cases.runtime import chain_of, emulated, largest_difference, plan_of, serial, sized_chain, zoo_chain
 from torch import nn
 
 from pipeplan import zoo

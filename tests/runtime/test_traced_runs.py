@@ -285,10 +285,7 @@ def fit(model, profile):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (
-            "other_residual",
-            r"model: layer 9 \(other.first\) has 740 bytes of parameters; the plan's profile says 592",
-        ),
+        ("other_residual", r"model: layer 9 \(other.first\) has 740 bytes of parameters; the plan's profile says 592"),
         ("reconnected", r"model: layer 16 \(cat\) reads layers 8, 15; the plan's profile says layers 0, 15"),
         ("transformer", "model: has 'eq' where the plan's profile test has layer 0, 'enter'"),
     ],

@@ -106,12 +106,7 @@ def test_a_split_backward_is_planned_and_shown(capsys):
 
 @pytest.mark.parametrize(
     ("weights", "kinds"),
-    [
-        ("2bw", ["pattern"]),
-        ("stash", ["pattern"]),
-        ("flush", FLUSHED),
-        ("latest", ["nf1b", "pattern"]),
-    ],
+    [("2bw", ["pattern"]), ("stash", ["pattern"]), ("flush", FLUSHED), ("latest", ["nf1b", "pattern"])],
 )
 def test_weights_go_with_kinds_and_the_first_is_the_default(weights, kinds):
     assert kinds_for(weights) == kinds

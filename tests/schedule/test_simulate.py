@@ -161,11 +161,7 @@ def test_1f1b_staircase():
         for step in lane.steps:
             kind = graph.operations[step.position].kind
             row[timeline.begin_ns(step)] = str(step.microbatch) if kind == "F" else "abcd"[step.microbatch]
-    assert ["".join(row) for row in rows] == [
-        "012..a3b.c.d",
-        ".01.a2b3c.d.",
-        "..0a1b2c3d..",
-    ]
+    assert ["".join(row) for row in rows] == ["012..a3b.c.d", ".01.a2b3c.d.", "..0a1b2c3d.."]
 
 
 # --- random plans ----------------------------------------------------------------------------------------------------

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=GroupedCommand,
-    examples=(
-        "pipeplan check plan.json",
-        "pipeplan check --schedule schedule.csv --semantics blocking",
-    ),
+    examples=("pipeplan check plan.json", "pipeplan check --schedule schedule.csv --semantics blocking"),
 )
 @click.argument("plan", metavar="PLAN", type=FILE, required=False)
 @click.option(

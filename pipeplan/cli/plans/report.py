@@ -13,10 +13,7 @@ from ..progress import status
 
 @click.command(
     cls=GroupedCommand,
-    examples=(
-        "pipeplan report plan.json -o report.html",
-        "pipeplan report plan.json --schedule all -o schedules.html",
-    ),
+    examples=("pipeplan report plan.json -o report.html", "pipeplan report plan.json --schedule all -o schedules.html"),
 )
 @PLAN
 @click.option("-o", "--output", required=True, type=Output(), help="The page; - is standard output.")

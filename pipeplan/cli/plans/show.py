@@ -11,13 +11,7 @@ from ..grouped import GroupedCommand
 from ..options import JSON, PLAN, Count, Output
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan show plan.json",
-        "pipeplan show plan.json -o pattern.svg",
-    ),
-)
+@click.command(cls=GroupedCommand, examples=("pipeplan show plan.json", "pipeplan show plan.json -o pattern.svg"))
 @PLAN
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links/--no-links", default=True, help="Draw links too.")

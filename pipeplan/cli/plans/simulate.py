@@ -11,17 +11,7 @@ from ...api.asked import MOST_RUNS
 from ...deadline import Deadline
 from .. import completed
 from ..grouped import GroupedCommand
-from ..options import (
-    GIVE_UP,
-    JSON,
-    PLAN,
-    SEED,
-    Count,
-    Output,
-    Share,
-    refuse_two_documents,
-    refuse_without,
-)
+from ..options import GIVE_UP, JSON, PLAN, SEED, Count, Output, Share, refuse_two_documents, refuse_without
 from ..progress import status
 
 

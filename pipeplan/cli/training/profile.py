@@ -87,14 +87,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "aut
 @click.option("-o", "--output", type=Output(), default="-", show_default=True, help="Where to write the profile.")
 @DEBUG
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no table of the layers on standard error.")
-def command(
-    model: str,
-    estimate: str | None,
-    host_time: str | None,
-    output: str,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def command(model: str, estimate: str | None, host_time: str | None, output: str, quiet: bool, **options: Any) -> None:
     """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function."""
     from ...api.profiles import profile
 

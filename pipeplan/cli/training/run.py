@@ -193,9 +193,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     "v-limit: activations of chunks on a GPU.",
 )
 @click.option(
-    "--half",
-    type=click.Choice(["bf16", "fp16"]),
-    help="With mixed precision and autocast.  [default: the profile's]",
+    "--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision and autocast.  [default: the profile's]"
 )
 @click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
 @click.option(
@@ -254,11 +252,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     help="After every N updates as well.  [default with --epochs: after every epoch]",
 )
 @click.option(
-    "--keep-checkpoints",
-    "keep",
-    metavar="N",
-    type=Count(),
-    help="Remove older ones than N.  [default: keep all]",
+    "--keep-checkpoints", "keep", metavar="N", type=Count(), help="Remove older ones than N.  [default: keep all]"
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint, if there is one.")
 @click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")

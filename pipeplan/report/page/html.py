@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -200,7 +200,7 @@ def _stages(plan: Plan, result: Evaluation) -> str:
     title, places = ((column[0],), column[1]) if column else ((), [])
     head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", *title, "in flight")
     memory = ("weights GB", "activations GB", "buffers GB", "peak GB", "of GB")
-    rows = []
+    rows: list[list[str]] = []
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
         sizes = (use.weights_bytes, use.activation_bytes, use.buffer_bytes, use.peak_bytes, use.memory_bytes)
         cells = [
@@ -217,15 +217,19 @@ def _stages(plan: Plan, result: Evaluation) -> str:
             cells += [f"{size / 1e9:.3f}" for size in sizes]
         else:
             cells += [f"with stage {first}", "", "", "", ""]
-        rows.append(
-            "<tr>"
-            + "".join(f"<td{' class=left' if i in (1, 2) else ''}>{escape(cell)}</td>" for i, cell in enumerate(cells))
-            + "</tr>"
-        )
-    titles = "".join(
-        f"<th{' class=left' if i in (1, 2) else ''}>{escape(name)}</th>" for i, name in enumerate((*head, *memory))
-    )
-    return f'<div class="wide"><table id="stages"><tr>{titles}</tr>{"".join(rows)}</table></div>'
+        rows.append(cells)
+    return _table("stages", (*head, *memory), rows, ("layers", "GPUs"))
+
+
+def _table(name: str, columns: Sequence[str], rows: Iterable[Iterable[str]], left: Sequence[str]) -> str:
+    """Return a table of cells, the columns ``left`` to the left."""
+    sides = [" class=left" if column in left else "" for column in columns]
+
+    def row(tag: str, cells: Iterable[str]) -> str:
+        return "".join(f"<{tag}{side}>{escape(x)}</{tag}>" for side, x in zip(sides, cells, strict=True))
+
+    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
+    return f'<div class="wide"><table id="{name}"><tr>{row("th", columns)}</tr>{body}</table></div>'
 
 
 def _layers(plan: Plan, stage: Stage) -> str:
@@ -238,18 +242,14 @@ def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> list[s
     """Return the table of ``simulate`` with several schedules, best first; nothing without any."""
     if not runs and not refused:
         return []
-    sides = dict.fromkeys(("schedule", "weights"), " class=left")
-    rows = [schedule_cells(run) for run in runs]
-    head = "".join(f"<th{sides.get(name, '')}>{name}</th>" for name in SCHEDULE_COLUMNS)
-    cells = ["".join(f"<td{sides.get(name, '')}>{escape(cell)}</td>" for name, cell in row.items()) for row in rows]
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    rows = (schedule_cells(run).values() for run in runs)
     notes = [
         "; ".join(column_words(all(run.barrier for run in runs))),
         *(f"{refusal.schedule}: not possible: {refusal.reason}" for refusal in refused),
     ]
     return [
         "<h2>Schedules side by side</h2>",
-        f'<div class="wide"><table id="schedules"><tr>{head}</tr>{body}</table></div>',
+        _table("schedules", SCHEDULE_COLUMNS, rows, ("schedule", "weights")),
         *(f'<p class="soft">{escape(note)}</p>' for note in notes),
     ]
 

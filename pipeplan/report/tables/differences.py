@@ -131,15 +131,7 @@ def _row(pair: LayerPair) -> list[str | Name]:
     title = " = ".join(shown(name, (LAYER_WIDTH - 3) // 2 if len(names) > 1 else LAYER_WIDTH) for name in names)
     times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
     if pair.before is None or pair.after is None:
-        return [
-            Name.of(title),
-            *times,
-            "only in A" if pair.after is None else "only in B",
-            "",
-            "",
-            "",
-            "",
-        ]
+        return [Name.of(title), *times, "only in A" if pair.after is None else "only in B", "", "", "", ""]
     ratio, change, saved = pair.time_ratio, pair.share_change, pair.saved_bytes
     sizes = [
         (pair.before.weight_bytes, pair.after.weight_bytes),

@@ -13,7 +13,7 @@ from ...plan import Plan
 from ...planner.simulated.simulation import Refused, Simulation, percentile_95
 from ...schedule.synthesis.synthesize import Synthesis
 from ...units import format_bytes, format_ns
-from ..gantt import GanttRow, draw, panels, plan_window, timeline_rows
+from ..gantt import GanttRow, draw, plan_window, print_panels, timeline_rows
 from ..looks import console, make_table, print_fitted
 from ..words import mean_delay, unknown_between
 from .plan import groups_line, headline
@@ -46,13 +46,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     figures = simulation.figures()
     rows = timeline_rows(timeline)
     out.print(f"{figures['microbatches']} microbatches, {simulation.name}; {_legend(rows)}{_shared(rows)}")
-    shown = _shown(rows, links)
-    columns = out.width - max(len(row.name) for row in shown) - 1
-    for title, start, end in panels(timeline, columns):
-        out.print(Text(f"{title}, {format_ns(start)} to {format_ns(end)}", "dim"))
-        for line in draw(shown, start, end, out.width):
-            out.print(line, no_wrap=True, crop=True)
-    out.print()
+    print_panels(out, timeline, _shown(rows, links))
     out.print(
         f"makespan {format_ns(simulation.makespan_ns)} (fill {format_ns(timeline.fill_ns)}), "
         f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"

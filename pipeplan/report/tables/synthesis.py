@@ -9,7 +9,7 @@ from ...schedule.memory import lane_use, most_held
 from ...schedule.synthesis.synthesize import Synthesis
 from ...schedule.timeline import flush_makespan_ns, longest_span_ns
 from ...units import format_bytes, format_ns
-from ..gantt import draw, panels, timeline_rows, working_devices
+from ..gantt import print_panels, timeline_rows, working_devices
 from ..looks import console
 
 
@@ -41,13 +41,7 @@ def print_synthesis(found: Synthesis, took_s: float, *, plain: bool, width: int 
     out = console(width)
     timeline, figure = found.timeline, figures(found)
     time: Callable[[int], str] = str if plain else format_ns
-    rows = [row for row in timeline_rows(timeline) if row.device is not None]
-    columns = out.width - max(len(row.name) for row in rows) - 1
-    for title, start, end in panels(timeline, columns):
-        out.print(f"{title}, {time(start)} to {time(end)}")
-        for line in draw(rows, start, end, out.width):
-            out.print(line, no_wrap=True, crop=True)
-    out.print()
+    print_panels(out, timeline, [row for row in timeline_rows(timeline) if row.device is not None], time)
     peak = "" if plain else f", {format_bytes(figure['peak_bytes'])} on the fullest"
     out.print(
         f"makespan {time(figure['makespan_ns'])}, bubble {figure['longest_stage_bubble']:.2%} of the longest stage"

@@ -345,13 +345,7 @@ def _way_beside(sums: Exchange, device: torch.device) -> Callable[[int], Way] | 
 
 
 def _stepping(
-    job: Job,
-    rank: Rank,
-    meeting: Meeting,
-    s: int,
-    group: SumGroup | None,
-    buffers: BucketBuffers,
-    states: StateBytes,
+    job: Job, rank: Rank, meeting: Meeting, s: int, group: SumGroup | None, buffers: BucketBuffers, states: StateBytes
 ) -> Stepping:
     """Return how the weights of stage ``s`` are stepped."""
     policy, sharing = job.plan.policy, None

@@ -37,9 +37,7 @@ class Repeat:
         """Return one of the instructions."""
         turn, place = divmod(index, len(self.instructions))
         return later(
-            self.instructions[place],
-            self.microbatch + turn * self.microbatches,
-            self.version + turn * self.versions,
+            self.instructions[place], self.microbatch + turn * self.microbatches, self.version + turn * self.versions
         )
 
 

@@ -39,14 +39,7 @@ from ..training.state.folder_lock import one_run
 from ..training.state.saved_state import unreadable
 from .store import looks
 
-OWN: Final = {
-    "save",
-    "load",
-    "checkpoint",
-    "timeout_s",
-    "threads",
-    "device",
-}  # options of each node's own
+OWN: Final = {"save", "load", "checkpoint", "timeout_s", "threads", "device"}  # options of each node's own
 PLANNED: Final = ("chain", "platform", "policy", "allocation", "pattern", "schedule")  # what a run reads of a plan
 SHOWN: Final = 60  # characters; of what is longer messages have the checksum
 CODE: Final = "the code of "

@@ -27,16 +27,7 @@ from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
 from ..training.state.checkpoint import Alone, Peers
-from .agreement import (
-    UNKNOWN,
-    Statement,
-    checkpoint_items,
-    compare,
-    model_items,
-    resume_point,
-    run_items,
-    writing_to,
-)
+from .agreement import UNKNOWN, Statement, checkpoint_items, compare, model_items, resume_point, run_items, writing_to
 from .failure import GRACE_S, Failure, failure_of, failure_told, told
 from .own_processes import is_here, listen_here
 from .rendezvous import START_S, Start, check_reachable, number_in_environment
@@ -210,12 +201,7 @@ def _say_where(everybodys: Sequence[Statement], note: Callable[[str], None] | No
 
 
 def _run_job(
-    start: Start,
-    watch: Watch,
-    job: Job,
-    peers: Peers,
-    listener: Callable[[StepProgress], None] | None,
-    status: Status,
+    start: Start, watch: Watch, job: Job, peers: Peers, listener: Callable[[StepProgress], None] | None, status: Status
 ) -> RunReport | None:
     lowered, launcher = job.lowered(), TorchrunRank(start, watch, job, peers)
     if start.rank == teller(lowered):

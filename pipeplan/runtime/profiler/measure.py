@@ -275,11 +275,7 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: in
         exchanges=samples.exchanges,
     )
     return LayerMeasurement(
-        layer,
-        len(samples.forward_ns),
-        _spread(samples.forward_ns),
-        _spread(samples.backward_ns),
-        reading_ns,
+        layer, len(samples.forward_ns), _spread(samples.forward_ns), _spread(samples.backward_ns), reading_ns
     )
 
 

@@ -16,19 +16,7 @@ from functools import partial
 from typing import Any
 
 from checked_models import MODELS
-from checking import (
-    LOOSE,
-    LR,
-    STRAIGHT,
-    Check,
-    Outcome,
-    Part,
-    against_serial,
-    apart,
-    figures_of,
-    importing,
-    must,
-)
+from checking import LOOSE, LR, STRAIGHT, Check, Outcome, Part, against_serial, apart, figures_of, importing, must
 
 from pipeplan.files.plans import plan_text
 

@@ -8,16 +8,7 @@ from pipeplan.cost.time_model import ring_all_reduce_ns
 from pipeplan.problem import Chain, Layer, SharedWeights
 from pipeplan.zoo.text.sizes import Transformer
 
-from .formulas import (
-    MIXED,
-    Grid,
-    block_bytes,
-    even_share,
-    head_flops,
-    layer_flops,
-    output_bytes,
-    stage_layers,
-)
+from .formulas import MIXED, Grid, block_bytes, even_share, head_flops, layer_flops, output_bytes, stage_layers
 
 MIXED_WEIGHT_BYTES = 4  # per parameter in fp32, as profiles count them; mixed precision is the policy's
 

@@ -66,13 +66,7 @@ def command(
         by = parse_counts(microbatches or DEFAULT_RANGE, "--microbatches")
         if len(over) * len(by) > MOST_SCHEDULES:
             raise BadInput(f"--table: {len(over)} x {len(by)} schedules; at most {MOST_SCHEDULES} are simulated")
-        rows = table(
-            over,
-            by,
-            backward,
-            vertical_sync=vertical_sync,
-            limit=limit,
-        )
+        rows = table(over, by, backward, vertical_sync=vertical_sync, limit=limit)
         if as_json:
             click.echo(json.dumps([analysis_figures(analysis) for row in rows for analysis in row], indent=1))
         else:

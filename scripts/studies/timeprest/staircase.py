@@ -10,11 +10,7 @@ from .analysis import Analysis
 from .report import cells
 
 FILL = {("F", 1): COLOURS["F"], ("F", 0): LATER["F"], ("B", 1): COLOURS["B"]}
-NAMES = {
-    ("F", 1): "forward, odd mini-batches",
-    ("F", 0): "forward, even mini-batches",
-    ("B", 1): "backward",
-}
+NAMES = {("F", 1): "forward, odd mini-batches", ("F", 0): "forward, even mini-batches", ("B", 1): "backward"}
 ROW = 2  # rows of a Gantt chart that one row here takes, for two lines of text
 WIDTH_POINTS = 900  # of the drawn area, about
 CHARACTER = 0.6  # width over height of a character

@@ -90,10 +90,7 @@ KINDS = {
 FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--plan": "plan", "--load": "plan"}
 
 
-FREE = {
-    ("profile", "--name"),
-    ("run", "--monitor"),
-}  # any text may be meant
+FREE = {("profile", "--name"), ("run", "--monitor")}  # any text may be meant
 
 
 def without_usual_values() -> list[tuple[str, str]]:

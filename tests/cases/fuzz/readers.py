@@ -77,10 +77,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "report {plan} --trace {} -o out.html",
         "diff {plan} - --json --recalibrated out.json",
     ),
-    "accelerator": (
-        "plan even.json --gpus 2 --gpu {}",
-        "plan even.json --gpus 2 --gpu {} --json",
-    ),
+    "accelerator": ("plan even.json --gpus 2 --gpu {}", "plan even.json --gpus 2 --gpu {} --json"),
     "checkpoint": ("",),
 }
 SHARES = {"profile": 4, "graph": 3, "platform": 1, "plan": 6, "trace": 4, "accelerator": 1, "checkpoint": 1}

@@ -156,9 +156,7 @@ def test_layers_share_a_stages_time_and_recomputation_is_taken_off():
     one, other = plan.allocation.stages
     stages = replace(one, stop=2, checkpoint=((0, 2),)), replace(other, start=2, stop=3)
     changed = replace(
-        plan,
-        chain=replace(plan.chain, layers=tuple(layers)),
-        allocation=replace(plan.allocation, stages=stages),
+        plan, chain=replace(plan.chain, layers=tuple(layers)), allocation=replace(plan.allocation, stages=stages)
     )
     chain = recalibrated(changed, measured_of(plan, report), "t")
     assert [x.forward_ns for x in chain.layers] == [33, 67, 100]

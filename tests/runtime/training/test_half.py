@@ -177,10 +177,7 @@ def test_asynchronous_weights_run_with_a_fixed_scale_and_end_with_an_overflow(tm
 @pytest.mark.parametrize("layout", ["straight", "replicas"])
 def test_a_resumed_run_equals_an_uninterrupted_one(layout, tmp_path):
     """Bit for bit, with offloading, on another bucket size too: masters, state, loss scale and its count."""
-    stages = {
-        "straight": [(0, 2, (0,)), (2, 6, (1,))],
-        "replicas": [(0, 3, (0, 1)), (3, 6, (2,))],
-    }[layout]
+    stages = {"straight": [(0, 2, (0,)), (2, 6, (1,))], "replicas": [(0, 3, (0, 1)), (3, 6, (2,))]}[layout]
     plan = mixed(exploding, stages, offload=True, bucket=100, weights="flush", accumulate=2, optimizer="adam")
     options = {"lr": 0.02, "scheduler": SCHEDULER, "half": HalfOptions(loss_scale=2.0**8, window=3)}
     whole = run_plan(plan, EXPLODING, RunOptions(steps=8, save=tmp_path / "one", checkpoint=tmp_path / "a", **options))
