@@ -6,7 +6,9 @@ holds against these. Here they cost no import, so that help comes at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -48,15 +50,21 @@ class OptimizerRow:
     """An optimizer that plans can have: ``kinds`` are the classes of ``torch.optim`` that keep so much state, of which
     plans take the first with these ``options``.
 
-    ``eighths`` is the state over the fp32 weights, in eighths: of those that aren't ``elementwise``, which step whole
-    matrices, the most it may be (a run whose weights need more is refused). ``megatron`` is Megatron-LM's name.
+    ``eighths`` is the state over the fp32 weights, in eighths: of those that step whole matrices the most it may be (a
+    plan whose weights need more is refused), and ``kept`` gives the numbers for a weight of a shape. ``megatron`` is
+    Megatron-LM's name.
     """
 
     kinds: tuple[str, ...]
     eighths: int
-    elementwise: bool = True
+    kept: Callable[[Sequence[int]], int] | None = None
     options: tuple[tuple[str, Any], ...] = ()
     megatron: str | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it steps each number of a weight by itself."""
+        return self.kept is None
 
     @property
     def share(self) -> str:
@@ -65,16 +73,25 @@ class OptimizerRow:
         return " ".join(filter(None, [str(whole) if whole or not rest else "", f"{rest}/8" if rest else ""]))
 
 
+def _factored(shape: Sequence[int]) -> int:
+    return prod(shape) // shape[-1] + prod(shape) // shape[-2] if len(shape) > 1 else prod(shape)
+
+
+def _whole_or_twice(shape: Sequence[int]) -> int:
+    return prod(shape) if len(shape) == 2 else 2 * prod(shape)
+
+
 OPTIMIZERS: Final = MappingProxyType(
     {
         "sgd": OptimizerRow(("SGD",), 0),
         "momentum": OptimizerRow(("SGD",), 8, options=(("momentum", 0.9),), megatron="sgd"),
         "adam": OptimizerRow(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"), 16, megatron="adam"),
         "rmsprop": OptimizerRow(("RMSprop", "Adagrad", "ASGD"), 8),
-        "adafactor": OptimizerRow(("Adafactor",), 1, elementwise=False),
-        "muon": OptimizerRow(("Muon",), 9, elementwise=False),
+        "adafactor": OptimizerRow(("Adafactor",), 1, kept=_factored),
+        "muon": OptimizerRow(("Muon",), 9, kept=_whole_or_twice),
     }
 )
+BY_MATRIX: Final = tuple(name for name, row in OPTIMIZERS.items() if row.kept is not None)
 if TYPE_CHECKING:
     Optimizer = str
     PlannedSchedule = ScheduleKind | Literal["best"]

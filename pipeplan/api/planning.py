@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..check.targets import TARGETS
-from ..choices import BEST, DRAINED, Effort
+from ..choices import BEST, BY_MATRIX, DRAINED, Effort
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..files.plans import load_plan
 from ..names import shown
 from ..partition import ALGORITHMS
 from ..partition.merging import merging
-from ..plan import ScheduleKind
+from ..plan import Plan, ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
-from ..problem import Chain, Problem
+from ..problem import Chain, Problem, small_matrices
 from ..schedule.kinds import KINDS
 from ..status import Status
 from ..units import parse_time
@@ -135,10 +135,22 @@ def plan(
     if said["for_"] is not None:
         seconds, whole = time.perf_counter() - began, replace(degree.problem, deadline=until)
         found = priced(whole, found, said["for_"], question.settings, question.effort, seconds)
+    _refuse_small_matrices(found.plan)
     if best:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
     return _timed(found, degree.assumptions, began)
+
+
+def _refuse_small_matrices(plan: Plan) -> None:
+    """Raise BadInput where an optimizer of whole matrices keeps more of a stage's weights than ``plan`` counts."""
+    name, layers = plan.policy.optimizer, plan.chain.layers
+    for s, stage in enumerate(plan.allocation.stages if name in BY_MATRIX else ()):
+        known = [x for x in layers[stage.start : stage.stop] if x.matrix_state is not None]
+        kept = sum(x.matrix_state[BY_MATRIX.index(name)] for x in known if x.matrix_state)
+        why = small_matrices(name, kept, sum(x.parameter_count for x in known), f"stage {s}")
+        if why is not None:
+            raise BadInput(why)
 
 
 def _parts_of(profile: Given, said: Planning) -> Parts:

@@ -37,6 +37,7 @@ LayerFile = form(
     Layer,
     brief=True,
     weight_needs=NeedsFile | None,
+    matrix_state=tuple[Count, Count] | None,
     exchanges=Annotated[tuple[ExchangeFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
 )
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form

@@ -307,6 +307,7 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
         work=whole_work(part),
         exchanges=_exchanged(part),
         idle_ns=_idle_ns(part),
+        matrix_state=_matrix_state(part),
         **saved,
     )
 
@@ -319,6 +320,11 @@ def _exchanged(part: Sequence[Layer]) -> tuple[Exchange, ...]:
         have = found.get(key, replace(one, count=0, hidden=0))
         found[key] = replace(have, count=have.count + one.count, hidden=have.hidden + one.hidden)
     return tuple(found.values())
+
+
+def _matrix_state(part: Sequence[Layer]) -> tuple[int, ...] | None:
+    known = [x.matrix_state for x in part if x.matrix_state is not None]
+    return tuple(map(sum, zip(*known, strict=True))) if len(known) == len(part) else None
 
 
 def _idle_ns(part: Sequence[Layer]) -> tuple[int, int] | None:

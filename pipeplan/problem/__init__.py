@@ -21,6 +21,8 @@ from .policy import (
     Policy,
     Precision,
     Zero,
+    matrix_state,
+    small_matrices,
 )
 from .sums import SharedSums, Sums
 from .weights import WEIGHTS, WeightRules
@@ -56,6 +58,8 @@ __all__ = [
     "Weights",
     "Zero",
     "connected",
+    "matrix_state",
+    "small_matrices",
 ]
 
 

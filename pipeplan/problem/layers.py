@@ -75,6 +75,8 @@ class Layer:
     begins with the layer, None where that is ``name``, and empty where none begins there. ``exchanges`` are what the
     ranks of a group send each other in it, where the layer is one rank's part and its times are without them;
     ``idle_ns`` is how long an estimated device waits for its host in the forward and in the backward meanwhile.
+    ``matrix_state`` is how many numbers each optimizer of :data:`..choices.BY_MATRIX` keeps, None where that is
+    unknown.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Layer:
     module: str | None = None
     exchanges: tuple[Exchange, ...] = ()
     idle_ns: tuple[int, int] | None = None
+    matrix_state: tuple[int, ...] | None = None
 
     @property
     def parameter_count(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..choices import DRAINED, OPTIMIZERS, Optimizer, Weights
+from ..choices import BY_MATRIX, DRAINED, OPTIMIZERS, Optimizer, Weights
 from ..choices import Precision as Precision
 from ..choices import Zero as Zero
 from .weights import WEIGHTS, WeightRules
@@ -120,3 +121,20 @@ class Policy:
     def open(self) -> bool:
         """Whether costs are those of any interval between updates: lower bounds for each."""
         return self.accumulate is None and WEIGHTS[self.weights].any_interval
+
+
+def matrix_state(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return how many numbers each optimizer of whole matrices keeps for weights of ``shapes``."""
+    found = list(shapes)
+    return tuple(sum(map(kept, found)) for kept in (OPTIMIZERS[name].kept for name in BY_MATRIX) if kept is not None)
+
+
+def small_matrices(name: Optimizer, kept: int, total: int, where: str) -> str | None:
+    """Return in words that more is ``kept`` of ``total`` weights than plans count for an optimizer; None if not."""
+    row = OPTIMIZERS[name]
+    if 8 * kept <= row.eighths * total:
+        return None
+    return (
+        f"optimizer {name}: keeps {kept:,} numbers for the {total:,} weights of {where}, whose matrices are small or "
+        f"few; plans count {row.share} of them"
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from ...problem import Layer, WeightNeeds
+from ...problem import Layer, WeightNeeds, matrix_state
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 from ..model.split_backward import Saved, WeightPart, input_part
 from ..model.user_code import RAISED, code_failed
@@ -213,6 +213,7 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
                 parameters=sum(p.numel() for p in parameters),
                 weight_needs=need,
                 module=code.path,
+                matrix_state=matrix_state(p.shape for p in parameters),
                 **fields,
             )
         )

@@ -7,11 +7,14 @@ torch = pytest.importorskip("torch")
 from cases.runtime import largest_difference, plan_of, serial, zoo_chain
 from torch import nn
 
+import pipeplan as pp
 from pipeplan.choices import OPTIMIZERS
 from pipeplan.errors import BadInput
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.profiler.measure import measure_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.update.optimizers import (
     Choice,
     check_state,
@@ -76,6 +79,17 @@ def test_weights_of_which_more_is_kept_than_plans_count_are_refused(name):
         BadInput, match=rf"optimizer {name.lower()}: keeps [\d,]+ numbers for the 108 weights of stage 1"
     ):
         check_state(Choice(name), [torch.ones(3, 3), torch.ones(99)], "stage 1")
+
+
+def test_plans_of_small_matrices_are_refused_as_their_runs_are():
+    def build(batch):
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)), torch.zeros(batch, 64), nn.functional.mse_loss
+
+    chain = measure_model(build, 2, MeasureOptions(steps=1, warmup=0), name="x", date="").chain
+    assert [x.matrix_state for x in chain.layers] == [(192, 4224), (72, 264), (0, 0)]
+    with pytest.raises(BadInput, match=r"optimizer adafactor: keeps 72 numbers for the 260 weights of stage 1, whose"):
+        pp.plan(chain, gpus=2, mem="1GB", optimizer="adafactor", split="1,2")
+    assert pp.plan(chain, gpus=1, mem="1GB", optimizer="adafactor").plan.policy.optimizer == "adafactor"
 
 
 def muon_and_adamw(named):

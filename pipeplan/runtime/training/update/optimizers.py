@@ -11,14 +11,16 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from ....choices import OPTIMIZERS, Optimizer
+from ....choices import BY_MATRIX, OPTIMIZERS, Optimizer
 from ....errors import BadInput
+from ....problem import matrix_state, small_matrices
 from ...model.build.spec import find
 from ...model.user_code import user_code
 
@@ -157,19 +159,11 @@ def check_state(choice: Optimizer | Choice, weights: Iterable[Tensor], where: st
     name = choice if isinstance(choice, str) else planned_as(choice)
     if name is None or OPTIMIZERS[name].elementwise:
         return
-    kept = total = 0
-    for shape in (weight.shape for weight in weights):
-        size = shape.numel()
-        if name == "muon":
-            kept += size if len(shape) == 2 else 2 * size
-        else:
-            kept += size // shape[-1] + size // shape[-2] if len(shape) > 1 else size
-        total += size
-    if 8 * kept > OPTIMIZERS[name].eighths * total:
-        raise BadInput(
-            f"optimizer {name}: keeps {kept:,} numbers for the {total:,} weights of {where}, whose matrices are small "
-            f"or few; plans count {OPTIMIZERS[name].share} of them"
-        )
+    shapes = [weight.shape for weight in weights]
+    kept = matrix_state(shapes)[BY_MATRIX.index(name)]
+    why = small_matrices(name, kept, sum(map(prod, shapes)), where)
+    if why is not None:
+        raise BadInput(why)
 
 
 def rates_maker(choice: Choice | None, warmup: int, updates: int) -> MakeSchedule | None:
