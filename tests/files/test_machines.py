@@ -45,7 +45,7 @@ def test_what_is_not_said_comes_from_the_named_gpu_or_the_profile():
 
 
 def test_what_nobody_knows_is_asked_for():
-    with pytest.raises(BadInput, match="--mem is missing: .* measured on test"):
+    with pytest.raises(BadInput, match=r"--mem is missing: .* measured on test"):
         made((2,), chain=CHAIN)
     with pytest.raises(BadInput, match="--network joins servers; say how many"):
         made((2,), "1GB", network="1Gbps")
