@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
+from ...status import Status
 from ..lowering.instructions import Message, StagePass
 from ..lowering.lowered_run import LoweredRun
 
@@ -83,6 +84,22 @@ class Progress:
         losses = [loss for x in heard for loss in x.losses]
         rate = self._batch * 1e9 / period if period else None
         self._listener(StepProgress(done.step, self._steps, fmean(losses), period, rate, done.norm, done.learning_rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """Who hears of a run: of every update, of what is to be noted, and, asked for at any time, where it is."""
+
+    listener: Callable[[StepProgress], None] | None = None
+    note: Callable[[str], None] | None = None
+    status: Status = field(default_factory=Status)
+
+    def hear(self, lowered: LoweredRun, replicas: int) -> Callable[[StepDone], None]:
+        """Return what takes the words of so many ``replicas`` of the last stage."""
+        if self.listener is None:
+            return lambda _: None
+        batch = lowered.plan.chain.microbatch
+        return Progress(self.listener, replicas, lowered.last.step, lowered.interval, batch).hear
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,17 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from ...plan import Plan
 from ...scratch import scratch_folder
-from ...status import Status
 from ..device import kind_of
 from ..engine.job import Job, Launcher
+from ..engine.options import RunOptions
 from ..engine.phases import run_rank
 from ..lowering.instructions import sentence
 from ..lowering.lowered_run import LoweredRun
-from ..measure.progress import Progress, StepDone, StepProgress, place, teller
+from ..measure.progress import Audience, StepDone, place, teller
 from ..measure.report import RunReport
+from ..training.state.checkpoint import Alone, Peers
 from .failure import GRACE_S, Failure, failure_of, root_cause
 from .own_processes import (
     ENDING,
@@ -45,49 +47,52 @@ END_S: Final = 2.0  # for which a rank that is told to end may take
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 
 
-def run_here(
-    job: Job, lowered: LoweredRun, listener: Callable[[StepProgress], None] | None, status: Status
-) -> RunReport:
-    """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
-    kind = kind_of(job.options.device, job.plan.chain)
-    context = context_of()
-    progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
-    begun, last = SharedStop(context), teller(lowered)
-    status.say(lambda: place(lowered, progress[last]) if progress[last] >= 0 else f"starting {len(progress)} processes")
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
-    signals = asked(lambda: begun.stop(lowered.first.step), job.stops)
-    ends, end = context.Pipe(duplex=False)
-    with scratch_folder() as folder, signals:
-        try:
-            with uninterrupted(), our_imports_alone():
-                for rank in range(len(lowered.devices)):
-                    ours, theirs = context.Pipe(duplex=False)
-                    process = context.Process(
-                        target=_rank_main,
-                        args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs, ends),
-                        name=f"pipeplan rank {rank}",
-                    )
-                    process.start()
-                    theirs.close()
-                    processes.append(process)
-                    pipes.append(ours)
-            timeout_s = job.timeout_s(lowered)
-            hear = _hearing(lowered, listener)
-            report = Ranks(lowered, processes, pipes, progress, timeout_s, kind == "cuda", hear).outcome()
-        finally:
-            _stop(processes, end)
-            status.say("report")
-    if report.steps < lowered.steps and not report.ended_early:
-        raise stopped_after(lowered.first.step + report.steps, job.folder, report)
-    return report
+class OwnLaunch:
+    """Processes of our own, which nobody but this one has to agree with."""
 
+    again = False
 
-def _hearing(lowered: LoweredRun, listener: Callable[[StepProgress], None] | None) -> Callable[[StepDone], None]:
-    if listener is None:
-        return lambda _: None
-    replicas = lowered.plan.allocation.stages[-1].replicas
-    return Progress(listener, replicas, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch).hear
+    def meet(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
+        """Return this process."""
+        return Alone()
+
+    def run(self, job: Job, hears: Audience) -> RunReport:
+        """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
+        lowered = job.lowered()
+        kind = kind_of(job.options.device, job.plan.chain)
+        context = context_of()
+        progress = context.RawArray("q", [-1] * len(lowered.devices))  # the instruction that each rank is at
+        hear = hears.hear(lowered, lowered.plan.allocation.stages[-1].replicas)
+        begun, last = SharedStop(context), teller(lowered)
+        hears.status.say(
+            lambda: place(lowered, progress[last]) if progress[last] >= 0 else f"starting {len(progress)} processes"
+        )
+        processes: list[BaseProcess] = []
+        pipes: list[Connection] = []
+        signals = asked(lambda: begun.stop(lowered.first.step), job.stops)
+        ends, end = context.Pipe(duplex=False)
+        with scratch_folder() as folder, signals:
+            try:
+                with uninterrupted(), our_imports_alone():
+                    for rank in range(len(lowered.devices)):
+                        ours, theirs = context.Pipe(duplex=False)
+                        process = context.Process(
+                            target=_rank_main,
+                            args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs, ends),
+                            name=f"pipeplan rank {rank}",
+                        )
+                        process.start()
+                        theirs.close()
+                        processes.append(process)
+                        pipes.append(ours)
+                timeout_s = job.timeout_s(lowered)
+                report = Ranks(lowered, processes, pipes, progress, timeout_s, kind == "cuda", hear).outcome()
+            finally:
+                _stop(processes, end)
+                hears.status.say("report")
+        if report.steps < lowered.steps and not report.ended_early:
+            raise stopped_after(lowered.first.step + report.steps, job.folder, report)
+        return report
 
 
 def _how(exitcode: int | None) -> str:

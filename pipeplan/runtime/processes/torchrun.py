@@ -9,28 +9,25 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from ...errors import BadInput, PipeplanError, RunFailed, RunStopped
 from ...plan import Plan
-from ...status import Status
-from ..device import kind_of
-from ..engine.job import LEAST_TIMEOUT_S, Job, Launcher, job_of
+from ..engine.job import LEAST_TIMEOUT_S, Job, Launcher
 from ..engine.options import RunOptions
 from ..engine.phases import run_rank
-from ..measure.progress import Progress, StepDone, StepProgress, place, teller
+from ..measure.progress import Audience, StepDone, place, teller
 from ..measure.report import RunReport
 from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
 from ..training.state.checkpoint import Alone, Peers
-from .agreement import UNKNOWN, Statement, checkpoint_items, compare, model_items, resume_point, run_items, writing_to
+from .agreement import compare, model_items
 from .failure import GRACE_S, Failure, failure_of, failure_told, told
 from .own_processes import is_here, listen_here
-from .rendezvous import START_S, Start, check_reachable, number_in_environment
+from .rendezvous import START_S, Start, number_in_environment
 from .stopping import NEVER, StoreStop, stopped_after
 from .store import StorePeers, present
 from .watchdog import TORCHRUN, Watch, watching
@@ -62,15 +59,9 @@ def is_under_torchrun() -> bool:
     return False
 
 
-def run_under_torchrun(
-    plan: Plan,
-    model: ModelSpec,
-    options: RunOptions,
-    listener: Callable[[StepProgress], None] | None,
-    note: Callable[[str], None] | None,
-    status: Status | None,
-) -> RunReport | None:
-    """Be the rank that the environment names; return the report on rank 0. The first failure is told to all.
+@contextmanager
+def under_torchrun() -> Iterator[TorchrunLaunch]:
+    """Be the rank that the environment names; rank 0 gets the report. The first failure is told to all.
 
     The last stage's first replica tells of the progress, as far as it sees it itself. A signal ends the process at
     once, unless it trains and leaves a checkpoint; so does a failure elsewhere if it still waits some seconds later.
@@ -81,7 +72,7 @@ def run_under_torchrun(
     with watching() as watch:
         watch.tell_signal = lambda number: _ended(start, number)
         try:
-            return _run(start, watch, plan, model, options, listener, note, status)
+            yield TorchrunLaunch(start, watch)
         except RunStopped:
             raise
         except RAISED as error:
@@ -139,41 +130,6 @@ def _ended(start: Start, number: int) -> PipeplanError | None:
     return None if root == failure and root.kind == "ended" else root.error(elsewhere=True)
 
 
-def _run(
-    start: Start,
-    watch: Watch,
-    plan: Plan,
-    model: ModelSpec,
-    options: RunOptions,
-    listener: Callable[[StepProgress], None] | None,
-    note: Callable[[str], None] | None,
-    status: Status | None,
-) -> RunReport | None:
-    devices = len({device for stage in plan.allocation.stages for device in stage.devices})
-    if start.world != devices:
-        raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
-    peers: Peers = Alone()
-    if start.world > 1:
-        met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
-        peers = StorePeers(met, start.rank, start.world, timeout_s, start.presences())
-        watch.look(_Elsewhere(start))
-    options.check()
-    model.check()
-    if options.max_restarts:
-        raise BadInput("--max-restarts: it is torchrun that starts ranks again: torchrun --max-restarts, with --resume")
-    job = job_of(plan, model, options)
-    kind_of(options.device, plan.chain)
-    if start.world > 1:
-        everybodys = compare(run_items(plan, model, options), peers, START_S)
-        check_reachable(everybodys, peers)
-        _say_where(everybodys, note)
-    with writing_to(job.folder, peers):
-        if options.resume or start.again:
-            job = replace(job, resume=resume_point(job, note, peers))
-            compare(checkpoint_items(job.resume), peers)
-        return _run_job(start, watch, job, peers, listener, status or Status())
-
-
 class _Elsewhere:
     """What has gone wrong for this rank since all met? It has a connection of its own to the store."""
 
@@ -192,30 +148,45 @@ class _Elsewhere:
             return RunFailed(f"torchrun's store on {os.environ['MASTER_ADDR']} has gone: its first node has ended")
 
 
-def _say_where(everybodys: Sequence[Statement], note: Callable[[str], None] | None) -> None:
-    """Tell on every node where rank 0 is, for torchrun numbers nodes as it likes."""
-    first = everybodys[0]
-    if note is not None and not number_in_environment("LOCAL_RANK") and len({said.host for said in everybodys}) > 1:
-        address = f" ({first.address})" if first.address not in ("", UNKNOWN) else ""
-        note(f"rank 0 of {len(everybodys)} is on {first.host}{address}; it writes the report, --save and --trace")
+class TorchrunLaunch:
+    """One process of those that torchrun started, beside the others."""
 
+    def __init__(self, start: Start, watch: Watch) -> None:
+        self._start, self._watch = start, watch
+        self._peers: Peers = Alone()
 
-def _run_job(
-    start: Start, watch: Watch, job: Job, peers: Peers, listener: Callable[[StepProgress], None] | None, status: Status
-) -> RunReport | None:
-    lowered, launcher = job.lowered(), TorchrunRank(start, watch, job, peers)
-    if start.rank == teller(lowered):
-        status.say(lambda: place(lowered, launcher.index) if launcher.index >= 0 else "")
-        if listener is not None:
-            progress = Progress(listener, 1, lowered.last.step, lowered.interval, lowered.plan.chain.microbatch)
-            launcher.hear = progress.hear
-    try:
-        report = run_rank(job, start.rank, launcher)
-    finally:
-        launcher.over()
-    if launcher.limit < lowered.last.step:
-        raise stopped_after(launcher.limit, job.folder, report)
-    return report
+    @property
+    def again(self) -> bool:
+        """Whether ranks had met before."""
+        return self._start.again
+
+    def meet(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
+        """Meet all others in the store."""
+        start, devices = self._start, len({device for stage in plan.allocation.stages for device in stage.devices})
+        if start.world != devices:
+            raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
+        if start.world > 1:
+            met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
+            self._peers = StorePeers(met, start.rank, start.world, timeout_s, start.presences())
+            self._watch.look(_Elsewhere(start))
+        if options.max_restarts:
+            again = "it is torchrun that starts ranks again: torchrun --max-restarts, with --resume"
+            raise BadInput(f"--max-restarts: {again}")
+        return self._peers
+
+    def run(self, job: Job, hears: Audience) -> RunReport | None:
+        """Be one rank."""
+        lowered, launcher = job.lowered(), TorchrunRank(self._start, self._watch, job, self._peers)
+        if self._start.rank == teller(lowered):
+            hears.status.say(lambda: place(lowered, launcher.index) if launcher.index >= 0 else "")
+            launcher.hear = hears.hear(lowered, 1)
+        try:
+            report = run_rank(job, self._start.rank, launcher)
+        finally:
+            launcher.over()
+        if launcher.limit < lowered.last.step:
+            raise stopped_after(launcher.limit, job.folder, report)
+        return report
 
 
 class TorchrunRank(Launcher):
@@ -226,7 +197,7 @@ class TorchrunRank(Launcher):
 
     def __init__(self, start: Start, watch: Watch, job: Job, peers: Peers) -> None:
         self.local_rank = number_in_environment("LOCAL_RANK", start.rank)
-        self.hear: Callable[[StepDone], None] | None = None
+        self.hear: Callable[[StepDone], None] = lambda _: None
         self.index = -1
         self._start, self._watch, self._job, self._peers = start, watch, job, peers
         self._stop: StoreStop | None = None
@@ -256,8 +227,7 @@ class TorchrunRank(Launcher):
 
     def done(self, step: StepDone) -> None:
         """Tell who listens here."""
-        if self.hear is not None:
-            self.hear(step)
+        self.hear(step)
 
     def may_begin(self, minibatch: int) -> bool:
         """Whether all have agreed that it may."""
