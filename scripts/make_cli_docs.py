@@ -1,4 +1,4 @@
-"""Write docs/cli.md: what --help says of every command.
+"""Write docs/reference/cli.md: what --help says of every command.
 
 python scripts/make_cli_docs.py
 """
@@ -12,7 +12,7 @@ import click
 from pipeplan.cli import COMMANDS, group
 from pipeplan.cli.grouped import EVERY
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WIDTH = 110
 
 

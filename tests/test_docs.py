@@ -23,7 +23,8 @@ from scripts.studies import weights
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCKS = [  # in the order in which they are read: those of a page, and of the README, may use files of earlier ones
     (path.name, block)
     for path in PAGES
@@ -61,13 +62,24 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def test_every_page_can_be_found_from_the_readme() -> None:
-    text = README.read_text()
-    assert [page.name for page in PAGES[2:] if f"(docs/{page.name})" not in text] == []
+def test_the_guide_can_be_found_from_the_readme_and_the_other_pages_from_the_guide() -> None:
+    linked = links(README)
+    assert [page.name for page in PAGES[2:] if page.parent == DOCS and page not in linked] == []
+    seen: set[Path] = set()
+    while linked - seen:
+        page = (linked - seen).pop()
+        seen.add(page)
+        linked |= links(page)
+    assert [page.name for page in PAGES[2:] if page not in linked] == []
+
+
+def links(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    return {(page.parent / x).resolve() for x in re.findall(r"\]\(([\w./-]+\.md)", page.read_text())}
 
 
 GLOSSARY = re.findall(
-    r'^\| <a id="(.*?)"></a>(.*?) \| (.*) \|$', (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE
+    r'^\| <a id="(.*?)"></a>(.*?) \| (.*) \|$', (DOCS / "reference" / "glossary.md").read_text(), re.MULTILINE
 )
 OWN = {  # words of ours with which others mean something else, or nothing: row of the glossary -> how they are written
     "profile": r"profiles?",
@@ -97,7 +109,6 @@ OF_OTHERS = {  # the same words, meant otherwise: tensors, MadPipe's values, a c
     ("models.md", "contiguous"),
     ("madpipe.md", "grid"),
     ("benchmarks.md", "grid"),
-    ("profiles.md", "contiguous"),
 }
 
 
@@ -131,8 +142,8 @@ def test_no_word_of_ours_comes_before_its_meaning(page: Path) -> None:
 
 def test_the_pictures_of_weights_are_what_plans_do() -> None:
     for name in weights.INTERVALS:
-        assert (ROOT / "docs" / "images" / f"weights-{name}.svg").read_text() == weights.picture(name)
-        assert f"images/weights-{name}.svg" in (ROOT / "docs" / "weights.md").read_text()
+        assert (DOCS / "images" / f"weights-{name}.svg").read_text() == weights.picture(name)
+        assert f"images/weights-{name}.svg" in (DOCS / "reference" / "weights.md").read_text()
 
 
 def prose(text: str) -> str:
@@ -143,7 +154,7 @@ def prose(text: str) -> str:
 
 
 def test_the_page_of_the_command_line_is_what_help_says() -> None:
-    assert (ROOT / "docs" / "cli.md").read_text() == make_cli_docs.page(), "python scripts/make_cli_docs.py"
+    assert (DOCS / "reference" / "cli.md").read_text() == make_cli_docs.page(), "python scripts/make_cli_docs.py"
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,10 @@ def test_the_metadata_names_what_is_there():
 
 def test_the_site_has_every_page_and_links_of_it():
     """`mkdocs build --strict` says more, where it is installed."""
+    docs = ROOT / "docs"
     site = (ROOT / ".mkdocs.yml").read_text()
     listed = set(re.findall(r"^ +- (\S+\.md)$", site, re.MULTILINE))
-    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} | set(site_pages.PAGES.values())
+    assert listed == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | set(site_pages.PAGES.values())
     for name in site_pages.PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", site_pages.page(name)):
-            assert (ROOT / "docs" / link).exists() or link in listed, f"{name}: {link}"
+            assert (docs / link).exists() or link in listed, f"{name}: {link}"

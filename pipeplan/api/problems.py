@@ -21,7 +21,7 @@ from ..units import gpu_counts, parse_time, parse_wait
 from .asked import Asked, defaults
 from .profiles import Profile
 
-RESERVE = "2GB"  # docs/memory.md says for what, and from where that is known
+RESERVE = "2GB"  # docs/reference/memory.md says for what, and from where that is known
 USUAL_WEIGHTS: Weights = "2bw"  # where nobody says and nothing drains; plan and compare take what is less late
 ANY = "any"  # batch
 MOST_BYTES = 1000  # per parameter

@@ -1,6 +1,6 @@
 """Every shipped profile on 2, 4 and 8 GPUs, with two memories, under four policies: the portfolio beside its baselines.
 
-    python -m scripts.studies.profiles [PROFILE ...] [--gpus 2,4,8] [--interval 64] [--jobs 2] [-o docs/profiles.md]
+    python -m scripts.studies.profiles [PROFILE ...] [--gpus 2,4,8] [--interval 64] [--jobs 2] [-o out/profiles.md]
 
 Roomy is 16 GB; tight is a quarter more than the least with which 2bw has a plan on so many GPUs. All plans of a row
 update weights at one interval, those under ``latest`` after 4 microbatches, since it holds all of a mini-batch. Rows
@@ -32,12 +32,12 @@ MINI_BATCH = 4  # microbatches between two updates under latest, which holds all
 ROOMY, BANDWIDTH, STEP = 16 * 10**9, 12 * 10**9, 10**8
 HEAD = """# All shipped profiles
 
-Of each [profile](glossary.md#profile) the [period](glossary.md#period) in ms per microbatch (CPU seconds of the
+Of each profile the period in ms per microbatch (CPU seconds of the
 search), links of {bandwidth:g} GB/s, an update every {interval} microbatches (under `latest`, which holds all
-microbatches of an update at once, every {mini_batch}), [segments](glossary.md#segment) may be recomputed; `-` where the
-algorithm has no plan that fits. The [gap](glossary.md#gap) is that of `auto` to the
-[bound](glossary.md#lower-bound) of class any. Made by `python -m scripts.studies.profiles`; the shortest period of a
-row is bold. `gpipe` [drains](glossary.md#drain) and stands under that policy alone.
+microbatches of an update at once, every {mini_batch}), segments may be recomputed; `-` where the
+algorithm has no plan that fits. The gap is that of `auto` to the
+bound of class any. Made by `python -m scripts.studies.profiles`; the shortest period of a
+row is bold. `gpipe` drains and stands under that policy alone.
 """
 
 
@@ -139,8 +139,9 @@ def main() -> int:
     parser.add_argument("--gpus", default="2,4,8")
     parser.add_argument("--interval", type=int, default=64, help="microbatches between two updates")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs/profiles.md"))
+    parser.add_argument("-o", "--output", type=Path, default=Path("out/profiles.md"))
     arguments = parser.parse_args()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     kept = arguments.output.with_suffix(".csv")
     cells = read(kept)
     done = {Case(*astuple(x)[:4]) for x in cells}

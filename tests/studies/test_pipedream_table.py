@@ -11,7 +11,7 @@ from scripts.studies.myelin import memory as myelin_memory
 from scripts.studies.pipedream import figures as pipedream_figures
 from scripts.studies.pipedream import table1 as pipedream_table1
 
-DOCS = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("pipedream", "myelin"))
+DOCS = "".join((ROOT / "docs" / "research" / f"{name}.md").read_text() for name in ("pipedream", "myelin"))
 QUICK = [row for row in pipedream_table1.TABLE if row.model in ("vgg16", "alexnet")]
 
 

@@ -8,7 +8,7 @@
 16: the memory of each stage of a straight pipeline on 4 GPUs, weights stashed, beside data parallelism's.
 17: bytes sent per sample by data parallelism and by the best other configuration on 4 GPUs at 10 GB/s.
 
-What the paper says of them, and whether it holds, is in docs/pipedream.md.
+What the paper says of them, and whether it holds, is in docs/research/pipedream.md.
 """
 
 from __future__ import annotations
