@@ -18,8 +18,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WIDTH = 110
 HEAD = (
     "# Command line",
-    "What `--help-all` says. Made by `python scripts/make_cli_docs.py`. An option that several commands have is explained "
-    "at the first; the others list it under `as above`.",
+    "What `--help-all` says. Made by `python scripts/make_cli_docs.py`. An option that several commands have is "
+    "explained at the first; the others list it under `as above`.",
 )
 OPTION = re.compile(r"^  (-.*\n(?: {4,}.*\n|\n(?= {4,}))*)", re.MULTILINE)
 
@@ -45,7 +45,7 @@ def help_of(name: str) -> str:
 
 
 def shortened(text: str, explained: set[str]) -> str:
-    """Return a help without the options that are in ``explained``, which gets the others; those are named at the end."""
+    """Return a help without the options in ``explained``, which gets the others; those are named at the end."""
     known: list[str] = []
 
     def keep(found: re.Match[str]) -> str:

@@ -1,6 +1,7 @@
 """What do plans have where nobody says batch and weights, beside the best of any interval under 2bw? A table.
 
-``python -m scripts.studies.defaults`` prints the one of docs/reference/updates.md: for the examples of README and docs the
+``python -m scripts.studies.defaults`` prints that of docs/reference/updates.md:
+for the examples of README and docs the
 batch, the weights and the period by default, and those of ``--weights 2bw --batch any``, which was the default before.
 """
 

@@ -1,4 +1,4 @@
-"""Make the table of docs/research/synthesis.md: longest spans of synthesised orders beside the best public ones, with bounds.
+"""Longest spans of synthesised orders beside the best public ones, with bounds: figures of docs/research/synthesis.md.
 
     python -m scripts.studies.synthesis --solver highs   (a quarter of an hour; --only 4,12 for one size)
     python -m scripts.studies.synthesis --only 4,12,8 --picture docs/images/synthesised.svg

@@ -1,4 +1,4 @@
-"""Draw which version of the weights every pass uses under each policy, on three equal GPUs, for docs/reference/weights.md.
+"""Draw which version of the weights every pass uses under each policy, on three GPUs: docs/reference/weights.md.
 
     python -m scripts.studies.weights docs/images
 
