@@ -23,8 +23,9 @@ from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.own_part import OwnPart
 from ..model.contract import sample_of
+from ..model.conversion import converted
 from ..model.loaded import LoadedModel, constants_of
-from ..model.network import converted, own_loss
+from ..model.network import own_loss
 from ..model.randomness import DATA
 from ..model.samples import Data
 from ..model.structure import mapped, own_memory, tensors_in, tensors_of

@@ -137,3 +137,29 @@ def constants_of(model: LoadedModel) -> list[Tensor]:
     """Return the tensors that the forward of a traced model makes from numbers: their types are the author's."""
     buffers = (x for layer in model.layers for code in layer.codes for x in code.module.named_buffers())
     return [x for place, x in buffers if place in model.constants]
+
+
+def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> LoadedModel:
+    """Return ``model``, which is traced, with a layer for each of ``groups``; one without code passes values on."""
+    first: dict[Any, str] = {}
+    first_names: dict[str, str] = {}
+    state = ((p + k, x) for p, root in model.roots for k, x in root.state_dict(keep_vars=True).items())
+    whole = {name: x for name, x in state if isinstance(x, Tensor)}
+    for name, tensor in whole.items():
+        if first.setdefault(_identity(tensor), name) != name:
+            first_names[name] = first[_identity(tensor)]
+    layers = []
+    for group in groups:
+        alone = len(group) == 1
+        module = group[0].module if alone else nn.ModuleList(code.module for code in group)
+        own = module.state_dict(keep_vars=True)
+        names = {k: first[_identity(x)] for k, x in own.items() if _identity(x) in first}
+        name = "..".join(dict.fromkeys(code.name for code in (*group[:1], *group[-1:])))
+        layers.append(ModelLayer(name, module, tuple(group), names))
+    used = {name for layer in layers for name in layer.names.values()}
+    unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in first_names}
+    return replace(model, layers=tuple(layers), first_names=first_names, unused=unused)
+
+
+def _identity(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

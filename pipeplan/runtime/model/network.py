@@ -19,7 +19,7 @@ from ...errors import BadInput
 from ...problem import LOSS_NAME, SharedWeights
 from ..device import CPU, place
 from .autocast import Autocast, autocasting, is_cast
-from .structure import hooked_as, mapped, tensors_in
+from .structure import mapped, tensors_in
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
@@ -160,15 +160,6 @@ def loss_layer(network: Network, loss: Loss) -> LayerCode:
 def trained_loss(loss: Loss | None) -> nn.Module | None:
     """Return ``loss`` if it is a module with weights, which are the last layer's then; None for any other."""
     return loss if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None else None
-
-
-def refuse_converted(loss: Loss | None, dtype: torch.dtype | None) -> None:
-    """Raise BadInput for a ``loss`` with weights in a model that is converted to ``dtype``."""
-    if dtype is not None and trained_loss(loss) is not None:
-        raise BadInput(
-            f"{type(loss).__name__}: a loss with weights is computed in 32 bits, and they would be converted with the "
-            "model; run both under autocast instead (profile --dtype autocast-bfloat16)"
-        )
 
 
 def _one_to_one(index: int, name: str) -> Callable[[nn.Module, Tensor], tuple[Tensor]]:
@@ -360,22 +351,6 @@ def _place(modules: Sequence[nn.Module], device: str) -> None:
     target = torch.device(device)
     if any(t.device != target for module in modules for t in (*module.parameters(), *module.buffers())):
         place(modules, target)
-
-
-def converted(module: nn.Module, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> None:
-    """Convert the floating-point parameters and buffers of ``module`` but those ``kept``; what was tied stays tied."""
-    left = set(map(id, kept))
-    made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                if id(parameter) not in made:
-                    weight = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                    made[id(parameter)] = hooked_as(parameter, weight)
-                setattr(part, name, made[id(parameter)])
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_floating_point() and id(buffer) not in left:
-                setattr(part, name, buffer.to(dtype))
 
 
 def leaf(output: Tensor) -> Tensor:

@@ -29,17 +29,16 @@ from ...version import __version__
 from ..clock import clock_of
 from ..device import CPU, FILL, free_bytes, freed_kept, place
 from ..model.contract import Built, built_by, example_of, is_whole
+from ..model.conversion import converted, refuse_converted
 from ..model.network import (
     LayerCode,
     Loss,
     Network,
     chain_network,
-    converted,
     final_outputs,
     kind_of,
     named_layers,
     own_loss,
-    refuse_converted,
     scalar_loss,
     shared_weights,
     tied_layers,

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 
 from ....errors import BadInput
 from ....problem import LOSS_NAME, Chain
-from ....registry import Late
-from ..loaded import LoadedModel
+from ..loaded import LoadedModel, grouped
 from ..network import LOSS, LayerCode
-
-grouped = Late("runtime.model.trace.traced:grouped")
 
 
 def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
@@ -22,8 +19,7 @@ def fitted(model: LoadedModel, chain: Chain) -> LoadedModel:
     if not model.chain:
         own = chain.in_own_order()
         groups = _merged(model, own) if model.training else _evaluated(model, own)
-        found: LoadedModel = grouped(model, [groups[i] for i in chain.order or range(len(chain))])
-        return found
+        return grouped(model, [groups[i] for i in chain.order or range(len(chain))])
     count = len(model.layers) - 1
     if chain.edges is not None:
         raise BadInput(

@@ -33,8 +33,8 @@ from .torch_operations import (
     is_elsewhere,
     is_random,
     is_whole,
-    keeps_statistics,
     states_of,
+    statistics,
     storage_of,
     takes_device,
     tensors_in,
@@ -179,7 +179,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         promised = [x for x in given if self.holds(x)]
         if not promised:
             return self._begun(func, args, kwargs, given)
-        if keeps_statistics(func, args, kwargs):
+        if statistics(func, args, kwargs):
             raise NotDeferred("it runs a norm in training while it is built")
         written = written_by(func, args, kwargs)
         lazily = all(self.holds(x) for x in written)

@@ -42,13 +42,14 @@ def is_elsewhere(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return device is not None and torch.device(device).type != "cpu"
 
 
-def keeps_statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation changes averages that it is given, as norms do without telling torch."""
+def statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the averages that an operation changes of those that it is given, as norms do without telling torch."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
     names = [argument.name for argument in func._schema.arguments]
-    if "running_mean" not in names:
-        return False
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return given["running_mean"] is not None and bool(given.get("training") or given.get("use_input_stats"))
+    works = given.get("training") or given.get("use_input_stats")
+    return [x for name in ("running_mean", "running_var") if works and (x := given.get(name)) is not None]
 
 
 def states_of(kwargs: Mapping[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:

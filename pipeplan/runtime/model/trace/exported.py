@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from ....errors import BadInput
+from ..deferred.torch_operations import is_random
 from ..network import kind_of
 from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
 from ..user_code import defined_at, line_of, place_of, user_code
@@ -282,8 +283,7 @@ def _acts(node: fx.Node) -> bool:
     operation = node.target
     if node.op != "call_function" or not isinstance(operation, torch._ops.OpOverload):
         return node.is_impure() or node.target is not operator.getitem
-    drawn = torch.Tag.nondeterministic_seeded in operation.tags
-    return drawn or operation._schema.is_mutable or operation.namespace == SPACE or node.is_impure()
+    return is_random(operation) or operation._schema.is_mutable or operation.namespace == SPACE or node.is_impure()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from ....errors import BadInput
 from ...device import CPU
 from ..autocast import Autocast, autocasting
+from ..deferred.torch_operations import is_random, statistics
 from ..network import LayerCode, Network, TensorSpec, buffers_kept, unchanged
 from .exported import ROOT, Exported, exported, line_of_node
 from .own_gradients import SPACE, function_of
@@ -64,7 +66,7 @@ def trace_module(
 def _refuse_changed_weights(name: str, graph: fx.GraphModule, facts: _Facts) -> None:
     for node, changed in facts.written.items():
         for base in (facts.storage.get(n, n) for n in changed):
-            if base.op == "get_attr" and isinstance(_attribute(graph, str(base.target)), nn.Parameter):
+            if base.op == "get_attr" and isinstance(attrgetter(str(base.target))(graph), nn.Parameter):
                 raise BadInput(
                     f"{name} changes its weight {_path(str(base.target))} in its forward, which several updates at "
                     f"once would lose{line_of_node(node)}; keep it as a buffer"
@@ -122,7 +124,7 @@ class _Facts:
         same: dict[fx.Node, fx.Node] = {}
         free: set[fx.Node] = set()
         constant = _constants(graph, written, {n for n, base in storage.items() if base in changed})
-        leaving = set(_output(graph).all_input_nodes)  # they keep their shapes
+        leaving = set(graph.graph.output_node().all_input_nodes)  # they keep their shapes
         for node in graph.graph.nodes:
             if node in constant:
                 free.add(node)
@@ -140,7 +142,7 @@ class _Facts:
                         free.add(node)
                         break
         order = {node: i for i, node in enumerate(graph.graph.nodes)}
-        outputs = [results[n] for n in _output(graph).all_input_nodes]
+        outputs = [results[n] for n in graph.graph.output_node().all_input_nodes]
         return _Facts(
             tensors, same, storage, frozenset(free), order, written, state, _trained(graph, results, written, outputs)
         )
@@ -163,7 +165,9 @@ def _results(
             versions = [x._version for _, x in read]
             results[n] = super().run_node(n)
             changed = [source for (source, x), version in zip(read, versions, strict=True) if x._version != version]
-            changed += [source for source in _statistics(n) if source not in changed]
+            changed += [
+                x for x in statistics(n.target, n.args, n.kwargs) if isinstance(x, fx.Node) and x not in changed
+            ]
             if changed:
                 written[n] = changed
             return results[n]
@@ -210,17 +214,6 @@ def _steps(values: Sequence[Any]) -> list[Any]:
     return [get_gradient_edge(x).node for x in values if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _statistics(node: fx.Node) -> list[fx.Node]:
-    """Return the statistics that a norm changes without telling torch."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {name: node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)}
-    if not (given.get("training") or given.get("use_input_stats")):
-        return []
-    return [n for n in (given.get("running_mean"), given.get("running_var")) if isinstance(n, fx.Node)]
-
-
 def _constants(
     graph: fx.GraphModule, written: Mapping[fx.Node, Sequence[fx.Node]], changing: set[fx.Node]
 ) -> set[fx.Node]:
@@ -233,9 +226,9 @@ def _constants(
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             constant.add(node)
-            if isinstance(_attribute(graph, str(node.target)), nn.Parameter):
+            if isinstance(attrgetter(str(node.target))(graph), nn.Parameter):
                 trained.add(node)
-        elif node.op == "call_function" and not _random(node) and node not in written and node not in changing:
+        elif node.op == "call_function" and not _draws(node) and node not in written and node not in changing:
             sources = node.all_input_nodes
             known = all(n in constant and n not in changing for n in sources)
             if known and (_is_view(node) or not trained.intersection(sources)):
@@ -245,17 +238,9 @@ def _constants(
     return constant
 
 
-def _attribute(graph: fx.GraphModule, target: str) -> Any:
-    found: Any = graph
-    for part in target.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _random(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target.namespace == SPACE or torch.Tag.nondeterministic_seeded in node.target.tags
+def _draws(node: fx.Node) -> bool:
+    operation = node.target
+    return isinstance(operation, torch._ops.OpOverload) and (operation.namespace == SPACE or is_random(operation))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -276,11 +261,6 @@ def _viewed_list(node: fx.Node, made: Iterable[Any], tensors: dict[fx.Node, Tens
 
 def _shows_all(view: Tensor, value: Tensor) -> bool:
     return view.untyped_storage()._cdata == value.untyped_storage()._cdata and view.numel() >= value.numel()
-
-
-def _output(graph: fx.GraphModule) -> fx.Node:
-    found: fx.Node = next(n for n in graph.graph.nodes if n.op == "output")
-    return found
 
 
 @dataclass
@@ -413,7 +393,7 @@ def _network(found: Exported, facts: _Facts, groups: list[_Group], inputs: dict[
     parameters = dict(found.root.named_parameters(remove_duplicate=False))
     home = {node: index for index, group in enumerate(groups) for node in group.nodes}
     reads = [list(dict.fromkeys(_needed(facts, group, index, home))) for index, group in enumerate(groups)]
-    last = [facts.value(n) for n in pytree.tree_leaves(_output(graph).args[0]) if isinstance(n, fx.Node)]
+    last = [facts.value(n) for n in pytree.tree_leaves(graph.graph.output_node().args[0]) if isinstance(n, fx.Node)]
     if any(n in facts.free and n not in facts.same and n.op != "placeholder" for n in last):
         name = type(getattr(found.root, ROOT)).__name__
         raise BadInput(f"{name} returns a constant or a parameter; return what depends on the input")
@@ -433,7 +413,9 @@ def _network(found: Exported, facts: _Facts, groups: list[_Group], inputs: dict[
         code = _layer_graph(graph, facts, group, needed, makes)
         for path, _ in list(code.named_parameters(remove_duplicate=False)):
             if path in parameters:
-                _put(code, path, parameters[path])
+                code.get_submodule(path.rpartition(".")[0]).register_parameter(
+                    path.rpartition(".")[2], parameters[path]
+                )
         numbers.update({n: following + i for i, n in enumerate(makes)})
         following += len(makes)
         layers.append(
@@ -508,14 +490,6 @@ def _layer_graph(
         copy(node)
     part.output(tuple(copies[n] for n in makes))
     return fx.GraphModule(graph, part)
-
-
-def _put(code: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    *parents, name = path.split(".")
-    holder = code
-    for parent in parents:
-        holder = getattr(holder, parent)
-    holder.register_parameter(name, parameter)
 
 
 def unique(names: Iterable[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ....errors import BadInput
 from ..autocast import Autocast
 from ..contract import sample_of
+from ..conversion import as_type, in_type, refuse_converted
 from ..deferred.deferred import mode_of
-from ..loaded import LoadedModel, ModelLayer, with_loss_root
+from ..loaded import LoadedModel, grouped, with_loss_root
 from ..network import (
-    LayerCode,
     Loss,
     Network,
     TensorSpec,
-    converted,
     loss_layer,
     own_loss,
-    refuse_converted,
     trained_loss,
 )
 from ..samples import Data, Samples
@@ -49,7 +47,7 @@ def traced_model(
     layers are yet to be converted; its data is. Its layers run under ``autocast``.
     """
     refuse_converted(loss, dtype)
-    example_input = _as(example_input, dtype)
+    example_input = as_type(example_input, dtype)
     mode = mode_of([*tensors_of([module]), *tensors_in(example_input)])
     with mode or nullcontext():  # a trace needs no values
         example = example_input
@@ -80,7 +78,7 @@ def traced_model(
 
     def entering(index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
         x, target = sample_of(given, loss)
-        x = _as(x, dtype)
+        x = as_type(x, dtype)
         tensors = _in_order(f"data: microbatch {index}", x, wanted)
         for value, tensor in enumerate(tensors):
             found, spec = TensorSpec(tuple(tensor.shape), tensor.dtype), network.shapes[value]
@@ -89,34 +87,6 @@ def traced_model(
         return tuple(tensors), target
 
     return grouped(replace(model, data=Samples(data, entering)), [(code,) for code in codes])
-
-
-@contextmanager
-def in_type(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within the context, let ``module`` have floating-point weights and buffers of type ``dtype`` in their place."""
-    if dtype is None:
-        yield
-        return
-    slots = [
-        (part, name, x)
-        for part in module.modules()
-        for entries in (part._parameters, part._buffers)
-        for name, x in entries.items()
-        if x is not None
-    ]
-    converted(module, dtype)
-    try:
-        yield
-    finally:
-        for part, name, x in slots:
-            setattr(part, name, x)
-
-
-def _as(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``value`` with its floating-point tensors in another type."""
-    if dtype is None:
-        return value
-    return mapped(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def with_state_of(module: nn.Module, network: Network) -> frozenset[str]:
@@ -145,29 +115,3 @@ def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
     if set(places) != set(wanted) or len(set(wanted)) < len(wanted):
         return tensors
     return [tensors[places.index(place)] for place in wanted]
-
-
-def grouped(model: LoadedModel, groups: Sequence[Sequence[LayerCode]]) -> LoadedModel:
-    """Return ``model``, which is traced, with a layer for each of ``groups``; one without code passes values on."""
-    first: dict[Any, str] = {}
-    first_names: dict[str, str] = {}
-    state = ((p + k, x) for p, root in model.roots for k, x in root.state_dict(keep_vars=True).items())
-    whole = {name: x for name, x in state if isinstance(x, Tensor)}
-    for name, tensor in whole.items():
-        if first.setdefault(_identity(tensor), name) != name:
-            first_names[name] = first[_identity(tensor)]
-    layers = []
-    for group in groups:
-        alone = len(group) == 1
-        module = group[0].module if alone else nn.ModuleList(code.module for code in group)
-        own = module.state_dict(keep_vars=True)
-        names = {k: first[_identity(x)] for k, x in own.items() if _identity(x) in first}
-        name = "..".join(dict.fromkeys(code.name for code in (*group[:1], *group[-1:])))
-        layers.append(ModelLayer(name, module, tuple(group), names))
-    used = {name for layer in layers for name in layer.names.values()}
-    unused = {name: x.detach() for name, x in whole.items() if name not in used and name not in first_names}
-    return replace(model, layers=tuple(layers), first_names=first_names, unused=unused)
-
-
-def _identity(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
