@@ -114,6 +114,14 @@ class StageTables:
         """Return forward and backward together."""
         return np.asarray(self.forward(device) + self.backward(device, replicas, again))
 
+    def later(self, device: Device, replicas: int = 1) -> Ints:
+        """Return the part of the backward that nothing waits for."""
+        chain, policy = self.problem.chain.timed(device.times), self.problem.policy
+        return self.once(
+            ("later", device.times, device.speed, replicas),
+            lambda: time_model.backward_weight_ns(chain, policy, self.start, self.stop, replicas, device.speed),
+        )
+
     def sums(self, replicas: int, path: tuple[int, int]) -> Ints:
         """Return what a ring over so many replicas takes for all gradients, over links of a bandwidth and latency."""
         gradients = np.maximum(self.gradients, 0).astype(object)  # bytes times 1e9 exceed 64 bits

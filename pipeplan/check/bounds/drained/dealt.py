@@ -20,10 +20,10 @@ from ....problem import Problem
 from ....schedule.occupancy import held_at_first
 from ....schedule.programs.interleaved import occupancy
 from ...targets import Shape
+from .tables import NEVER
 
 IMPOSSIBLE_NS = 2**62
 _MOST = 2 * 10**6  # ways to have so many units in each of its stages, of one GPU, that are looked at one by one
-NEVER = 2**58  # several of them fit into an int64
 
 
 def looped_bound(pipes: Iterable[tuple[str, Callable[[], Pipe]]], shape: Shape) -> int:

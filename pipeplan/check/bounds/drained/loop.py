@@ -77,7 +77,7 @@ class _Loop(PlacedTables):
     def least(self) -> int | None:
         """Return the least time (ns) within which stages of this shape may be over; None where they fit in no way."""
         stages, ends = self.ranks * self.chunks, self.count * self.tables.held * (self.ranks > 1)
-        start, stop = self.tables.ends
+        start, stop = self.tables.stages.start, self.tables.stages.stop
         own = self.work + ends[:, None] + ends[None, :]
         counts = held_at_first(self.kind, self.ranks, self.chunks, self.count) if self.ranks > 1 else (1,) * stages
         price = min(self.price, 1e12) / max(counts)

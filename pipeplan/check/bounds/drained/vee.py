@@ -141,7 +141,7 @@ class _Vee(PlacedTables):
         and their weights alone."""
         counts = self.held[rank]
         first, second = (held * self.tables.saved + self.weights for held in counts)
-        room = float(max(device.memory_bytes for device in self.problem.platform.devices) + self.shared[0])
+        room = float(self.room)
         if not np.isfinite(self.price):
             yield first, _falling(second), lambda budget: np.full(len(budget), room)
             return
