@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import inf
+from typing import Any
 
 from ...choices import DRAINED
 from ...cost.stage_graph import StageGraph, stage_graph
@@ -16,9 +17,7 @@ from ...planner.simulated.other_schedules import default_microbatches
 from ...planner.what_if.best_order import OWN, best_order, placed_graph
 from ...problem import Chain, Layer, Platform, Policy
 from ...schedule.kinds import loop, vee
-from ...schedule.periodic.solvers import Solver
 from ...schedule.synthesis.synthesize import Synthesis
-from ...status import Status
 
 ROOM = 2**50  # bytes of GPUs that nothing is said of
 
@@ -27,36 +26,21 @@ def synthesized(
     graph: StageGraph,
     microbatches: int,
     *,
-    limit: int | None = None,
-    barrier: bool = True,
-    split: bool = True,
     weight_keeps: float | None = None,
     moves: int | None = None,
-    seed: int = 0,
-    solver: Solver = "cbc",
     deadline: Deadline = NEVER,
-    status: Status | None = None,
+    **options: Any,
 ) -> Synthesis:
     """Return the best order that is found of ``microbatches`` on drained stages, with its lower bound.
 
     ``limit``: activations that a GPU may hold, each of one stage and microbatch. ``weight_keeps``: the share of them
     that weight gradients need. With a ``deadline`` and no number of ``moves`` it goes on until then. See
-    :func:`..schedule.synthesis.synthesize.synthesize` for the others.
+    :func:`..schedule.synthesis.synthesize.synthesize` for the other ``options``.
     """
     keeps = Fraction(1) if weight_keeps is None else Fraction(weight_keeps).limit_denominator(10**6)
+    endless = moves is None and deadline.remaining_s() < inf
     return best_order(
-        graph,
-        microbatches,
-        limit=limit,
-        barrier=barrier,
-        split=split,
-        weight_keeps=keeps,
-        moves=moves,
-        seed=seed,
-        solver=solver,
-        deadline=deadline,
-        status=status,
-        endless=moves is None and deadline.remaining_s() < inf,
+        graph, microbatches, weight_keeps=keeps, moves=moves, deadline=deadline, endless=endless, **options
     )
 
 

@@ -16,6 +16,8 @@ from ..grouped import GroupedCommand
 from ..options import JSON, PROFILE, Output, asking, refuse_two_documents, time_limit
 from ..progress import status
 
+COLUMNS = "gpus memory_bytes update_samples bound_ns algorithm period_ns claimed_ns seconds data_parallel tensor"
+
 if TYPE_CHECKING:
     from ...planner.what_if.compare import OnePlatform
 
@@ -57,20 +59,7 @@ def command(profile: str, knobs: dict[str, Any], csv_file: str | None, as_json: 
 def _csv(rows: Sequence[OnePlatform]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        [
-            "gpus",
-            "memory_bytes",
-            "update_samples",
-            "bound_ns",
-            "algorithm",
-            "period_ns",
-            "claimed_ns",
-            "seconds",
-            "data_parallel",
-            "tensor",
-        ]
-    )
+    writer.writerow(COLUMNS.split())
     for row in rows:
         for cell in row.cells:
             writer.writerow(

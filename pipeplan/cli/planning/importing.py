@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -16,6 +16,10 @@ from ...errors import BadInput, InvalidPlan
 from ..grouped import GroupedCommand
 from ..options import FILE, JSON, PROFILE, Output, asking, option_of, refuse_two_documents, time_limit
 from ..progress import status
+
+if TYPE_CHECKING:
+    from ...files.imports import Imported
+    from ...problem import Policy
 
 FROM = ["megatron", "torchtitan"]
 SAID = ("batch", "checkpointing")  # by the arguments
@@ -84,12 +88,7 @@ def command(
         with suppress(BadInput):  # where groups of so many cross servers
             others += [problem_of(part, **given)[0]] * (part.chain.tensor != degree)
     found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
-    policy, about = replace(problem.policy, accumulate=found.microbatches), status()
-    context = click.get_current_context()
-    for field in POLICY:
-        said = getattr(found, field)
-        if said is not None and context.get_parameter_source(field) is ParameterSource.DEFAULT:
-            policy = replace(policy, **{field: said})
+    policy, about = _as_said(problem.policy, found), status()
     try:
         judged = judge(
             problem.with_policy(policy),
@@ -102,12 +101,19 @@ def command(
         )
     except InvalidPlan as error:
         raise InvalidPlan([f"{arguments}: {sentence}" for sentence in error.violations]) from error
-    texts = {output: judged.today, best: judged.best}
-    for path, planned in texts.items():
+    for path, planned in {output: judged.today, best: judged.best}.items():
         if path is not None:
             write_text(path, plan_text(planned.plan, planned.evaluation))
     if as_json:
         click.echo(json.dumps(judged_figures(judged, name), indent=1))
-    elif "-" not in texts:
+    elif "-" not in (output, best):
         print_plan(judged.today.plan, [*assumed, *found.notes], result=judged.today.evaluation)
         print_change(judged, name)
+
+
+def _as_said(policy: Policy, found: Imported) -> Policy:
+    """Return how the arguments keep weights, where no option says otherwise."""
+    context, said = click.get_current_context(), {name: getattr(found, name) for name in POLICY}
+    unsaid = {x for x in said if context.get_parameter_source(x) is ParameterSource.DEFAULT}
+    changed: dict[str, Any] = {name: value for name, value in said.items() if value is not None and name in unsaid}
+    return replace(policy, accumulate=found.microbatches, **changed)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from ...check.delays import plan_delays
 from ...check.evaluate import Evaluation, evaluate, gap
@@ -26,7 +27,6 @@ from ..tables.plan import group_column, stage_figures
 from ..tables.simulations import SCHEDULE_COLUMNS, column_words, schedule_cells
 from ..words import alone_ns, bound_class, distance, machine
 from .charts import Chart, measured_chart, run_chart, toolbar
-from .looks import script, style
 
 FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
 HALF = 28  # columns of each of two names in a cell
@@ -84,7 +84,8 @@ def report_html(
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title><style>{style()}</style></head><body>",
+            f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title>",
+            f"<style>{_beside('page.css')}</style></head><body>",
             _head(plan, result),
             "<h2>Period against lower bounds</h2>",
             _bounds(plan, result),
@@ -96,7 +97,7 @@ def report_html(
             _memory(simulation),
             _provenance(plan),
             '<div id="tip"></div>',
-            f"<script>const DATA = {_script_json(data)};{script()}</script>",
+            f"<script>const DATA = {_script_json(data)};{_beside('page.js')}</script>",
             "</body></html>\n",
         ]
     )
@@ -137,6 +138,11 @@ def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Cha
         toolbar([*charts, *others]),
         *(f"{title}{chart.html()}" for title, chart in zip(titles, charts, strict=True)),
     ]
+
+
+def _beside(name: str) -> str:
+    """Return the page's style, or the script that draws ``DATA``: inlined, so that it opens offline."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _titled(name: str, makespan_ns: int, chart: Chart) -> str:
