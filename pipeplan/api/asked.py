@@ -62,13 +62,13 @@ class Common(TypedDict, total=False):
     """Which machine, what may be cut, and how much memory training takes: words of every question."""
 
     gpus: Annotated[
-        int | str | tuple[int, ...] | None, Word("Number of equal GPUs, or 2x8: two servers of eight.", "N|NxN")
+        int | str | tuple[int, ...] | None, Word("Number of equal GPUs, or 2x8 for two servers of eight.", "N|NxN")
     ]
     gpu: Annotated[
         str | None,
         Word(
-            "What they are, such as h100: memory and links where --mem and --bandwidth don't say them. pipeplan list "
-            "gpus has the names.  [default: without --mem the GPU of the profile]",
+            "GPU name, such as h100; gives memory and links unless --mem and --bandwidth do. See pipeplan list "
+            "gpus.  [default: without --mem the GPU of the profile]",
             "NAME",
         ),
     ]
@@ -85,29 +85,34 @@ class Common(TypedDict, total=False):
     reserve: Annotated[
         int | str | None,
         Word(
-            "Memory of each GPU that plans leave to CUDA, NCCL and fragments. auto: 2GB, or nothing for a profile of a "
-            "CPU.  [default: nothing]",
+            "Memory of each GPU that plans leave free for CUDA, NCCL and fragments. auto: 2GB, or nothing for a "
+            "profile of a CPU.  [default: nothing]",
             "SIZE|auto",
         ),
     ]
     bandwidth: Annotated[
         int | str | None,
         Word(
-            "Between any two GPUs of a server, per direction, such as 12GB/s or 10Gbps.  [default: that of --gpu; "
+            "Bandwidth between any two GPUs of a server, per direction, such as 12GB/s or 10Gbps.  [default: "
+            "that of --gpu; "
             f"{DEFAULT_BANDWIDTH}]",
             "RATE",
         ),
     ]
     network: Annotated[
         int | str | None,
-        Word(f"With --gpus 2x8: between two GPUs of two servers, per direction.  [default: {DEFAULT_NETWORK}]", "RATE"),
+        Word(
+            "With --gpus 2x8: bandwidth between two GPUs of different servers, per direction.  [default: "
+            f"{DEFAULT_NETWORK}]",
+            "RATE",
+        ),
     ]
-    latency: Annotated[str | None, Word("Of each transfer, such as 5us.  [default: 0]", "TIME")]
+    latency: Annotated[str | None, Word("Latency of each transfer, such as 5us.  [default: 0]", "TIME")]
     overhead: Annotated[
-        str | None, Word("Time that each message takes the GPUs at both its ends, beside that.  [default: 0]", "TIME")
+        str | None, Word("Time that each message costs the GPUs at both ends, in addition.  [default: 0]", "TIME")
     ]
     platform: Annotated["str | Platform | None", Word("Platform JSON instead of the options above.", "FILE")]
-    blocking_transfers: Annotated[bool, Word("Transfers keep the GPUs at both their ends from computing.")]
+    blocking_transfers: Annotated[bool, Word("Transfers block computation on both GPUs.")]
     granularity: Annotated[
         str,
         Word(
@@ -168,8 +173,8 @@ class Asked(Common, total=False):
     weights: Annotated[
         Weights | None,
         Word(
-            "How weight versions are kept.  [default: stash or 2bw, the one whose gradients are less late if it takes "
-            "at most 2% longer; flush in grids, with --for and with a --schedule that drains]"
+            "Which weight versions are kept.  [default: stash or 2bw, the one whose gradients are less late if "
+            "it takes at most 2% longer; flush in grids, with --for and with a --schedule that drains]"
         ),
     ]
     accumulate: Annotated[int | None, Word("Microbatches per update.  [default: 4 per GPU]")]
@@ -185,8 +190,8 @@ class Searched(TypedDict, total=False):
     limit: Annotated[
         int | None,
         Word(
-            "Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches; v-limit: "
-            "activations of chunks on a GPU.  [default: whatever is fastest]",
+            "Maximum in flight (message-driven: microbatches per pipeline; nf1b: mini-batches; v-limit: chunk "
+            "activations per GPU).  [default: whatever is fastest]",
             most=10**6,
         ),
     ]
@@ -206,7 +211,7 @@ class Knobs(TypedDict, total=False):
     gap: Annotated[
         float | None,
         Word(
-            "auto: stop at a plan this near to what no plan can beat, such as 1%; 0% tries all.  [default: 0.1%]",
+            "auto: stop at a plan this close to the lower bound, such as 1%; 0% never stops early.  [default: 0.1%]",
             "PERCENT",
             least=0,
             most=1,
@@ -237,15 +242,15 @@ class Parts(TypedDict, total=False):
     tensor: Annotated[
         int | str | None,
         Word(
-            "Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; any: all "
-            "that a model estimated by its name has up to 8.  [default: all that the profile has; of a model 1, but "
-            "any for a target that runs them]",
+            "Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; "
+            "any: all degrees up to 8 of a named model.  [default: all that the profile has; of a model 1, "
+            "but any for a target that runs them]",
             "any|N,N,..",
         ),
     ]
     sequence_parallel: Annotated[
         bool,
-        Word("With --tensor, of a model estimated by its name: what is between products is parted along the sequence."),
+        Word("With --tensor and a named model: split activations between products along the sequence."),
     ]
 
 
@@ -259,7 +264,8 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     for_: Annotated[
         TargetName | None,
         Word(
-            "The best plan that this framework can express and run, and what the restriction costs; weights are flush."
+            "Find the best plan that this framework can express, and print what the restriction costs; weights "
+            "are flush."
         ),
     ]
     schedule: Annotated[
@@ -278,8 +284,8 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     robust: Annotated[
         float | None,
         Word(
-            "The plan of the least 95th percentile where durations are drawn around the planned ones, by so much as "
-            "5%; and what the plan of least period loses then.",
+            "Minimise the 95th percentile over runs whose durations vary by this much, such as 5%; also print "
+            "what the fastest plan loses then.",
             "PERCENT",
             least=0,
             most=1,
@@ -300,8 +306,8 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     recompute: Annotated[
         str | None,
         Word(
-            "With --split: layers to recompute: whole stages, each layer by itself, or ranges such as 0-3,8, a segment "
-            "each.  [default: none]",
+            "With --split: layers to recompute: whole stages, every single layer, or ranges such as 0-3,8 (each "
+            "range is one segment).  [default: none]",
             "all|none|each|LAYERS",
         ),
     ]

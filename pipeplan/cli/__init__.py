@@ -31,17 +31,17 @@ COMMANDS = {
     "synthesize": ("planning.synthesize", "Find the best order of passes within memory, with a lower bound."),
     "report": ("plans.report", "Write a plan as one self-contained HTML page."),
     "export": ("plans.export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
-    "import": ("planning.importing", "Judge what Megatron-LM or torchtitan run today, and find better."),
+    "import": ("planning.importing", "Judge today's Megatron-LM or torchtitan arguments, and find better ones."),
     "compare": ("planning.compare", "Put algorithms side by side over GPUs and memories."),
     "run": ("training.run", "Train a model from a plan on torch processes."),
     "profile": ("training.profile", "Measure a torch model layer by layer, or estimate it for a GPU."),
-    "estimate": ("planning.estimate", "Estimate memory and time of training a model on GPUs that are named."),
+    "estimate": ("planning.estimate", "Estimate memory and training time of a model on GPUs that you name."),
     "calibrate": ("training.calibrate", "Fit the constants of estimates to a few measured iterations."),
-    "diff": ("plans.diff", "Compare two profiles, and a plan's worth on the other."),
-    "list": ("about.listing", "List the GPUs, models, schedules and algorithms that have names."),
+    "diff": ("plans.diff", "Compare two profiles, and judge a plan of one on the other."),
+    "list": ("about.listing", "List the names of GPUs, models, schedules and algorithms."),
     "schema": ("about.schema", "Print the JSON Schema of a file."),
-    "doctor": ("about.doctor", "Say what this machine has for planning and training, and what lacks."),
-    "completion": ("about.completion", "Print or install what lets the shell complete commands."),
+    "doctor": ("about.doctor", "Show what this machine has for planning and training, and what is missing."),
+    "completion": ("about.completion", "Print or install shell completion."),
 }
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130

@@ -152,7 +152,7 @@ def time_limit(what: str) -> Callable[[Command], Command]:
     )
 
 
-GIVE_UP = time_limit("Give up after this long, such as 30s.")
+GIVE_UP = time_limit("Give up after this time, such as 30s.")
 
 PROFILE = click.argument("profile", metavar="PROFILE", type=completed.PROFILE)
 COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": completed.GPU, "algorithms": completed.ALGORITHMS_LIST}

@@ -23,7 +23,7 @@ WHOLE_NAMES = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}\n"  # or bash would take zo
     cls=GroupedCommand, examples=("pipeplan completion --install", "pipeplan completion fish > pipeplan.fish")
 )
 @click.argument("shell", type=click.Choice(SHELLS), required=False)
-@click.option("--install", is_flag=True, help="Put it where the shell finds it, in this user's home.")
+@click.option("--install", is_flag=True, help="Install it in your home folder.")
 def command(shell: str | None, install: bool) -> None:
     """Print what lets a shell complete commands, options, zoo models, GPUs, schedules and algorithms, or install it.
 

@@ -42,7 +42,7 @@ PER_GPU = 4  # microbatches of an update, where nobody says
     pipelines=PIPELINES,
     microbatches={"default": "1", "show_default": True, "help": "Samples of a microbatch: several to choose from."},
 )  # fmt: skip
-@click.option("--samples", metavar="N", help="Samples to train on, such as 100e6: says how many days it takes.")
+@click.option("--samples", metavar="N", help="Samples to train on, such as 100e6; prints the training time in days.")
 @JSON
 def command(
     profile: str,

@@ -36,7 +36,7 @@ POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 @PROFILE
 @asking(Common, without=SAID)
 @click.argument("arguments", metavar="ARGUMENTS", type=FILE)
-@click.option("--from", "name", required=True, type=click.Choice(FROM), help="Whose arguments they are.")
+@click.option("--from", "name", required=True, type=click.Choice(FROM), help="The framework of the arguments.")
 @click.option(
     "--rename",
     multiple=True,

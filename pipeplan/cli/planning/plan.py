@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 )
 @PROFILE
 @asking(Planning)
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Say what binds: the condition that the bound on all plans follows from."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Print which condition decides the bound on all plans.")
 @search_options
 def command(
     profile: str, knobs: dict[str, Any], output: str | None, as_json: bool, verbose: bool, **asked: Any

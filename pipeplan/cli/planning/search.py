@@ -21,7 +21,7 @@ OUTPUT = click.option("-o", "--output", type=Output(), help="Write the plan as J
 
 def search_options(command: Command) -> Command:
     """Add the options of :func:`search`, and the time limit."""
-    limited = time_limit("Stop searching after this long, such as 30s, with the best so far.")
+    limited = time_limit("Stop searching after this time, such as 30s, and keep the best plan so far.")
     return limited(OUTPUT(JSON(command)))
 
 

@@ -37,7 +37,7 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
     ),
 )
 @click.argument("plan", metavar="[PLAN]", required=False, type=completed.Named(tuple, files=True))
-@click.option("--gpus", type=Count(1, 10**4), help="Without PLAN: how many equal GPUs.")
+@click.option("--gpus", type=Count(1, 10**4), help="Without PLAN: number of equal GPUs.")
 @click.option(
     "--times",
     metavar="F,B,W",
@@ -54,7 +54,7 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
 @click.option("--chunks", type=Count(most=10**4), help="loop: stages per GPU.  [default: 2]")
 @click.option("--microbatches", type=Count(1, 10**5), help="To order.  [default: PLAN's mini-batch]")
 @click.option(
-    "--limit", type=Count(most=10**6), help="On a GPU at most: activations, each of a stage and a microbatch."
+    "--limit", type=Count(most=10**6), help="Maximum of activations on a GPU, each of one stage and one microbatch."
 )
 @click.option("--weight-keeps", type=Share(), help="Activations that weight gradients need.  [default: 100%]")
 @click.option("--split/--no-split", default=True, show_default=True, help="Weight gradients are passes of their own.")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     type=click.Choice(["blocking", "together", "batched", "rank", "lazy", "pair", "free"]),
     help="With --schedule: what sends and receives wait for.  [default: all are tried, free decides]",
 )
-@click.option("--bounds", is_flag=True, help="Derive claimed lower bounds anew, too, which takes as long as planning.")
+@click.option("--bounds", is_flag=True, help="Also derive claimed lower bounds, which takes as long as planning.")
 @GIVE_UP
 @JSON
 def command(

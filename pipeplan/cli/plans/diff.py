@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     type=click.Choice(["name", "order", "weights"]),
     default="name",
     show_default=True,
-    help="Which layers are the same: those of the same name, the first with the first and so on, or those with as many "
-    "parameters, and what is between them by place.",
+    help="Which layers match: with equal names, in order, or with equal numbers of parameters.",
 )
 @click.option("--all", "every", is_flag=True, help="List every layer, not only the 30 that moved most.")
 @click.option("--recalibrated", type=Output(), help="Plan and trace: write the profile scaled to measured times.")

@@ -28,7 +28,9 @@ from ..progress import status
 @click.option(
     "--microbatches", type=click.IntRange(1, 10**6), help="Of the run.  [default: as in simulate, if it fits]"
 )
-@click.option("--trace", metavar="FILE", type=FILE, help="Set under the run what pipeplan run --trace measured.")
+@click.option(
+    "--trace", metavar="FILE", type=FILE, help="Draw the run that pipeplan run --trace measured under the planned one."
+)
 def command(plan: str, output: str, names: tuple[str, ...], microbatches: int | None, trace: str | None) -> None:
     """Write PLAN as one self-contained HTML page: table, Gantt charts, memory, lower bounds."""
     from ...api.plans.reporting import report_page

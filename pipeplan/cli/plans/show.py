@@ -15,7 +15,7 @@ from ..options import JSON, PLAN, Count, Output
 @PLAN
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links/--no-links", default=True, help="Draw links too.")
-@click.option("-o", "--output", type=Output(), help="Draw it into a .svg, .png or .pdf instead.")
+@click.option("-o", "--output", type=Output(), help="Write a .svg, .png or .pdf instead.")
 @JSON
 def command(plan: str, width: int | None, links: bool, output: str | None, as_json: bool) -> None:
     """Draw one period of PLAN: what every GPU and link does when. Of a message-driven plan, draw its mini-batch."""

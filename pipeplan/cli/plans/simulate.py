@@ -23,7 +23,9 @@ from ..progress import status
     ),
 )
 @PLAN
-@click.option("--microbatches", type=click.IntRange(1, 10**6), help="How many to run.  [default: enough to settle]")
+@click.option(
+    "--microbatches", type=click.IntRange(1, 10**6), help="Number of microbatches to run.  [default: enough to settle]"
+)
 @click.option(
     "--schedule",
     "names",
@@ -46,8 +48,8 @@ from ..progress import status
 @click.option(
     "--limit",
     type=Count(most=10**6),
-    help="Admitted at once at most: microbatches in each message-driven pipeline; nf1b: mini-batches; v-limit: "
-    "activations of chunks on a GPU.  [default: the plan's; v-limit: 1F1B's memory]",
+    help="Maximum in flight (message-driven: microbatches per pipeline; nf1b: mini-batches; v-limit: chunk "
+    "activations per GPU).  [default: the plan's; v-limit: 1F1B's memory]",
 )
 @click.option(
     "--weight-keeps",
@@ -68,8 +70,8 @@ from ..progress import status
     "does, and it takes the longest span of a GPU.",
 )
 @click.option("--jitter", type=Share(), help="Also run with durations drawn around the planned ones, such as 5%.")
-@click.option("--seed", type=SEED, default=0, show_default=True, help="Of --jitter.")
-@click.option("--runs", type=Count(most=MOST_RUNS), default=20, show_default=True, help="Of --jitter.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Used by --jitter.")
+@click.option("--runs", type=Count(most=MOST_RUNS), default=20, show_default=True, help="Used by --jitter.")
 @click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
 @click.option("--links/--no-links", default=False, help="Draw links too.")
 @click.option("--text", "as_text", is_flag=True, help="Print the program, one row per GPU, instead.")

@@ -172,7 +172,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     show_default=True,
     help="What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.",
 )
-@click.option("--patience", type=Count(), help="End after so many evaluations that are no better than the best.")
+@click.option("--patience", type=Count(), help="End after N evaluations without a new best.")
 @click.option("--ema", type=Number(), metavar="DECAY", help="Keep a running average of the weights, such as by 0.999.")
 @click.option("--averaged", is_flag=True, help="Save and evaluate that average.")
 @click.option(
@@ -183,14 +183,14 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     "--schedule",
     metavar="NAME|FILE.csv",
     type=completed.RUN_SCHEDULE,
-    help="Run the plan's stages under this schedule instead, in the order of a file as torch reads it, or in the best "
-    "that is found, which takes some seconds.",
+    help="Run the plan's stages under this schedule instead. A file gives the order as torch reads it; best "
+    "searches for some seconds.",
 )
 @click.option(
     "--limit",
     type=Count(most=10**6),
-    help="At most: microbatches in each message-driven pipeline, or in flight under pipedream; nf1b: mini-batches; "
-    "v-limit: activations of chunks on a GPU.",
+    help="Maximum in flight: microbatches in each message-driven pipeline, or under pipedream; nf1b: "
+    "mini-batches; v-limit: activations of chunks on a GPU.",
 )
 @click.option(
     "--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision and autocast.  [default: the profile's]"
@@ -254,7 +254,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
 @click.option(
     "--keep-checkpoints", "keep", metavar="N", type=Count(), help="Remove older ones than N.  [default: keep all]"
 )
-@click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint, if there is one.")
+@click.option("--resume", is_flag=True, help="Resume from the newest good checkpoint, if one exists.")
 @click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")
 @click.option(
     "--log-dir", metavar="DIR", type=PATH, help="Write loss, time per microbatch and memory here, for TensorBoard."
