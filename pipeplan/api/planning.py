@@ -178,10 +178,10 @@ def _least(question: Question, problem: Problem) -> int:
 
 def _proved(question: Question, found: Planned) -> int:
     """Return what no plan of the degree of one that was found takes less than, of what is asked."""
-    asked = "any", question.said["for_"]
-    return max(
-        x.period_ns for x in found.plan.lower_bounds if x.allocation in asked and x.schedule in (None, question.kind)
-    )
+    plan, asked = found.plan, ("any", question.said["for_"])
+    if plan.policy.drains and question.said["weights"] is None:  # its bounds are of what drains
+        return _least(question, Problem(plan.chain, plan.platform, plan.policy))
+    return max(x.period_ns for x in plan.lower_bounds if x.allocation in asked and x.schedule in (None, question.kind))
 
 
 def _question(said: Planning, progress: Callable[[str], None] | None, status: Status) -> Question:
@@ -227,20 +227,25 @@ def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], 
 
 def _searched(question: Question, problem: Problem) -> Planned:
     """Return the plan that is found, or stated, under the weights that are asked for or that are less late."""
-    from ..planner.least_late import least_late
+    from ..planner.least_late import drained_quickly, least_late
     from ..planner.what_if.alternatives import with_alternatives
 
-    worked = time.process_time()
-    found, problem = (
-        least_late(problem, question.found) if question.said["weights"] is None else question.found(problem)
+    worked, said = time.process_time(), question.said
+    asked = said["weights"] is not None
+    free = question.kind is None and said["limit"] is None and question.stated is None
+
+    def drained(interval: int) -> Planned | None:
+        return drained_quickly(problem, interval, question.settings, time.process_time() - worked)
+
+    found, ordered = (
+        question.found(problem) if asked else least_late(problem, question.found, drained if free else None)
     )
     if question.stated is not None:  # other stages than the stated ones are no alternatives
         return found
     quiet = replace(question.settings, progress=None, explained=False, status=Status())
     other = replace(question, settings=quiet, kind=None, jitter=None)
-    return with_alternatives(
-        found, problem, question.settings, time.process_time() - worked, lambda x: other.found(x)[0]
-    )
+    seconds = time.process_time() - worked if asked or not free else None
+    return with_alternatives(found, ordered, question.settings, seconds, lambda x: other.found(x)[0])
 
 
 def grid(

@@ -1,34 +1,83 @@
-"""Which weights where nobody says? Of those that never drain, the ones with the least late gradients, if nearly the
-fastest."""
+"""Which weights where nobody says? Drained where that takes no longer; else the least late, if nearly the fastest."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
 from ..check.bounds import any_bound
 from ..check.delays import plan_delays
-from ..errors import Infeasible
+from ..deadline import Deadline, OutOfTime
+from ..errors import BadInput, Infeasible
 from ..plan import Alternative
 from ..problem import Problem
 from ..schedule.weight_versions import average_delay
-from .plan import Planned
+from ..status import Status
+from .periodic.incumbent import Settings
+from .plan import Planned, make_plan
 
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
+AS_LONG = Fraction(1, 1000)  # that it may be for gradients that aren't late at all
+LEAST_S = 5.0  # of CPU time for a quick search that drains
 
 Found = tuple[Planned, Problem]  # the problem may have its layers in another order
+Quickly = Callable[[int], Planned | None]
 
 
-def least_late(problem: Problem, find: Callable[[Problem], Found]) -> Found:
+def least_late(problem: Problem, find: Callable[[Problem], Found], drained: Quickly | None = None) -> Found:
     """Return of what ``find`` finds of ``problem``, whose policy is 2bw, under that and ``stash`` the plan whose
-    gradients are least late on average, of those within 2% of the best period; it names what the other takes.
+    gradients are least late on average, of those within 2% of the best period; it names what the others take.
 
-    2bw is only searched if its plans can be so much shorter: without replicas ``stash`` holds no more and waits for
-    nothing. An open interval is one of 2bw alone, which can have any. Infeasible where neither has a plan.
+    Where the best that ``drained`` finds with updates every so many microbatches takes at most 1.001 times as long, it
+    is what ``find`` finds that drains, if that does so, too. 2bw is only searched if its plans can be so much shorter:
+    without replicas ``stash`` holds no more and waits for nothing. An open interval is one of 2bw alone, which can have
+    any. Infeasible where neither has a plan.
     """
     if problem.policy.open or not problem.policy.goes_with("stash"):
         return find(problem)
+    found = _delayed(problem, find)
+    quick = None if drained is None or problem.deadline.passed else drained(found[0].plan.interval)
+    if quick is None or found[0].plan.provenance.solver_status == "interrupted":
+        return found
+    if _as_long(quick, found[0]):
+        with suppress(BadInput, Infeasible, OutOfTime):
+            other = find(problem.with_policy(quick.plan.policy))
+            if _as_long(other[0], found[0]):
+                return _naming(other, found[0])
+    return _naming(found, quick) if quick.plan.provenance.solver_status != "time limit" else found
+
+
+def drained_quickly(problem: Problem, interval: int, settings: Settings, seconds: float) -> Planned | None:
+    """Return the best plan with updates every ``interval`` microbatches that drains, by a quick search under all
+    schedules in ``seconds`` of CPU time or :data:`LEAST_S`, or the best so far; None without any."""
+    settings = replace(settings, explained=False, simplest=False, progress=None, status=Status())
+    end, given = time.process_time() + max(seconds, LEAST_S), problem.deadline
+    deadline = Deadline(lambda: min(end - time.process_time(), given.remaining_s()))
+    problem = replace(problem.with_policy(problem.policy.drained(interval)), deadline=deadline)
+    with suppress(BadInput, Infeasible, OutOfTime):  # some have too many steps to be simulated
+        return make_plan(problem, settings=settings, effort="quick")
+    return None
+
+
+def _naming(found: Found, other: Planned) -> Found:
+    """Return what was found, its plan naming what ``other`` takes, and what that names."""
+    plan, second = found[0].plan, other.plan
+    told = Alternative(second.policy.weights, second.interval, other.evaluation.period_ns)
+    named = (*plan.provenance.alternatives, *second.provenance.alternatives, told)
+    provenance = replace(plan.provenance, alternatives=named)
+    return replace(found[0], plan=replace(plan, provenance=provenance)), found[1]
+
+
+def _as_long(one: Planned, other: Planned) -> bool:
+    """Whether one takes no longer than the other, within :data:`AS_LONG`."""
+    return one.evaluation.period_ns <= other.evaluation.period_ns * (1 + AS_LONG)
+
+
+def _delayed(problem: Problem, find: Callable[[Problem], Found]) -> Found:
+    """Return the least late of the two policies that never drain."""
     first: Found | None = None
     try:
         stashed = problem.with_policy(replace(problem.policy, weights="stash"))
@@ -49,10 +98,7 @@ def least_late(problem: Problem, find: Callable[[Problem], Found]) -> Found:
     one, other = sorted((first, second), key=lambda found: _late(found[0]))
     if _period(one) > _period(other) * (1 + DEARER):
         one, other = other, one
-    plan, others = one[0].plan, other[0].plan
-    told = Alternative(others.policy.weights, others.interval, other[0].evaluation.period_ns)
-    provenance = replace(plan.provenance, alternatives=(*plan.provenance.alternatives, told))
-    return replace(one[0], plan=replace(plan, provenance=provenance)), one[1]
+    return _naming(one, other[0])
 
 
 def _worth_asking(problem: Problem, stashed: Planned) -> bool:

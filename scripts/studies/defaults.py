@@ -14,7 +14,6 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, object]], ...] = (
     ("example:resnet50", "4", "16GB", {}),
     ("example:resnet50", "8", "16GB", {"checkpointing": "stages", "bandwidth": "1Gbps"}),
     ("example:gpt2-small-b4-a100", "2x2", "16GB", {}),
-    ("example:gpt2-medium-b4-a100", "4", "16GB", {"bandwidth": "1GB/s"}),
 )
 
 

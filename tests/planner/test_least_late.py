@@ -16,7 +16,8 @@ from pipeplan.api.profiles import as_profile
 from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput, Infeasible
-from pipeplan.planner.least_late import least_late
+from pipeplan.planner.least_late import drained_quickly, least_late
+from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.periodic.interval import at_interval
 from pipeplan.planner.plan import Planned, make_plan
 from pipeplan.planner.what_if.alternatives import with_alternatives
@@ -111,6 +112,39 @@ def test_the_batch_is_a_rule_and_the_same_under_every_policy(weights: str | None
         problem_of(as_profile(GPT), gpus=3, mem="16GB", batch="some")
 
 
+def test_what_drains_is_taken_where_it_takes_no_longer() -> None:
+    rng = random.Random(2)
+    problem = Problem(random_chain(rng, 5), random_platform(rng, 3), Policy("2bw", 12))
+    plain = make_plan(problem.with_policy(Policy("flush", 12)), "contiguous")
+    for period, weights in ((1000, "flush"), (1001, "flush"), (1002, "stash")):
+        quick = replace(plain, evaluation=replace(plain.evaluation, period_ns=period))
+
+        def find(problem: Problem, quick: Planned = quick) -> tuple[Planned, Problem]:
+            if problem.policy.drains:
+                return quick, problem
+            found = make_plan(problem, "contiguous")
+            return replace(found, evaluation=replace(found.evaluation, period_ns=1000)), problem
+
+        found, _ = least_late(problem, find, lambda interval, quick=quick: quick)
+        assert found.plan.policy.weights == weights
+        named = {x.weights: x.period_ns for x in found.plan.provenance.alternatives}
+        assert named.items() >= ({"stash": 1000} if weights == "flush" else {"flush": period}).items()
+        assert least_late(problem, find)[0].plan.policy.weights == "stash", "nobody asked for one that drains"
+    assert drained_quickly(problem, 12, Settings(), 0.0) is not None
+
+
+def test_by_default_nothing_is_late_without_gain() -> None:
+    asked = {"mem": "32GB", "effort": "quick"}
+    found = pp.plan(RESNET, gpus=2, **asked)
+    assert found.plan.policy.weights == "flush"
+    late = [x for x in found.plan.provenance.alternatives if x.weights != "flush"]
+    assert late
+    assert all(x.period_ns * 1.001 >= found.period_ns for x in late if x.weights == "stash")
+    assert found.period_ns <= pp.plan(RESNET, gpus=2, weights="flush", **asked).period_ns
+    (row,) = pp.compare(RESNET, gpus="2", algorithms=["auto"], **asked).rows
+    assert (row.cells[0].period_ns, row.cells[0].late_updates) == (found.period_ns, 0)
+
+
 def test_plan_and_compare_take_the_same_and_say_what_draining_takes() -> None:
     asked = {"mem": "16GB", "no_replicas": True, "effort": "quick"}
     found = pp.plan(RESNET, gpus=2, **asked)
@@ -161,7 +195,7 @@ def test_what_is_recomputed_whole_is_not_cut_up_under_other_schedules() -> None:
 
 
 def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes() -> None:
-    found = pp.plan(RESNET, gpus=2, mem="32GB", effort="quick")
+    found = pp.plan(RESNET, gpus=2, mem="32GB", weights="stash", effort="quick")
     assert found.plan.allocation.data_parallel
     alone = pp.plan(RESNET, gpus=2, mem="32GB", algorithm="contiguous", weights="stash", no_replicas=True)
     lines = str(found).splitlines()

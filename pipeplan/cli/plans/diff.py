@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -91,11 +92,13 @@ def command(
     elif gpus is not None and mem is not None:
         from ...api.problems import problem_of
         from ...api.profiles import Profile
-        from ...planner.least_late import least_late
+        from ...planner.least_late import drained_quickly, least_late
+        from ...planner.periodic.incumbent import Settings
         from ...planner.plan import make_plan
 
         problem, _ = problem_of(Profile(before), gpus=gpus, mem=mem, bandwidth=bandwidth, deadline=deadline)
-        loaded = least_late(problem, lambda x: (make_plan(x), x))[0].plan
+        quickly = partial(drained_quickly, problem, settings=Settings(), seconds=0.0)
+        loaded = least_late(problem, lambda x: (make_plan(x), x), quickly)[0].plan
     if loaded is not None:
         chain, stages = matching_chain(loaded, before, after), None
         if len(chain) != len(loaded.chain):

@@ -6,13 +6,12 @@ not by a clock: equal inputs give equal answers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from ...check.validate import check
-from ...deadline import Deadline, OutOfTime
+from ...deadline import OutOfTime
 from ...errors import BadInput, Infeasible
 from ...partition.cuts import legal_cuts
 from ...partition.madpipe.exact import smallest_period
@@ -20,16 +19,15 @@ from ...partition.madpipe.tables import MOST_CUTS
 from ...plan import Allocation, Alternative, Plan, Provenance, Schedule
 from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ...schedule.kinds import kinds_for
-from ...status import Status
 from ..drained.plan import plan_drained
 from ..drained.proposals import with_others
+from ..least_late import drained_quickly
 from ..periodic.incumbent import Incumbent, Settings
 from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
 from ..plan import Planned, make_plan
 
 COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
 MOST_STEPS = 3 * 10**5  # of simulated mini-batches, which take as long
-LEAST_S = 5.0  # of CPU time for the price of draining, where the search took less
 _DRAINED = 24  # mini-batches that a search beyond the contiguous plan simulates, about
 
 
@@ -37,14 +35,14 @@ def with_alternatives(
     planned: Planned,
     problem: Problem,
     settings: Settings | None = None,
-    seconds: float = 0.0,
+    seconds: float | None = 0.0,
     find: Callable[[Problem], Planned] | None = None,
 ) -> Planned:
     """Return the plan with what others take with weights kept otherwise, at the same interval: its own stages, the
     best contiguous ones, and where layers must stay on one GPU, the best with several stages on one; where these take
     longer than the plan, and that doesn't drain, what ``find``, the search that it is from, finds. What drains is the
     best that a quick search under all such schedules finds in as many ``seconds`` of CPU time as the plan took, if that
-    comes to an end.
+    comes to an end; None: it was made before.
 
     Left out are what the plan names already, all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
@@ -79,19 +77,12 @@ def _pipeline_ns(problem: Problem, plan: Plan) -> int | None:
         return None
 
 
-def _drained(problem: Problem, interval: int, settings: Settings | None, seconds: float) -> list[Alternative]:
-    """Return what the best plan takes that drains, by a quick search under all schedules; nothing where that takes
-    long."""
-    settings = replace(settings or Settings(), explained=False, progress=None, status=Status())
-    end, given = time.process_time() + max(seconds, LEAST_S), problem.deadline
-    deadline = Deadline(lambda: min(end - time.process_time(), given.remaining_s()))
-    policy = problem.policy.drained(interval)
-    try:
-        found = make_plan(replace(problem.with_policy(policy), deadline=deadline), settings=settings, effort="quick")
-    except (BadInput, Infeasible, OutOfTime):  # some have too many steps to be simulated
+def _drained(problem: Problem, interval: int, settings: Settings | None, seconds: float | None) -> list[Alternative]:
+    """Return what the best plan takes that drains, by a quick search; nothing where that takes long."""
+    found = None if seconds is None else drained_quickly(problem, interval, settings or Settings(), seconds)
+    if found is None or found.plan.provenance.solver_status == "time limit":
         return []
-    done = found.plan.provenance.solver_status != "time limit"
-    return [Alternative(policy.weights, interval, found.evaluation.period_ns)] if done else []
+    return [Alternative(found.plan.policy.weights, interval, found.evaluation.period_ns)]
 
 
 def _under(problem: Problem, weights: Weights, interval: int) -> Problem:

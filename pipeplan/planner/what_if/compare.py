@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from ...check.bounds import any_bound
 from ...check.delays import plan_delays
@@ -21,7 +21,7 @@ from ...schedule.programs.gpipe import gpipe
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns
 from ...schedule.weight_versions import average_delay
-from ..least_late import least_late
+from ..least_late import drained_quickly, least_late
 from ..periodic.incumbent import Settings
 from ..periodic.interval import at_interval
 from ..periodic.jobs import in_order
@@ -116,11 +116,15 @@ def _row(
     settings = replace(settings or Settings(), explained=False)
     plans, seconds = dict[str, Planned | None](), dict[str, float]()
 
+    @cache
+    def drained(every: int) -> Planned | None:
+        return drained_quickly(problem, every, settings, 0.0)
+
     def make(name: str, algorithm: str) -> None:
         began = clock()
         planned = partial(make_plan, algorithm=algorithm, settings=settings, effort=effort)
         try:
-            plans[name] = planned(problem) if weights else least_late(problem, lambda x: (planned(x), x))[0]
+            plans[name] = planned(problem) if weights else least_late(problem, lambda x: (planned(x), x), drained)[0]
         except (Infeasible, OutOfTime):
             plans[name] = None
         seconds[name] = seconds.get(name, 0.0) + clock() - began
@@ -150,7 +154,9 @@ def _row(
             cells.append(_reached(name, plans[name], seconds[name]))
     count, memory = len(problem.platform.whole or problem.platform), problem.platform.devices[0].memory_bytes
     samples, width = interval * problem.chain.microbatch, problem.platform.width
-    return OnePlatform(count, memory, interval, samples, any_bound(problem).period_ns, tuple(cells), width)
+    policies = {problem.policy, *(found.plan.policy for found in plans.values() if found is not None)}
+    bound = min(any_bound(problem.with_policy(policy)).period_ns for policy in policies)
+    return OnePlatform(count, memory, interval, samples, bound, tuple(cells), width)
 
 
 def _better(one: Planned | None, other: Planned) -> Planned:
