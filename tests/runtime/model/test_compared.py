@@ -94,6 +94,12 @@ def noted(module, x):
     return x + module.register
 
 
+class Renormed(Own):
+    def __init__(self):
+        super().__init__(lambda _, x: x + self.table(torch.zeros(3, dtype=torch.int64)))
+        self.table = nn.Embedding(3, 4, max_norm=0.1)
+
+
 class Balanced(Own):
     """A loss of its own that a part leaves in an attribute, as mixtures of experts do."""
 
@@ -132,6 +138,7 @@ OTHERWISE = {
     "memory": (Own(remembered), "Own.register goes from one forward to the next"),
     "a counter": (Own(before=counted), "Own.calls goes from one forward to the next"),
     "a weight": (Own(before=normed), "Own changes its weight first.weight in its forward"),
+    "a table's norm": (Renormed(), "Renormed changes its weight table.weight in its forward.*; leave out max_norm"),
     "a generator": (Own(drawing, register=torch.Generator()), "Own draws from a generator of its own, register, in"),
     "Python's random": (Own(lambda _, x: x * random.random()), "Own draws from Python's random in its forward"),
 }

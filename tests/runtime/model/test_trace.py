@@ -307,9 +307,27 @@ class Fixed(nn.Module):
         return self.weight
 
 
+class Late(nn.Module):
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.zeros(3))
+        return x + self.late
+
+
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.one, self.other, (x,))
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (Late(), "Late makes its weight late in its forward, where no optimizer knows it; make it in __init__"),
+        (Conditional(), "Conditional cannot be traced: torch.cond, scan and while_loop need torch.compile; an if or"),
         (Lookup(), r"Lookup cannot be traced: .*nn.Sequential"),
         (Spoils(), "changes the network's input x in place"),
         (Fixed(), "returns a constant or a parameter"),

@@ -30,7 +30,7 @@ from ..randomness import OwnRandomness, others
 from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, refilling, tensors_in
 from ..user_code import RAISED, code_failed, user_code
 from .adapted import no_reentry, run_uncompiled
-from .exported import OF_MODULE, called, loss_in
+from .exported import OF_MODULE, called, loss_in, refuse_changed
 
 KEY: Final = 20  # of the random numbers that both draw
 ROUNDINGS: Final = 2**6  # by which equal sums may differ, in the order in which they are added
@@ -220,10 +220,7 @@ def _plain(author: Author, loss: Loss, inputs: Sequence[Tensor], target: Any, fo
         )
     changed = next((name for name, x, version in weights if x._version != version), None)
     if changed is not None:
-        raise BadInput(
-            f"{author.name} changes its weight {changed} in its forward, which several updates at once would lose; "
-            "keep it as a buffer"
-        )
+        refuse_changed(author.modules[0], changed)
     if author.traced and not getattr(author.modules[0], FIXED, False):
         _refuse_state(author, before, step, lambda: _step(author, [author.modules], inputs, follows, run))
     return step

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,6 +48,10 @@ ADVICE = (
 
 IN_WORDS = (  # what torch says, and what that means for who has written the forward
     ("Could not guard on data-dependent expression", "it branches on the values of a tensor"),
+    (
+        "higher order operator doesn't work unless",
+        "torch.cond, scan and while_loop need torch.compile; an if or a loop of Python's runs as it is written",
+    ),
     ("Could not extract specialized integer from data-dependent", "it takes a number out of a tensor"),
 )
 
@@ -88,12 +92,29 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
         _made_whole(inner, example_input)
         root, seen = _flat(inner, example_input, loss_alone)
         with attributes_kept(inner.modules()):  # forwards leave tensors of the trace in them
+            known = {x for x, _ in inner.named_parameters()}
             graph, given_up = _graph(root, arguments, places_in(example_input), name)
+        made = next((x for x, _ in inner.named_parameters() if x not in known), None)
+        if made is not None:
+            raise BadInput(
+                f"{name} makes its weight {made} in its forward, where no optimizer knows it; make it in __init__"
+            )
     assert seen.restored is not None, "what was exported has run"
     notes += [*compiled_lines([module]), *given_up]
     _read_directly(graph)
     _assign_early(graph, [f"{ROOT}.{name}" for name in seen.assigned])
     return Exported(graph, root, arguments, seen.restored, tuple(notes))
+
+
+def refuse_changed(module: nn.Module, weight: str, place: str = "") -> NoReturn:
+    """Raise BadInput for a ``weight`` that the forward of ``module`` changes, at a ``place``."""
+    holder = module.get_submodule(weight.rpartition(".")[0])
+    norm = getattr(holder, "max_norm", None) is not None
+    step = "leave out max_norm, or apply it between updates" if norm else "keep it as a buffer"
+    raise BadInput(
+        f"{type(module).__name__} changes its weight {weight} in its forward, which several updates at once would lose"
+        f"{place}; {step}"
+    )
 
 
 def _made_whole(module: nn.Module, example: Any) -> None:

@@ -27,7 +27,7 @@ from ...device import CPU
 from ..autocast import Autocast, autocasting
 from ..deferred.torch_operations import is_random, statistics
 from ..network import LayerCode, Network, TensorSpec, buffers_kept, unchanged
-from .exported import ROOT, Exported, exported, line_of_node
+from .exported import ROOT, Exported, exported, line_of_node, refuse_changed
 from .own_gradients import SPACE, function_of
 
 TRACED_ON = {"cpu", "cuda"}
@@ -54,7 +54,7 @@ def trace_module(
     graph = found.graph
     with autocasting(autocast, CPU):
         facts = _Facts.of(graph, found.arguments)
-    _refuse_changed_weights(type(module).__name__, graph, facts)
+    _refuse_changed_weights(getattr(found.root, ROOT), graph, facts)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
     groups = _merged_in_place(facts, _groups(graph, found.root, facts))
@@ -63,14 +63,11 @@ def trace_module(
     return replace(network, structure=found.restored, notes=found.notes)
 
 
-def _refuse_changed_weights(name: str, graph: fx.GraphModule, facts: _Facts) -> None:
+def _refuse_changed_weights(module: nn.Module, graph: fx.GraphModule, facts: _Facts) -> None:
     for node, changed in facts.written.items():
         for base in (facts.storage.get(n, n) for n in changed):
             if base.op == "get_attr" and isinstance(attrgetter(str(base.target))(graph), nn.Parameter):
-                raise BadInput(
-                    f"{name} changes its weight {_path(str(base.target))} in its forward, which several updates at "
-                    f"once would lose{line_of_node(node)}; keep it as a buffer"
-                )
+                refuse_changed(module, _path(str(base.target)), line_of_node(node))
 
 
 def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
