@@ -51,7 +51,7 @@ def shortened(text: str, explained: set[str]) -> str:
     def keep(found: re.Match[str]) -> str:
         entry = " ".join(found[1].split())
         if entry in explained:
-            known.extend(re.findall(r"(?<!\S)--[\w-]+", entry.split("  ")[0])[:1])
+            known.extend(x for x in re.findall(r"(?<!\S)--[\w-]+", entry)[:1] if x != "--help")
             return ""
         explained.add(entry)
         return found[0]
