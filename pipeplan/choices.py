@@ -39,6 +39,7 @@ AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
 Precision = Literal["fp32", "mixed", "autocast"]
 Zero = Literal[0, 1]
+DelayCorrection = Literal["none", "sc", "predict", "both"]  # spike compensation, weight prediction
 Checkpointing = Literal["none", "stages", "segments"]
 Effort = Literal["quick", "normal", "high"]
 Order = Literal["best", "given"]

@@ -40,6 +40,7 @@ PolicyFile = form(
         "engine",
         "clip",
         "ema",
+        "predict",
     ),
     accumulate=Positive,
     bucket_parameters=Positive,

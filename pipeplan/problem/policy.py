@@ -43,7 +43,7 @@ class Policy:
     to receive every microbatch of a mini-batch.
     With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
     gradient and they have summed one number. With ``ema`` a running average of the weights is part of the optimizer's
-    state.
+    state. With ``predict`` passes read predicted weights, and fp32 weights are kept beside them (docs/updates.md).
     """
 
     weights: Weights = "2bw"
@@ -61,6 +61,7 @@ class Policy:
     pipelines: int = 1
     clip: bool = False
     ema: bool = False
+    predict: bool = False
 
     def sharers(self, replicas: int) -> int:
         """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
@@ -68,8 +69,9 @@ class Policy:
 
     @property
     def state_eighths(self) -> int:
-        """The optimizer's state over the fp32 weights, in eighths."""
-        return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema
+        """The optimizer's state over the fp32 weights, in eighths, and these where passes read predicted ones."""
+        apart = self.predict and self.precision != "mixed"
+        return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema + 8 * apart
 
     @property
     def rules(self) -> WeightRules:

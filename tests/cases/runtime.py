@@ -246,14 +246,15 @@ def serial(
     return [losses[m] for m in sorted(losses)], layers.state_dict()
 
 
-def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
+def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0, late=None):
     """Train in one process by a plan without replicas and with all uses of a weight on one device, pass by pass in the
     order of its ranks; return (losses per microbatch, state).
 
     A weight belongs to the first stage that uses it, which makes version j + 1 of it from all gradients of mini-batch
     j. Under stash a pass takes the newest version there is, and its backward the same one; under latest both take the
     newest, the backward with the forward's activations; under 2bw-uniform both take that before the mini-batch's own,
-    under 2bw what the instructions say.
+    under 2bw what the instructions say. ``late(weights, stage)`` steps them instead, and its ``read`` gives what passes
+    read of one.
     """
     layers, loss, data = built(name, batch, seed)
     stages, weights, interval = plan.allocation.stages, plan.policy.weights, plan.interval
@@ -263,7 +264,8 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
     history = {p: [p.detach().clone()] for p in home}
     newest = {p: nn.Parameter(p.detach().clone()) for p in layers.parameters()}
     own = [[p for p in newest if home[p] == s] for s in range(len(parts))]
-    steppers = [optimizer_maker(optimizer, lr)([newest[p] for p in some]) if some else None for some in own]
+    make = late or (lambda found, _: optimizer_maker(optimizer, lr)(found))
+    steppers = [make([newest[p] for p in some], s) if some else None for s, some in enumerate(own)]
     made, gradients = [0] * len(parts), {}
     inside, passed, back, losses = {}, {}, {}, {}
 
@@ -310,7 +312,8 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0):
                     steppers[s].step()
                 made[s] += 1
                 for p in own[s]:
-                    history[p].append(newest[p].detach().clone())
+                    read = steppers[s].read(newest[p]) if late else newest[p]
+                    history[p].append(read.detach().clone())
                     p.data.copy_(newest[p].data)
 
     listings = [list(x) for x in lower_run(plan, steps).instructions]

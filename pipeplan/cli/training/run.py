@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
 
-from ...choices import BEST
+from ...choices import BEST, DelayCorrection
 from ...errors import BadInput, PipeplanError, RunStopped
 from ...names import SENTENCE, shown
 from ...units import parse_bandwidth
@@ -174,6 +174,12 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
 )
 @click.option("--patience", type=Count(), help="End after N evaluations without a new best.")
 @click.option("--ema", type=Number(), metavar="DECAY", help="Keep a running average of the weights, such as by 0.999.")
+@click.option(
+    "--delay-correction",
+    type=click.Choice(get_args(DelayCorrection)),
+    help="What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  "
+    "[default: both; sc where memory has no room for predicted weights]",
+)
 @click.option("--averaged", is_flag=True, help="Save and evaluate that average.")
 @click.option(
     "--callback", metavar="MODULE:FUNCTION", help="callback(step, metrics) after every update and every evaluation."

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from torch import nn
+
 from ...check.replica_sums import COARSENING
-from ...check.validate import check
+from ...check.validate import check, violations
 from ...errors import BadInput
 from ...plan import Plan
 from ...registry import Late
@@ -20,6 +23,7 @@ from ..training.groups import check_decay
 from ..training.half import half_type
 from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
 from ..training.update.stage_optimizer import check_elementwise, is_elementwise
+from ..training.weights.late import correctable
 from .options import RunOptions, clipping
 
 if TYPE_CHECKING:
@@ -166,7 +170,26 @@ def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
     if options.ema is not None and not plan.policy.ema:
         plan = replace(plan, policy=replace(plan.policy, ema=True))
         check(plan)  # it holds more
+    plan, options = _corrected(plan, options)
     job = Job(plan, model, options.from_anywhere())
     if options.bucket_size is not None and not (plan.policy.offload or (job.sums and job.chunk_buckets is not None)):
         raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
     return job
+
+
+def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, RunOptions]:
+    """Return both with what is done about late gradients decided; BadInput for what is asked for and cannot be done."""
+    asked, making = options.delay_correction, options.optimizer or plan.policy.optimizer
+    if plan.policy.drains or options.evaluates or asked == "none":
+        return plan, replace(options, delay_correction="none")
+    if not correctable(optimizer_maker(making, options.lr)([nn.Parameter(torch.zeros(1))])):
+        if asked is not None:
+            raise BadInput(
+                f"--delay-correction {asked}: it is for SGD with momentum (without nesterov), Adam and AdamW"
+            )
+        return plan, replace(options, delay_correction="none")
+    apart = replace(plan, policy=replace(plan.policy, predict=True))
+    if asked == "sc" or (asked is None and violations(apart)):
+        return plan, replace(options, delay_correction="sc")
+    check(apart)  # it holds more
+    return apart, replace(options, delay_correction=asked or "both")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...check.validate import check
+from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...files.schedule_csv import read_schedule
 from ...files.text import check_writable
@@ -75,6 +76,8 @@ class RunOptions:
     """Updates in which the learning rate rises, before the schedule begins."""
     ema: float | None = None
     """Of the running average of the weights that is kept, the share that stays at each update."""
+    delay_correction: DelayCorrection | None = "none"
+    """What is done about late gradients; None: both, without prediction where memory has no room for it."""
     averaged: bool = False
     """Whether what is saved, or evaluated, is the running average of the weights."""
     held_out: HeldOutOptions | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -58,13 +58,14 @@ from ..training.update.beside import OnStream, OnThread, Way
 from ..training.update.clipping import Clipping
 from ..training.update.loss_scale import Scaling
 from ..training.update.offload import BucketBuffers
-from ..training.update.optimizers import check_state, rates_maker
+from ..training.update.optimizers import MakeOptimizer, check_state, rates_maker
 from ..training.update.shards import Sharing
 from ..training.update.stage_optimizer import Stepping
 from ..training.update.stepper import Stepper
 from ..training.update.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
 from ..training.update.update import StageUpdate, sums_of
 from ..training.weights.gradients import Gradients
+from ..training.weights.late import compensated
 from ..training.weights.newest_weights import read_weights_themselves
 from ..training.weights.versions import Versions, borrowers
 from .job import Job, Launcher
@@ -314,7 +315,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         owners = {owner: gradients[owner] for owner, others in borrowing.items() if s in others}
         tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
         gradients[s] = _gradients(job, rank, s, tied, owners, borrowing[s], how)
-        stepper = _stepper(job, rank, s, gradients[s], how, masters)
+        stepper = _stepper(job, rank, s, gradients[s], _for_delays(job, rank, s, ties, gradients[s], how), masters)
         way = _way_beside(meeting.sums, rank.device) if s in lowered.beside else None
         exchange = sums_of(s, gradients[s], stepper, meeting.recorder, group, job.chunk_buckets, way)
         added, counted = copies_added(lowered, s, ties), _counted_once(rank, s, ties, gradients[s])
@@ -363,7 +364,26 @@ def _stepper(job: Job, rank: Rank, s: int, gradients: Gradients, how: Stepping, 
         trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
         check_state(options.optimizer or job.plan.policy.optimizer, trained, f"stage {s}")
     rates = rates_maker(options.scheduler, options.warmup, options.steps)
-    return Stepper(gradients.versions, job.make_optimizer, rates, how, masters, partial(rank.parted, s))
+    make = job.make_optimizer
+    if any(how.delays) and options.delay_correction != "predict":
+        make = partial(_compensated, make)
+    return Stepper(gradients.versions, make, rates, how, masters, partial(rank.parted, s))
+
+
+def _compensated(make: MakeOptimizer, parameters: Any) -> torch.optim.Optimizer:
+    return compensated(make(parameters))
+
+
+def _for_delays(job: Job, rank: Rank, s: int, ties: Sequence[Tie], gradients: Gradients, how: Stepping) -> Stepping:
+    """Return ``how`` with the delays of the weights of stage ``s``; copies of one have the largest of their stages'."""
+    if job.options.delay_correction == "none" or not gradients.versions.installed:
+        return how
+    means = [delay.mean for delay in rank.lowered.delays]
+    delays = [means[s]] * len(gradients.versions.installed)
+    for tie in ties:
+        if s in tie.places and (place := gradients.versions.place_of(tie.copy_in(s, rank.model))) is not None:
+            delays[place] = max(means[x] for x in tie.stages)
+    return replace(how, delays=delays, predicts=job.plan.policy.predict and any(delays))
 
 
 def _counted_once(rank: Rank, s: int, ties: Sequence[Tie], gradients: Gradients) -> list[int]:

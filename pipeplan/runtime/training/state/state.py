@@ -60,6 +60,7 @@ def assembled(updates: Mapping[int, StageUpdate]) -> Iterator[None]:
     enter together."""
     for update in updates.values():
         update.versions.install_newest()
+        update.stepper.show_true()
         update.stepper.assemble()
     yield
     for update in updates.values():

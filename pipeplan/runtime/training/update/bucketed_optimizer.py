@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..weights.buckets import Bucket, Slice
+from ..weights.late import delay_of, delayed
 from .offload import PIECES, Fetched, Piece, host_rooms, in_pieces, region_size
 from .shards import Rows, is_large
 from .stage_optimizer import Factor, Rates, Stepping, changes
@@ -47,8 +48,6 @@ class BucketedOptimizer:
         self._next: dict[int, dict[str, Any]] = {}  # counts, and what is new, of each weight after this update
         if mixed and how.offload:  # masters come from the host
             rates.steps_on(device)
-        groups = self.rates.optimizer.param_groups if self.rates.optimizer else []
-        self._group = {parameter: g for g, group in enumerate(groups) for parameter in group["params"]}
         self._rows = rows
         self._shapes = [master.shape if rows is None else (rows.sizes[i],) for i, master in enumerate(masters)]
         self._rooms = self._host_rooms()  # now, as locking memory takes its time
@@ -74,7 +73,7 @@ class BucketedOptimizer:
         return len(self._pieces)
 
     def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
-        """Step bucket ``part`` of ``gradients`` times ``factor``; 16-bit ``weights`` get the new values."""
+        """Step bucket ``part`` of ``gradients`` times ``factor``; ``weights`` apart from masters get the new values."""
         assert self.rates.optimizer is not None, "otherwise there are no buckets"
         for piece in self._pieces[part]:
             self._step(piece, gradients, factor, weights)
@@ -97,7 +96,8 @@ class BucketedOptimizer:
         for span, parameter in stepped:
             home.append((self._master_of(span), parameter.data))
             if self._mixed:
-                span.of(weights[span.index]).copy_(parameter.data)
+                group = self.rates.group_of[self._masters[span.index]]
+                span.of(weights[span.index]).copy_(self.rates.predicted(parameter, group))
             home += self._keep(span, optimizer.state.get(parameter, {}))
         home = [(to, of) for to, of in home if to.data_ptr() != of.data_ptr()]
         if self._offload:
@@ -122,10 +122,10 @@ class BucketedOptimizer:
         offset = self._offset(piece)
         for span, weight, state in zip(piece.slices, fetched.weights, fetched.states, strict=True):
             gradient, master = gradients[span.index], self._masters[span.index]
-            parameter = nn.Parameter(weight)
+            parameter = delayed(nn.Parameter(weight), delay_of(master))
             if gradient is not None:
                 found = span.of(gradient if gradient.is_contiguous() else gradient.contiguous())
-                if self._mixed:
+                if found.dtype != master.dtype:
                     copy = self._buffer("gradient", master.dtype, offset, span.size)
                     found = copy.copy_(found)
                 if changes(factor):
@@ -133,7 +133,7 @@ class BucketedOptimizer:
                 parameter.grad = found
                 if state:
                     optimizer.state[parameter] = state
-            optimizer.param_groups[self._group[master]]["params"].append(parameter)
+            optimizer.param_groups[self.rates.group_of[master]]["params"].append(parameter)
             given.append((span, parameter))
             offset += span.size
         return given

@@ -7,8 +7,10 @@ Of 16-bit weights ("mixed") a copy in 32 bits is what the optimizer works on; af
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ....choices import OPTIMIZERS
 from ....errors import BadInput
+from ..weights.late import delay_of, predicted
 from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule, Rising
 from .shards import Sharing, is_large
@@ -38,6 +41,8 @@ class Stepping:
 
     With ``offload`` what is not being stepped is in host memory, and travels through ``buffers``. With ``sharing`` each
     replica steps, and keeps masters and state of, its share alone. ``observed`` hears when memory is at its fullest.
+    ``delays`` of weights, by index, are compensated as far as the optimizer does that; with ``predicts`` passes read
+    predicted weights, and true ones are kept apart.
     """
 
     bucket: int | None = None
@@ -45,6 +50,8 @@ class Stepping:
     sharing: Sharing | None = None
     buffers: BucketBuffers = field(default_factory=BucketBuffers)
     observed: Callable[[], None] = nothing
+    delays: Sequence[float] = ()
+    predicts: bool = False
 
 
 def is_elementwise(make_optimizer: MakeOptimizer) -> bool:
@@ -84,9 +91,38 @@ class Rates:
         self.optimizer = make_optimizer(list(masters) if groups is None else groups) if masters else None
         self._schedule = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
         self.used: float | None = None  # the rate of the last update
+        self.group_of = {
+            x: g
+            for g, group in enumerate(self.optimizer.param_groups if self.optimizer else ())
+            for x in group["params"]
+        }
+        self._coming: list[float] | None = None
+
+    def predicted(self, weight: nn.Parameter, group: int) -> Tensor:
+        """Return what passes read of ``weight``, just stepped as one of the ``group`` of that index."""
+        assert self.optimizer is not None, "otherwise nothing is stepped"
+        if not delay_of(weight):
+            return weight.data
+        if self._coming is None:
+            self._coming = self._next_rates()
+        return predicted(self.optimizer, self.optimizer.param_groups[group], weight, self._coming[group])
+
+    def _next_rates(self) -> list[float]:
+        """Return the rates of the next update; a schedule that follows evaluations is taken to stay."""
+        assert self.optimizer is not None, "otherwise there are no rates"
+        groups = self.optimizer.param_groups
+        if self._schedule is None or isinstance(self._schedule, ReduceLROnPlateau):
+            return [float(group["lr"]) for group in groups]
+        now, before = deepcopy(self.groups), deepcopy(self._schedule.state_dict())
+        with catch_warnings(action="ignore"):
+            self._schedule.step()
+        found = [float(group["lr"]) for group in groups]
+        self.restore(now, before)
+        return found
 
     def advance(self) -> None:
         """Let the schedule go on after an update."""
+        self._coming = None
         if self.optimizer is not None:
             self.used = float(self.optimizer.param_groups[0]["lr"])
         if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
@@ -140,7 +176,7 @@ class Rates:
 
 
 class WholeOptimizer:
-    """One step over all ``masters``. ``mixed`` says that gradients and weights outside have 16 bits.
+    """One step over all ``masters``. ``mixed`` says that weights outside have 16 bits, or are predicted.
 
     ``observed`` hears when memory is at its fullest.
     """
@@ -156,17 +192,20 @@ class WholeOptimizer:
         """The number of steps that an update is made in: 1, if anything is trained."""
         return 1 if self.rates.optimizer else 0
 
-    def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
-        """Step all weights with ``gradients`` times ``factor``; 16-bit ``weights`` get the new values."""
+    def step(
+        self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor | None]
+    ) -> None:
+        """Step all weights with ``gradients`` times ``factor``; ``weights`` apart from masters get the new values."""
         assert self.rates.optimizer is not None, "otherwise there are no parts"
         for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient.to(master.dtype) if gradient is not None and self._mixed else gradient
+            master.grad = None if gradient is None else gradient.to(master.dtype)
         if changes(factor):
             torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], factor)
         self.rates.optimizer.step()
         if self._mixed:
             for master, weight in zip(self._masters, weights, strict=True):
-                weight.copy_(master.data)
+                if weight is not None:
+                    weight.copy_(self.rates.predicted(master, self.rates.group_of[master]))
         self._observed()
         for master in self._masters:
             master.grad = None

@@ -1,7 +1,7 @@
 """How do a stage's gradients become new weights? All at once or in buckets, and all of them or a replica's share.
 
-The masters are what the optimizer works on: the weights themselves, or copies in 32 bits of 16-bit ones. Between
-updates they are those of the newest version.
+The masters are what the optimizer works on: the weights themselves, or copies in 32 bits of 16-bit ones, or the true
+values of predicted ones. Between updates they are those of the newest version.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...device import CPU
 from ...exchange.replica_sum import ChunkSum
 from ..weights.buckets import cut_into_buckets
+from ..weights.late import delayed
 from ..weights.versions import Versions
 from .bucketed_optimizer import BucketedOptimizer
 from .optimizers import MakeOptimizer, MakeSchedule
@@ -46,9 +47,14 @@ class Stepper:
     ) -> None:
         leaves = versions.installed
         device = leaves[0].device if leaves else CPU
-        self._versions, self._how, self._mixed = versions, how, bool(masters)
+        self._versions, self._how, self._mixed = versions, how, bool(masters) or how.predicts
         home = CPU if how.offload else device
-        self._masters = [nn.Parameter(masters[x].to(home) if masters else x.data) for x in leaves]
+        values = [masters[x] if masters else x.data.clone() if how.predicts else x.data for x in leaves]
+        delays = how.delays or [0.0] * len(leaves)
+        self._masters = [
+            delayed(nn.Parameter(x.to(home) if self._mixed else x), delay)
+            for x, delay in zip(values, delays, strict=True)
+        ]
         self._shapes = [leaf.shape for leaf in leaves]
         self.buckets = cut_into_buckets(leaves, how.bucket, len(leaves) - versions.own)
         self.chunks = None if how.sharing is None else self._chunks_of(how.sharing)
@@ -94,12 +100,28 @@ class Stepper:
     def step_tied(self, gradients: Sequence[Tensor | None], factor: Factor) -> None:
         """Step the tied weights of the newest version, which no pass has used yet."""
         weights = self._versions.weights()
+        stepped: list[Any] = [*[None] * self._versions.own, *weights[self._versions.own :]]
         whole = self.chunks is None and not self.by_bucket
         for part in range(0 if whole else self.parts(tied=False).stop, self._optimizer.parts):
-            self._optimizer.step(part, gradients, factor, weights)
+            self._optimizer.step(part, gradients, factor, stepped)
         for chunk in self.chunks or ():
             if not chunk.summed:
                 self._spread(chunk, weights)
+
+    def show_true(self) -> None:
+        """Let passes to come, of which none is under way, read the weights themselves; all replicas together."""
+        if not self._how.predicts:
+            return
+        self._optimizer.settle()
+        weights = self._versions.weights()
+        rows = None if self.chunks is None else Rows(self.chunks)
+        for index, weight in enumerate(weights):
+            if rows is None:
+                weight.copy_(self._masters[index].data)
+            else:
+                rows.put(index, self._masters[index].data, weight)
+        for chunk in self.chunks or ():
+            self._spread(chunk, weights)
 
     def _spread(self, chunk: SharedChunk, weights: Sequence[Tensor]) -> None:
         """Give the own share of ``chunk`` of ``weights`` to all, and take theirs."""

@@ -1,0 +1,166 @@
+"""Late gradients: compensated steps and predicted weights against golden figures, and against a loop of their own."""
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cases.runtime import emulated, largest_difference, plan_of, zoo_chain
+from torch import nn
+
+from pipeplan.check.delays import plan_delays
+from pipeplan.errors import BadInput
+from pipeplan.runtime.engine.job import job_of
+from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.update.optimizers import Choice
+from pipeplan.runtime.training.weights.late import compensated, correctable, delayed, predicted
+from pipeplan.schedule.kinds import graph_of
+
+GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"
+STAGES = [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))]
+GOLDEN = {  # half the square of one weight that begins as 1, gradients one update late: after 3, 8 and 50 updates
+    ("sgd", 0.05, "none"): (0.722000, -0.188314, 0.0766838),
+    ("sgd", 0.05, "sc"): (0.606575, -0.244234, 0.0452778),
+    ("sgd", 0.05, "predict"): (0.724500, -0.094739, 0.0265634),
+    ("sgd", 0.05, "both"): (0.611325, -0.134134, 0.00853078),
+    ("sgd", 0.2, "none"): (-0.082000, -1.197272, -11.1787),
+    ("sgd", 0.2, "sc"): (-0.465400, -0.170835, 0.316368),
+    ("sgd", 0.2, "predict"): (-0.042000, -0.379275, 0.158708),
+    ("sgd", 0.2, "both"): (-0.389400, 0.268002, 0.00122585),
+    ("adamw", 0.1, "none"): (0.697793, 0.221728, 0.0209194),
+    ("adamw", 0.1, "sc"): (0.698452, 0.234296, 0.0121138),
+    ("adamw", 0.1, "predict"): (0.698581, 0.234405, -0.00706029),
+    ("adamw", 0.1, "both"): (0.699940, 0.249826, -0.00153198),
+}
+
+
+def made(name, weights, rate):
+    if name == "sgd":
+        return torch.optim.SGD(weights, rate, momentum=0.9)
+    return torch.optim.AdamW(weights, rate, weight_decay=0.01)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=str)
+def test_figures_are_those_of_the_formulas(case):
+    name, rate, correction = case
+    weight = delayed(nn.Parameter(torch.ones(1, dtype=torch.float64)), 1.0)
+    optimizer = made(name, [weight], rate)
+    if correction in ("sc", "both"):
+        optimizer = compensated(optimizer)
+    read, found = [torch.ones(1), torch.ones(1)], []
+    for _ in range(50):
+        weight.grad = read[-2].double()
+        optimizer.step()
+        ahead = correction in ("predict", "both")
+        of = predicted(optimizer, optimizer.param_groups[0], weight, rate) if ahead else weight.data
+        read.append(of.clone())
+        found.append(weight.item())
+    third, eighth, last = GOLDEN[case]
+    assert found[2] == pytest.approx(third, abs=5.1e-7)
+    assert found[7] == pytest.approx(eighth, abs=5.1e-7)
+    assert found[49] == pytest.approx(last, rel=5e-6)
+
+
+class Loop:
+    """Each weight by itself, with the formulas as they are written down."""
+
+    def __init__(self, weights, name, rate, delay, correction):
+        self.weights, self.name, self.rate, self.delay = weights, name, rate, delay
+        self.share = 0.9**delay if correction in ("sc", "both") else 1.0
+        self.ahead = delay if correction in ("predict", "both") else 0.0
+        self.mean = {w: torch.zeros_like(w.data) for w in weights}
+        self.square = {w: torch.zeros_like(w.data) for w in weights}
+        self.count = 0
+
+    def step(self):
+        self.count += 1
+        for w in self.weights:
+            (self.momentum if self.name == "sgd" else self.adam)(w, w.grad)
+
+    def momentum(self, w, g):
+        self.mean[w] = 0.9 * self.mean[w] + g
+        w.data = torch.add(w.data, self.mean[w], alpha=-self.rate * self.share)
+        if self.share < 1:
+            w.data = torch.add(w.data, g, alpha=-self.rate * (1 - self.share) / (1 - 0.9))
+
+    def adam(self, w, g):
+        w.data = w.data * (1 - self.rate * 0.01)
+        self.mean[w] = torch.lerp(self.mean[w], g, 1 - 0.9)
+        self.square[w] = torch.addcmul(self.square[w] * 0.999, g, g, value=1 - 0.999)
+        root = self.square[w].sqrt() / sqrt(1 - 0.999**self.count) + 1e-8
+        scale = 1 - 0.9**self.count
+        w.data = torch.addcdiv(w.data, self.mean[w], root, value=-self.rate * self.share / scale)
+        if self.share < 1:
+            w.data = torch.addcdiv(w.data, g, root, value=-self.rate * (1 - self.share))
+
+    def read(self, w):
+        if not self.ahead:
+            return w
+        along = self.mean[w]
+        if self.name != "sgd":
+            root = self.square[w].sqrt() / sqrt(1 - 0.999**self.count) + 1e-8
+            along = torch.add(along / (1 - 0.9**self.count) / root, w.data, alpha=0.01)
+        return torch.add(w.data, along, alpha=-self.ahead * self.rate)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return zoo_chain(GPT, 2)
+
+
+def options_of(name, rate, **more):
+    said = Choice("SGD", (("momentum", 0.9),)) if name == "sgd" else Choice("AdamW", (("weight_decay", 0.01),))
+    return RunOptions(lr=rate, seed=2, optimizer=said, compares=False, **more)
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "correction"),
+    [("2bw", "sgd", None), ("2bw", "adamw", "both"), ("2bw-uniform", "sgd", "sc"), ("stash", "sgd", "predict")],
+)
+def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, correction, chain, tmp_path):
+    kind, rate = ("momentum", 0.05) if name == "sgd" else ("adam", 0.002)
+    plan = plan_of(chain, STAGES, weights=weights, accumulate=6, optimizer=kind)
+    delays = [x.mean for x in plan_delays(plan, graph_of(plan))]
+    assert delays == [1, 1, 1] if weights == "2bw-uniform" else delays[0] > delays[1] >= delays[2] == 0
+    options = options_of(name, rate, steps=5, delay_correction=correction, save=tmp_path / "s")
+    report = run_plan(plan, ModelSpec(GPT), options)
+
+    def late(own, stage):
+        return Loop(own, name, rate, delays[stage], correction or "both")
+
+    losses, state = emulated(plan, GPT, 2, steps=5, optimizer=kind, lr=rate, seed=2, late=late)
+    assert list(report.losses) == losses
+    assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+    assert all(x.measured_bytes <= x.planned_bytes for x in report.states)
+    plain, _ = emulated(plan, GPT, 2, steps=5, optimizer=kind, lr=rate, seed=2)
+    assert plain != losses
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(0, False), (1, False), (0, True)])
+def test_a_checkpoint_has_the_weights_themselves(zero, offload, chain, tmp_path):
+    plan = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2,))], weights="2bw", accumulate=4, optimizer="adam")
+    plan = replace(plan, policy=replace(plan.policy, zero=zero, offload=offload, bucket_parameters=1000))
+    whole = options_of("adamw", 0.002, steps=6, delay_correction="both", checkpoint=tmp_path / "a", every=3)
+    run_plan(plan, ModelSpec(GPT), replace(whole, save=tmp_path / "whole"))
+    first = replace(whole, steps=3, checkpoint=tmp_path / "b")
+    run_plan(plan, ModelSpec(GPT), first)
+    run_plan(plan, ModelSpec(GPT), replace(first, steps=6, resume=True, save=tmp_path / "two"))
+    assert largest_difference(torch.load(tmp_path / "whole"), torch.load(tmp_path / "two")) == 0
+
+
+def test_what_is_not_late_or_has_no_formula_is_left_alone(chain):
+    spec = ModelSpec(GPT)
+    drained = plan_of(chain, STAGES, optimizer="momentum", accumulate=4)
+    job = job_of(drained, spec, RunOptions(steps=1, lr=0.1, delay_correction=None))
+    assert (job.options.delay_correction, job.plan.policy.predict) == ("none", False)
+    late = plan_of(chain, STAGES, weights="2bw", optimizer="momentum", accumulate=6)
+    nesterov = Choice("SGD", (("momentum", 0.9), ("nesterov", True)))
+    job = job_of(late, spec, RunOptions(steps=1, lr=0.1, optimizer=nesterov, delay_correction=None))
+    assert job.options.delay_correction == "none"
+    with pytest.raises(BadInput, match=r"--delay-correction sc: it is for SGD with momentum"):
+        job_of(late, spec, RunOptions(steps=1, lr=0.1, optimizer=nesterov, delay_correction="sc"))
+    assert not correctable(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
