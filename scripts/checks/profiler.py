@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
@@ -28,19 +29,10 @@ from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.profiler.measure import profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from cases.runtime import Whole, whole_saved_bytes
+
 MODELS = ["gpt2-small,sequence=256", "1", "resnet50,image=224", "2", "awd-lm", "4", "gpt-tiny", "8"]
-
-
-class Whole(nn.Module):
-    """A chain as one module, as a user's own model would be."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return the network's output."""
-        return self.layers(x)
 
 
 def whole_step_ns(layers: nn.Sequential, x: torch.Tensor, target: torch.Tensor, loss: Any) -> int:
@@ -48,20 +40,6 @@ def whole_step_ns(layers: nn.Sequential, x: torch.Tensor, target: torch.Tensor, 
     start = time.thread_time_ns()
     loss(layers(x), target).backward()
     return time.thread_time_ns() - start
-
-
-def whole_saved_bytes(layers: nn.Sequential, x: torch.Tensor, target: torch.Tensor, loss: Any) -> int:
-    permanent = {t.untyped_storage()._cdata for t in [*layers.parameters(), *layers.buffers()]}
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        value = loss(layers(x), target)
-    assert value.requires_grad
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in permanent)
 
 
 def check(name: str, batch: int, repeat: int) -> None:

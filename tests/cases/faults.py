@@ -14,17 +14,11 @@ from multiprocessing import parent_process
 
 import torch
 import torch.distributed as dist
-from cases.runtime import faulty, healthy, vectors, without_limit
+from cases.runtime import backwards, faulty, healthy, vectors, without_limit
 
 
-class BackwardFault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("no way back")
+def no_way_back(gradient):
+    raise ArithmeticError("no way back")
 
 
 def raise_value_error(x):
@@ -41,7 +35,7 @@ def never_return(x):
 
 
 def run_out_of_backward(x):
-    return BackwardFault.apply(x)
+    return backwards(no_way_back)(x)
 
 
 def shrink(x):
@@ -96,18 +90,8 @@ class Tiring(torch.optim.SGD):
         return super().step(closure)
 
 
-class BackwardKill(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, gradient):
-        kill_process(gradient)
-
-
 def backward_killed(batch):
-    return faulty(BackwardKill.apply, batch)
+    return faulty(backwards(kill_process), batch)
 
 
 def ending(index, seed):

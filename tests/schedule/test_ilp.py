@@ -13,13 +13,13 @@ from pipeplan.check.validate import pattern_violations
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.errors import PipeplanError
-from pipeplan.integers import smallest
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy, SharedWeights
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.ilp import IlpResult, schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.periodic.solvers import Solver, SolverLimits
+from scripts.bench.ilp import INSTANCES, instance
 
 SOLVERS: tuple[Solver, ...] = ("cbc", "highs")
 WEIGHTS = ("2bw", "stash", "flush", "latest")
@@ -184,39 +184,14 @@ def test_equals_exhaustive_search_where_versions_take_memory(seed, vertical_sync
 # --- larger ones, of sizes as in networks ---------------------------------------------------------------------------
 
 
-def network_graph(owner: list[int], roomy: float, seed: int = 0) -> StageGraph:
-    """Return one stage per layer on its owner, with ``roomy`` times the least memory of any pattern; 12 GB/s."""
-    rng = random.Random(seed)
-    layers = [
-        Layer(
-            f"layer{i}",
-            forward_ns=rng.randint(10**6, 3 * 10**7),
-            backward_ns=rng.randint(2 * 10**6, 6 * 10**7),
-            weight_bytes=rng.randint(1, 80) * 10**6,
-            output_bytes=rng.randint(5, 200) * 10**6,
-        )
-        for i in range(len(owner))
-    ]
-    chain = Chain("network", tuple(layers), 150 * 10**6)
-    stages = [Stage(i, i + 1, (device,)) for i, device in enumerate(owner)]
-
-    def with_memory(size: int) -> StageGraph:
-        return stage_graph(chain, Platform.flat(max(owner) + 1, size), Policy(), stages)
-
-    found = smallest(lambda size: None if group_bound(with_memory(size)) is None else size, 1, 10**12)
-    assert found is not None
-    return with_memory(int(found[0] * roomy))
-
-
-ONE_SPECIAL = [0, 1, 0, 2, 3, 0, 4, 0, 5, 6, 0, 7, 0, 8]  # 14 stages, 6 of them on device 0
-DEALT = [i % 4 for i in range(16)]  # 16 stages interleaved over 4 devices
+ONE_SPECIAL, DEALT = INSTANCES.values()
 
 
 @pytest.mark.parametrize(
     ("owner", "solver", "roomy"), [(ONE_SPECIAL, "cbc", 1.15), (ONE_SPECIAL, "highs", 1.4), (DEALT, "highs", 1.15)]
 )
 def test_large_instances_are_proved_optimal(owner, solver, roomy):
-    graph = network_graph(owner, roomy)
+    graph = instance(owner, roomy, 0)
     result = schedule_ilp(graph, solver=solver, limits=SolverLimits(own_s=600))
     assert result.status == "optimal"
     assert result.lower_bound_ns * (1 + 3e-6) >= judged(graph, result)
@@ -224,13 +199,13 @@ def test_large_instances_are_proved_optimal(owner, solver, roomy):
 
 def test_the_solvers_agree_on_ten_stages():
     for seed in range(3):
-        graph = network_graph([0, 1, 0, 2, 0, 1, 0, 2, 3, 1], 1.05, seed)
+        graph = instance([0, 1, 0, 2, 0, 1, 0, 2, 3, 1], 1.05, seed)
         periods = [judged(graph, schedule_ilp(graph, solver=solver)) for solver in SOLVERS]
         assert periods[0] == pytest.approx(periods[1], rel=3e-6)
 
 
 def test_a_time_limit_is_told_and_what_was_found_is_valid():
-    graph = network_graph(DEALT, 1.3)
+    graph = instance(DEALT, 1.3, 0)
     for solver in SOLVERS:
         for limits in (SolverLimits(own_s=0.5), SolverLimits(clock_s=0.5)):
             result = schedule_ilp(graph, solver=solver, limits=limits)
@@ -245,7 +220,7 @@ def test_a_time_limit_is_told_and_what_was_found_is_valid():
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_limit_of_nodes_ends_a_search_at_the_same_place_every_time(solver):
-    graph = network_graph(ONE_SPECIAL, 1.3)
+    graph = instance(ONE_SPECIAL, 1.3, 0)
     found = [schedule_ilp(graph, solver=solver, limits=SolverLimits(nodes=2, own_s=600)) for _ in range(2)]
     assert found[0] == found[1]
     assert found[0].status == "node limit"
@@ -324,7 +299,7 @@ def test_more_memory_never_lengthens_and_scaling_scales():
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_same_input_same_pattern(solver):
-    graph = network_graph([0, 1, 0, 2, 1, 0], 1.1)
+    graph = instance([0, 1, 0, 2, 1, 0], 1.1, 0)
     assert schedule_ilp(graph, solver=solver) == schedule_ilp(graph, solver=solver)
 
 
