@@ -129,3 +129,13 @@ class StageTables:
             ("sums", replicas, path),
             lambda: np.asarray(time_model.ring_all_reduce_ns(gradients, replicas, *path)).astype(np.int64),
         )
+
+    def update(self, device: Device, replicas: int, path: tuple[int, int]) -> Ints:
+        """Return what an update takes behind the last backward, at least: the sums, or the step where that is apart."""
+        chain, policy, sums = self.problem.chain.timed(device.times), self.problem.policy, self.sums(replicas, path)
+        if not policy.steps_apart:
+            return sums
+        return self.once(
+            ("update", device.times, device.speed, replicas, path),
+            lambda: np.maximum(sums, time_model.step_ns(chain, policy, self.start, self.stop, replicas, device.speed)),
+        )

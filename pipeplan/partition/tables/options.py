@@ -130,6 +130,18 @@ def with_replicas(tables: Sequence[Ints], start: int, stops: Ints, replicas: Int
     return found
 
 
+def held_times(options: StageOptions, size: int, in_flight: int, replicas: int, most_ns: int) -> Ints:
+    """Return U of every stage between two of ``size`` cuts, shape (cuts, cuts), whose replicas each hold so many
+    microbatches; NEVER where they can't, or take more than ``most_ns`` each."""
+    table = np.full((size, size), NEVER, dtype=np.int64)
+    for i in range(size - 1):
+        stops = np.arange(i + 1, size)
+        ones = np.ones_like(stops)
+        table[i, i + 1 :] = options.work(i, stops, replicas * ones)(in_flight * ones)
+    table[table > replicas * most_ns] = NEVER
+    return table
+
+
 def stage_times(tables: StageTables, device: Device) -> tuple[tuple[Ints, ...], ...]:
     """Return :attr:`FewOptions.times` of stages on devices as fast; NEVER: no stage."""
     problem = tables.problem

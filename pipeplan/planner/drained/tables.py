@@ -15,13 +15,12 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from ...cost import time_model
-from ...cost.stage_tables import waits_ns
+from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div, extend
 from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.cuts import round_trips_ns
-from ...partition.tables.options import Ranges, StageOptions
+from ...partition.tables.options import Ranges, StageOptions, held_times
 from ...partition.tables.split_paths import first_split, least_longest, shortest_split, up_to
 from ...partition.tables.stages import SearchTables
 from ...plan import Stage
@@ -48,6 +47,7 @@ class Tables:
         self.size = len(found.cuts)
         self.retimed: tuple[Run, Retiming] | None = None  # the last
         self._options: dict[Device, StageOptions] = {x.device: x.options for x in found.classes}
+        self._stages = StageTables.between(problem, found.cuts)
         self._known: dict[object, Ints] = {}
 
     def options(self, group: Sequence[int]) -> StageOptions | None:
@@ -62,53 +62,23 @@ class Tables:
         key = "times", self.problem.platform.slowest(group), r, in_flight
         if key not in self._known:
             self.problem.deadline.check()
-            table = np.full((self.size, self.size), NEVER, dtype=np.int64)
-            for i in range(self.size - 1):
-                stops = np.arange(i + 1, self.size)
-                ones = np.ones_like(stops)
-                table[i, i + 1 :] = options.work(i, stops, r * ones)(in_flight * ones)
-            table[table > r * self.most_ns] = NEVER
-            self._known[key] = table
+            self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
         return self._known[key]
 
     def forward(self, group: Sequence[int]) -> Ints:
         """Return F of every stage, with what it waits for where transfers block."""
         device = self.problem.platform.slowest(group)
-        key = "forward", device
-        if key not in self._known:
-            cuts, timed = self.found.cuts, self.problem.chain.timed(device.times)
-            waits = waits_ns(self.problem, cuts) // 2
-            table = time_model.forward_ns(timed, cuts[:, None], cuts[None, :], device.speed)
-            self._known[key] = np.asarray(table + waits[:, None] + waits[None, :])
-        return self._known[key]
+        before, behind = self._stages.waits
+        return self._stages.once(("waited", device), lambda: self._stages.forward(device) + before // 2 + behind // 2)
 
     def update(self, group: Sequence[int]) -> Ints:
         """Return what the update of every stage takes behind its last backward, at least."""
-        problem, platform = self.problem, self.problem.platform
-        path, device = platform.paths[platform.level_of(group)], platform.slowest(group)
-        key = "update", device, path, len(group)
-        if key not in self._known:
-            gradients = np.maximum(self.found.gradients, 0).astype(object)
-            table = np.asarray(time_model.ring_all_reduce_ns(gradients, len(group), *path)).astype(np.int64)
-            if problem.policy.steps_apart:
-                start, stop = self.found.cuts[:, None], self.found.cuts[None, :]
-                timed = problem.chain.timed(device.times)
-                step = time_model.step_ns(timed, problem.policy, start, stop, len(group), device.speed)
-                table = np.maximum(table, np.asarray(step))
-            self._known[key] = table
-        return self._known[key]
+        platform = self.problem.platform
+        return self._stages.update(platform.slowest(group), len(group), platform.paths[platform.level_of(group)])
 
     def weight(self, group: Sequence[int]) -> Ints:
         """Return the part of every stage's backward that may come later."""
-        device = self.problem.platform.slowest(group)
-        key = "weight", device, len(group)
-        if key not in self._known:
-            cuts, timed = self.found.cuts, self.problem.chain.timed(device.times)
-            table = time_model.backward_weight_ns(
-                timed, self.problem.policy, cuts[:, None], cuts[None, :], len(group), device.speed
-            )
-            self._known[key] = np.asarray(table)
-        return self._known[key]
+        return self._stages.later(self.problem.platform.slowest(group), len(group))
 
     def trip(self, one: Sequence[int], other: Sequence[int]) -> Ints:
         """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""

@@ -19,9 +19,10 @@ from itertools import pairwise
 import numpy as np
 
 from ...cost import time_model
+from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div, smallest
 from ...partition.contiguous.contiguous import tables_within
-from ...partition.tables.options import StageOptions
+from ...partition.tables.options import StageOptions, held_times
 from ...partition.tables.split_paths import least_longest, shortest_split, up_to
 from ...partition.tables.stages import SearchTables
 from ...plan import Stage
@@ -68,13 +69,7 @@ class PipelineTables:
         key = self.problem.platform.devices[stage], in_flight
         if key not in self._times:
             size = len(self.stage_tables.cuts)
-            table = np.full((size, size), NEVER, dtype=np.int64)
-            for i in range(size - 1):
-                stops = np.arange(i + 1, size)
-                ones = np.ones_like(stops)
-                table[i, i + 1 :] = self.options(stage).work(i, stops, ones)(in_flight * ones)
-            table[table > self.most_ns] = NEVER
-            self._times[key] = table
+            self._times[key] = held_times(self.options(stage), size, in_flight, 1, self.most_ns)
         return self._times[key]
 
     def in_flight(self, limit: int) -> tuple[int, ...]:
@@ -123,16 +118,9 @@ def pipeline_tables(problem: Problem, groups: Sequence[tuple[int, ...]], microba
         moves = np.array([platform.transfer_ns(size, level) for size in size_of], dtype=np.int64)
         trips.append(np.minimum(2 * moves, NEVER))
         loads.append(np.minimum((1 if platform.both_ways(level) else 2) * moves, NEVER))
-    syncs = []
-    for group in groups:
-        path = platform.paths[platform.level_of(group)]
-        sync = time_model.ring_all_reduce_ns(tables.gradients.astype(object), len(group), *path).astype(np.int64)
-        if policy.steps_apart:
-            slowest = platform.slowest(group)
-            timed, start, stop = problem.chain.timed(slowest.times), tables.cuts[:, None], tables.cuts[None, :]
-            step = time_model.step_ns(timed, problem.policy, start, stop, len(group), slowest.speed)
-            sync = np.maximum(sync, step)
-        syncs.append(sync)
+    stages = StageTables.between(problem, tables.cuts)
+    pairs = ((platform.slowest(group), len(group), platform.paths[platform.level_of(group)]) for group in groups)
+    syncs = [stages.update(*pair) for pair in pairs]
     return PipelineTables(
         one, tables, tuple(groups), microbatches, tuple(trips), tuple(loads), tuple(syncs), most, exact
     )
