@@ -10,7 +10,7 @@ gradients and random numbers are put back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -255,23 +255,25 @@ def _refuse_state(author: Author, before: Attributes, step: Step, again: Callabl
 def _refuse_parted(author: Author, step: Step, replicated: Sequence[nn.Module], again: Callable[[], Step]) -> None:
     """Raise BadInput if the loss depends on a buffer of those ``replicated`` that forwards change; those of norms don't
     count."""
-    own, before = _buffers(author, replicated, {}), author.buffers
-    changed = [(name, before[name.removeprefix("buffer ")], step.values.get(name)) for name in own]
-    found = [(name, old, new) for name, old, new in changed if new is not None and not torch.equal(old, new)]
-    for some in [found, *([one] for one in found)] if found else ():
-        kept = [old.clone() for _, old, _ in some]
-        for _, old, new in some:
-            old.copy_(new)
-        alike = _alike(again().values[LOSS_SAID], step.values[LOSS_SAID], 0.0)
-        for (_, old, _), value in zip(some, kept, strict=True):
-            old.copy_(value)
-        if alike and some is found:
-            return
-        if not alike and (some is not found or len(found) == 1):
-            raise BadInput(
-                f"{author.name} trains by its {some[0][0]}, which its forwards change, and of which each replica would "
-                "have its own; plan with --no-replicas"
-            )
+    before = author.buffers
+    own = [(x.removeprefix("buffer "), step.values.get(x)) for x in _buffers(author, replicated, {})]
+    changed = {name: x for name, x in own if name in before and x is not None and not torch.equal(x, before[name])}
+
+    def matter(names: Iterable[str]) -> bool:
+        kept = {name: before[name].clone() for name in names}
+        for name in kept:
+            before[name].copy_(changed[name])
+        loss = again().values[LOSS_SAID]
+        for name, x in kept.items():
+            before[name].copy_(x)
+        return not _alike(loss, step.values[LOSS_SAID], 0.0)
+
+    if changed and matter(changed):
+        name = next((name for name in changed if matter([name])), min(changed))
+        raise BadInput(
+            f"{author.name} trains by its buffer {name}, which its forwards change, and each replica would have one "
+            "of its own; plan with --no-replicas"
+        )
 
 
 def _by_layers(

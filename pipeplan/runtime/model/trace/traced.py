@@ -17,14 +17,7 @@ from ..contract import sample_of
 from ..conversion import as_type, in_type, refuse_converted
 from ..deferred.deferred import mode_of
 from ..loaded import LoadedModel, grouped, with_loss_root
-from ..network import (
-    Loss,
-    Network,
-    TensorSpec,
-    loss_layer,
-    own_loss,
-    trained_loss,
-)
+from ..network import Loss, Network, TensorSpec, loss_layer, own_loss, trained_loss
 from ..samples import Data, Samples
 from ..structure import mapped, places_in, tensors_in, tensors_of
 from .exported import OF_MODULE
