@@ -145,8 +145,9 @@ def as_profile(
             tensor=tensor,
             sequence_parallel=sequence_parallel,
         )
-        what = f"layers as estimated for {found.chain.device.removesuffix(' (estimated)')}, not measured"
-        return replace(found, assumptions=(f"{what}, microbatches of {found.microbatch} in {dtype}",))
+        named = accelerator(gpu)
+        what = f"layers as estimated for {named.name}, not measured, microbatches of {found.microbatch} in {dtype}"
+        return replace(found, assumptions=(what, named.doubt))
     if isinstance(given, Profile | Chain):
         found = Profile(given) if isinstance(given, Chain) else given
     else:

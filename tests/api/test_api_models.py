@@ -46,6 +46,7 @@ def test_a_model_by_its_name_is_estimated_on_the_way(tmp_path, pipeplan):
     assert (code, err) == (0, "")
     said = "layers as estimated for NVIDIA A100 SXM 80GB, not measured, microbatches of 4 in bfloat16"
     assert said in out
+    assert "assumed: estimates within 15%, as 9 of 10 for it were" in out
     assert pp.read_plan(target).plan.chain.microbatch == 4
     code, _, err = pipeplan("plan", "zoo:gpt-tiny", "--gpus", "2", "--mem", "1GB")
     assert code == 2

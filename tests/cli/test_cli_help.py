@@ -152,7 +152,7 @@ def test_what_has_a_name_is_listed(pipeplan: Command) -> None:
     ("words", "wanted"),
     [
         ("plan zoo:gpt2-x", ["zoo:gpt2-xl"]),
-        ("plan p.json --gpu h1", ["h100"]),
+        ("plan p.json --gpu h1", ["h100", "h100-pcie"]),
         ("plan p.json --algorithm madp", ["madpipe", "madpipe-paper"]),
         ("plan p.json -O charge=t", ["charge=tight"]),
         ("simulate p.json --schedule zb", ["zb1p", "zb2p", "zbv"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -53,7 +53,9 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``launch`` is the least time of a kernel. The shares are what kernels reach of the peak and of the bandwidth, and
     ``rates`` what those of some :data:`KINDS` reach of these shares (None: :data:`RATES`). ``host_time`` is what the
     host takes to issue an operation, forward and backward (``20us,10us``, or one for both); None: as long as the
-    engine's (:data:`.choices.ENGINES`). ``source`` says where such constants are from.
+    engine's (:data:`.choices.ENGINES`). ``source`` says where such constants are from; ``measured`` whether runs, a
+    table of layers or products, or nothing has checked them; ``error`` within how much of what was measured nine of ten
+    estimates were, where kernels and not their host bind.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_time: str | None = None
     rates: dict[str, Rate] | None = None
     source: str = ""
+    measured: Literal["none", "table", "runs"] = "none"
+    error: Share | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -78,6 +82,16 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bandwidth_bytes(self) -> int:
         """Bytes per second from and to the memory."""
         return parse_bandwidth(self.bandwidth, "$.bandwidth")
+
+    @property
+    def doubt(self) -> str:
+        """In words what plans on estimates for it take for granted."""
+        if self.error is not None:
+            return f"estimates within {self.error:.0%}, as 9 of 10 for it were of what was measured"
+        return (
+            "kernels reach what an A100's do of its peak; nothing measured on this GPU has checked that (a B200 took "
+            "1.45 times as long)"
+        )
 
     @property
     def launch_ns(self) -> int:
