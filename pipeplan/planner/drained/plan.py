@@ -24,7 +24,7 @@ from ..periodic.limits import ENOUGH, LimitSearch
 from ..simulated.other_schedules import schedule_stages
 from .chunks import search_chunks, searches
 from .own_gpus import search_own_gpus
-from .proposals import holding, move, moved, widened, with_special
+from .proposals import holding, move, widened, with_special
 from .run import drained_run
 from .search import once, until_ended
 
@@ -67,7 +67,7 @@ def plan_drained(
     others = [name for name in searched if name not in ALTERNATING and (not kinds or not searches(name))]
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
-        status = run_search(_simplest_first(moved(propose)) if kind in ALTERNATING else propose, incumbent)
+        status = run_search(_simplest_first(propose) if kind in ALTERNATING else propose, incumbent)
     tables = once(problem)
     phases: dict[str, Callable[[Incumbent], None]] = {
         "stages on GPUs of their own": partial(search_own_gpus, kinds=alternating, effort=effort, tables=tables),

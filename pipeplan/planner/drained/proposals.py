@@ -52,17 +52,6 @@ def widened(propose: Propose) -> Propose:
     return proposed
 
 
-def moved(propose: Propose) -> Propose:
-    """Return ``propose``, then MadPipe's plan with several stages on one GPU, and local moves of the best."""
-
-    def proposed(incumbent: Incumbent) -> None:
-        propose(incumbent)
-        _try_special(incumbent)
-        move(incumbent)
-
-    return proposed
-
-
 def with_special(propose: Propose) -> Propose:
     """Return ``propose``, then more contiguous plans, and MadPipe's with several stages on one GPU."""
 
