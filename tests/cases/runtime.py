@@ -19,7 +19,7 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
-from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.network import Network, TensorSpec, chain_layers, chain_network, loss_layer, only
@@ -261,7 +261,7 @@ def serial(
     return [losses[m] for m in sorted(losses)], layers.state_dict()
 
 
-def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0, late=None):
+def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0, late=None, first=0, before=None):
     """Train in one process by a plan without replicas and with all uses of a weight on one device, pass by pass in the
     order of its ranks; return (losses per microbatch, state).
 
@@ -269,19 +269,20 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0, late=None):
     j. Under stash a pass takes the newest version there is, and its backward the same one; under latest both take the
     newest, the backward with the forward's activations; under 2bw-uniform both take that before the mini-batch's own,
     under 2bw what the instructions say. ``late(weights, stage)`` steps them instead, and its ``read`` gives what passes
-    read of one.
+    read of one. It begins behind ``first`` updates, with the weights ``before``.
     """
     layers, loss, data = built(name, batch, seed)
+    layers.load_state_dict(before or layers.state_dict())
     stages, weights, interval = plan.allocation.stages, plan.policy.weights, plan.interval
     parts = [nn.Sequential(*list(layers)[stage.start : stage.stop]) for stage in stages]
     names = [dict(part.named_parameters(remove_duplicate=False)) for part in parts]
     home = {p: s for s in reversed(range(len(parts))) for p in names[s].values()}
-    history = {p: [p.detach().clone()] for p in home}
+    history = {p: [None] * first + [p.detach().clone()] for p in home}
     newest = {p: nn.Parameter(p.detach().clone()) for p in layers.parameters()}
     own = [[p for p in newest if home[p] == s] for s in range(len(parts))]
     make = late or (lambda found, _: optimizer_maker(optimizer, lr)(found))
     steppers = [make([newest[p] for p in some], s) if some else None for s, some in enumerate(own)]
-    made, gradients = [0] * len(parts), {}
+    made, gradients = [first] * len(parts), {}
     inside, passed, back, losses = {}, {}, {}, {}
 
     def version(p, x):
@@ -331,7 +332,7 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0, late=None):
                     history[p].append(read.detach().clone())
                     p.data.copy_(newest[p].data)
 
-    listings = [list(x) for x in lower_run(plan, steps).instructions]
+    listings = [list(x) for x in lower_run(plan, steps, first=Position(first, first * interval)).instructions]
     while any(listings):
         for listing in listings:
             while listing and ready(listing[0]):

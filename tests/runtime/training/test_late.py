@@ -140,6 +140,37 @@ def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, co
     assert plain != losses
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_it_goes_on_with_the_delays_of_another_plan_to_the_bit(name, chain, tmp_path):
+    kind, rate = ("momentum", 0.05) if name == "sgd" else ("adam", 0.002)
+    other = [(0, 3, (0,)), (3, 6, (1,))]
+    one, two = (plan_of(chain, x, weights="2bw", accumulate=6, optimizer=kind) for x in (STAGES, other))
+    options = options_of(name, rate, steps=3, delay_correction="both", checkpoint=tmp_path / "c")
+    losses = [*run_plan(one, ModelSpec(GPT), options).losses]
+    following = replace(options, steps=6, resume=True, save=tmp_path / "s")
+    losses += run_plan(two, ModelSpec(GPT), following).losses
+    about = {"optimizer": kind, "lr": rate, "seed": 2}
+    remembered, loops = [], []
+
+    def late(plan):
+        delays = [x.mean for x in plan_delays(plan, graph_of(plan))]
+
+        def make(own, stage):
+            loops.append(loop := Loop(own, name, rate, delays[stage], "both"))
+            for w in own if remembered else ():
+                loop.mean[w], loop.square[w] = remembered.pop(0)
+                loop.count = 3
+            return loop
+
+        return make
+
+    expected, state = emulated(one, GPT, 2, steps=3, late=late(one), **about)
+    remembered += [(loop.mean[w], loop.square[w]) for loop in loops for w in loop.weights]
+    more, state = emulated(two, GPT, 2, steps=6, late=late(two), first=3, before=state, **about)
+    assert losses == [*expected, *more]
+    assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+
+
 @pytest.mark.parametrize(("zero", "offload"), [(0, False), (1, False), (0, True)])
 def test_a_checkpoint_has_the_weights_themselves(zero, offload, chain, tmp_path):
     plan = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2,))], weights="2bw", accumulate=4, optimizer="adam")
