@@ -235,3 +235,22 @@ def test_gradients_come_to_what_is_made_before_what_runs_as_it_is_written():
     network = checked(Own(lambda module, x: module.register(x), register=Branching()))
     assert [layer.name for layer in network.layers] == ["first", "register", "last"]
     assert {v for layer in network.layers for v in layer.makes} <= network.trained
+
+
+def test_a_buffer_that_changes_in_what_runs_as_written_and_is_read_elsewhere_stays_in_one_layer(monkeypatch):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += 1
+            return x * 2 if x.sum() < 1e9 else x
+
+    def counting():
+        return Own(lambda module, x: module.register(x) * module.register.seen, register=Counting())
+
+    assert [layer.name for layer in checked(counting()).layers] == ["first", "register..mul", "last"]
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda x: None)
+    with pytest.raises(BadInput, match="Own would not train as its own code says"):
+        checked(counting())
