@@ -78,8 +78,7 @@ def gpu_counts(text: str, place: str = "--gpus", most: int = MOST_COUNT) -> tupl
     total = counts[0] * counts[-1] if len(counts) > 1 else counts[0]
     if not 1 <= total <= most:
         raise BadInput(
-            f"{place}: '{shown(text, 40)}' is no number of GPUs such as 8, or 2x8 for two servers of "
-            f"eight, up to {most}"
+            f"{place}: '{shown(text, 40)}' isn't a GPU count: write 8, or 2x8 for two servers of eight, up to {most}"
         )
     return counts
 

@@ -120,7 +120,8 @@ def bytes_per_parameter(said: int | str | None) -> tuple[int, int | None] | None
     parts = str(said).split("+")
     if len(parts) > 2 or not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_BYTES for x in parts):
         raise BadInput(
-            f"--bytes-per-parameter: '{shown(str(said), 40)}' is no number from 1 to {MOST_BYTES} such as 18, nor two, "
+            f"--bytes-per-parameter: '{shown(str(said), 40)}' isn't a number from 1 to {MOST_BYTES} such as "
+            "18, nor two, "
             "of which replicas may share the second, such as 6+12"
         )
     return sum(map(int, parts)), int(parts[1]) if len(parts) == 2 else None
@@ -163,7 +164,7 @@ def whole_microbatches(batch: int, each: int) -> int:
         return batch // each
     nearest = [str(x) for x in (batch - batch % each, batch - batch % each + each) if x]
     raise BadInput(
-        f"--batch: {batch} samples are no multiple of the profile's microbatches of {each}; "
+        f"--batch: {batch} samples aren't a multiple of the profile's microbatches of {each}; "
         f"the nearest {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}"
     )
 

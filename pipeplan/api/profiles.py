@@ -270,7 +270,7 @@ def _refuse(gpu: str | None, host_time: str | None, device: str, beside: int, me
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
         raise BadInput("--estimate needs no device; leave out --device, --hold and --beside")
     if not 1 <= beside <= MOST_BESIDE:
-        raise BadInput(f"--beside: {beside} is no number of processes from 1 to {MOST_BESIDE}")
+        raise BadInput(f"--beside: {beside} isn't a number of processes from 1 to {MOST_BESIDE}")
     if gpu is None and host_time is not None:
         raise BadInput("--host-time goes with --estimate")
 

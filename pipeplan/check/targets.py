@@ -332,7 +332,7 @@ def layers_in_a_row(chain: Chain) -> tuple[Unit, ...]:
     """Return the layers of a list, each of which reads the one before it, as DeepSpeed runs them."""
     if chain.edges is not None:
         raise CannotExpress(
-            "deepspeed: the profile was traced and is no list of layers, each of which takes what the one before it "
+            "deepspeed: the profile was traced and isn't a list of layers, each of which takes what the one before it "
             "returns; profile the model as a list or an nn.Sequential"
         )
     count = len(chain)

@@ -116,7 +116,7 @@ class Time(click.ParamType[int]):
             return value
         ns = parse_time(str(value), _name(param))
         if self.above and not ns:
-            raise BadInput(f"{_name(param)}: {value!r} is no time to wait")
+            raise BadInput(f"{_name(param)}: {value!r} isn't a time to wait")
         return ns
 
 

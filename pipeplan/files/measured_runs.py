@@ -40,7 +40,7 @@ class MeasuredRow:
         if text is None:
             return None
         if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
-            raise BadInput(f"{self.place}: {column}: '{shown(text)}' is no positive number")
+            raise BadInput(f"{self.place}: {column}: '{shown(text)}' isn't a positive number")
         return int(text)
 
 
@@ -50,7 +50,7 @@ def read_rows(path: str) -> list[MeasuredRow]:
     heads = [cell.strip() for cell in table[0]] if table else []
     unknown = [name for name in heads if name not in COLUMNS]
     if unknown or "ms" not in heads or len(set(heads)) < len(heads):
-        what = f"'{shown(unknown[0])}' is no column" if unknown else "column ms is missing, or one is there twice"
+        what = f"'{shown(unknown[0])}' isn't a column" if unknown else "column ms is missing, or one is there twice"
         raise BadInput(f"{path}: {what}; the first line names some of {', '.join(COLUMNS)}")
     if len(table) < 2 or len(table) > MOST_ROWS:
         raise BadInput(f"{path}: has {len(table) - 1} rows under its heads; 1 to {MOST_ROWS} are read")
@@ -72,5 +72,5 @@ def _positive(text: str, place: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 1e12:
-        raise BadInput(f"{place}: '{shown(text)}' is no positive number")
+        raise BadInput(f"{place}: '{shown(text)}' isn't a positive number")
     return value

@@ -37,7 +37,7 @@ def read_schedule(path: str) -> Written:
                     row.append(found)
                 elif text and not OTHERS.fullmatch(text):
                     raise BadInput(
-                        f"{path}: row {number}, cell {column}: '{shown(text)}' is no action such as 0F0 or 1RECV_F3"
+                        f"{path}: row {number}, cell {column}: '{shown(text)}' isn't an action such as 0F0 or 1RECV_F3"
                     )
         rows.append(row)
     while rows and not rows[-1]:

@@ -63,7 +63,7 @@ def regular(path: Path) -> os.stat_result:
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise BadInput(f"{path}: cannot be read: is no regular file")
+        raise BadInput(f"{path}: cannot be read: isn't a regular file")
     return found
 
 
@@ -95,7 +95,7 @@ def write_text(path: str, text: str) -> None:
 def replaced(path: str) -> Iterator[IO[bytes]]:
     """Open a file to be written atomically: a reader sees the old one or the new one, and a failure leaves no third.
 
-    Links are followed; what is no regular file, such as a pipe or ``/dev/null``, is written to and not replaced.
+    Links are followed; what isn't a regular file, such as a pipe or ``/dev/null``, is written to and not replaced.
     BadInput when it cannot be written.
     """
     target = Path(os.path.realpath(path))

@@ -71,7 +71,7 @@ class Bottleneck(nn.Module):
 
 
 class Vision(nn.Module):
-    """A residual network that is no list of layers, so it is traced."""
+    """A residual network that isn't a list of layers, so it is traced."""
 
     def __init__(self, width: int = 512, depth: int = 24) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def normed(batch):
 
 
 class Exploding(nn.Module):
-    """A layer whose output is no number in its sixth use in training: the check for copies, and five microbatches."""
+    """A layer whose output isn't a number in its sixth use in training: the check for copies, and five microbatches."""
 
     def __init__(self):
         super().__init__()

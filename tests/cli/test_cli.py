@@ -206,7 +206,7 @@ def test_bad_profiles_end_in_one_sentence_and_exit_2(
 BAD_OPTIONS = {
     "no platform": ([], "--gpus, and --mem or --gpu, or --platform"),
     "no memory": (["--gpus", "2"], "the profile was measured on made up"),
-    "no GPUs": (["--gpus", "0", "--mem", "1GB"], "'0' is no number of GPUs such as 8"),
+    "no GPUs": (["--gpus", "0", "--mem", "1GB"], "'0' isn't a GPU count: write 8"),
     "memory without unit": (["--gpus", "2", "--mem", "16"], "'16' has no unit; write 16GB or 16GiB"),
     "memory in seconds": (["--gpus", "2", "--mem", "16s"], "'s' in '16s' is not a known unit"),
     "negative memory": (["--gpus", "2", "--mem", "-1GB"], "-1GB"),

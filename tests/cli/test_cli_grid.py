@@ -168,7 +168,7 @@ def test_pipelines_that_share_the_optimizers_state_need_less_memory(profile: str
     [
         (["--zero", "1", "--no-replicas"], "--zero 1 and --no-replicas contradict each other: there is nobody to"),
         (["--zero", "1", "--bytes-per-parameter", "18"], "--zero 1: say how many of the 18 --bytes-per-parameter are"),
-        (["--bytes-per-parameter", "6+12+2"], "'6+12+2' is no number from 1 to 1000 such as 18, nor two, of which"),
+        (["--bytes-per-parameter", "6+12+2"], "'6+12+2' isn't a number from 1 to 1000 such as 18, nor two, of which"),
         (["--microbatch", "1,2"], "is not a valid integer range"),
         (["--microbatch", "2"], "--microbatch: the profile's microbatches have 1 samples, not 2"),
         (["--weights", "flush", "--accumulate", "100000000"], "--accumulate, --limit: on 4 stages a mini-batch of"),

@@ -54,7 +54,7 @@ def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
         ),
         (
             ["--gpus", "2", "--times", "1,²", "--microbatches", "3"],
-            "'1,²' is no list of whole numbers, such as 20,24,16",
+            "'1,²' isn't a list of whole numbers, such as 20,24,16",
         ),
         (
             [*EQUAL, "--limit", "1"],

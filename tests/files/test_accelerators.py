@@ -88,7 +88,7 @@ def test_host_times_are_said_or_those_of_what_issues_operations() -> None:
     assert constants_of(a100) == constants_of(a100, "eager") == a100.constants()
     for wrong, message in (
         ("fast", "none of eager, compiled, graphs"),
-        ("1us,2us,3us", "is no time"),
+        ("1us,2us,3us", "isn't a time"),
         ("20", "no unit"),
     ):
         with pytest.raises(BadInput, match=f"--host-time: '{wrong}'.*{message}"):

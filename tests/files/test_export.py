@@ -224,11 +224,11 @@ def test_torchtitan_lists_the_modules_of_each_stage():
 
 
 def test_torchtitan_refuses_names_that_nobody_vouches_for():
-    with pytest.raises(CannotExpress, match="layer 'embedding' is no module of its decoders; say the model's own"):
+    with pytest.raises(CannotExpress, match="layer 'embedding' isn't a module of its decoders; say the model's own"):
         exported(planned(THREE), "torchtitan")
     with pytest.raises(CannotExpress, match="--rename has no pattern for layer 'norm'"):
         exported(planned(THREE), "torchtitan", rename=[r"block(\d+)=layers.\1,embedding=e,head=h"])
-    with pytest.raises(CannotExpress, match=r"'conv\.\.relu' is no name of a module or of an entry"):
+    with pytest.raises(CannotExpress, match=r"'conv\.\.relu' isn't the name of a module or of an entry"):
         exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["conv..relu", "out"]), "torchtitan", rename=[r"(.*)=\1"])
     with pytest.raises(CannotExpress, match="module 'layers' would be in stages 0 and 1"):
         exported(planned(THREE), "torchtitan", rename=["block.*=layers,(.*)=m.\\1"])
@@ -343,7 +343,7 @@ def test_deepspeed_refuses_several_stages_per_rank_and_traced_profiles():
         exported(planned(SHARED), "deepspeed")
     plan = planned(THREE)
     traced = replace(plan, chain=replace(plan.chain, edges=tuple((i, i + 1) for i in range(10))))
-    with pytest.raises(CannotExpress, match="the profile was traced and is no list of layers"):
+    with pytest.raises(CannotExpress, match="the profile was traced and isn't a list of layers"):
         exported(traced, "deepspeed")
 
 

@@ -198,7 +198,7 @@ MEGATRON_SLIPS = [
     (LAYOUT + "'E|t*6|t*6|L' --global-batch-size 4", "must be a multiple of its 2 ranks"),
     (LAYOUT + "$LAYOUT", "is $LAYOUT, which the file doesn't set"),
     (LAYOUT, "--pipeline-model-parallel-layout has no value"),
-    ("--pipeline-model-parallel-size 3", "4 GPUs are no multiple of --pipeline-model-parallel-size 3"),
+    ("--pipeline-model-parallel-size 3", "4 GPUs aren't a multiple of --pipeline-model-parallel-size 3"),
     ("--pipeline-model-parallel-size 2", "--num-layers is missing"),
     ("--num-layers 1000000000", "--num-layers is 1000000000; the profile has 12 decoder layers"),
     ("--num-layers 12 --mtp-num-layers 1000000000", "--mtp-num-layers is 1000000000; the profile has 0"),
@@ -209,11 +209,11 @@ MEGATRON_SLIPS = [
     ),
     ("--num-layers 12\nA=xx\n" + "A=$A$A\n" * 40, "its variables stand for more than 100,000 letters"),
     ("--num-layers 12 " + "x" * 10**6, "is longer than 0.1 MB, the most that is read"),
-    ("--num-layers x", "--num-layers: 'x' is no count of at least 1"),
+    ("--num-layers x", "--num-layers: 'x' isn't a count of at least 1"),
     ("--num-layers 12 --tensor-model-parallel-size 2", "--tensor-model-parallel-size is 2, the profile's degree 1"),
     ("--num-layers 12 --context-parallel-size 2", "plans are of pipelines, of data parallelism"),
     ("--num-layers 12 --micro-batch-size 1", "is 1, the profile is of 2 samples; profile with --microbatch 1"),
-    ("--num-layers 12 --global-batch-size 9", "9 is no multiple of microbatches of 2 in each of 4"),
+    ("--num-layers 12 --global-batch-size 9", "9 isn't a multiple of microbatches of 2 in each of 4"),
     ("--num-layers 12 --recompute-granularity full", "here it is 'full', 'None'"),
     ("echo hello", "isn't Megatron-LM's arguments, with or without --pipeline-model-parallel-layout: it has no option"),
 ]
@@ -247,7 +247,7 @@ def test_slips_are_said_in_a_sentence(name, text, sentence, tmp_path):
 
 
 def test_what_is_no_shell_text_is_said(tmp_path):
-    with pytest.raises(BadInput, match=r"run\.sh: is no shell text: no closing quotation"):
+    with pytest.raises(BadInput, match=r"run\.sh: isn't shell text: no closing quotation"):
         source(tmp_path, "--name 'x")
 
 

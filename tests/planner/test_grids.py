@@ -119,7 +119,7 @@ def test_every_grid_of_all_gpus_has_a_time_or_a_reason():
     assert reasons[3, 2] is None
     assert outcome.rows[2].found.batch_ns >= outcome.rows[2].bound_ns
     assert why_no_grid(ask(even(3), Platform.flat(6, 40 * GB), 8, (3,)), 3, 2) == (
-        "the 4 samples of each pipeline are no multiple of microbatches of 3"
+        "the 4 samples of each pipeline aren't a multiple of microbatches of 3"
     )
 
 
@@ -269,7 +269,7 @@ def test_a_batch_that_nothing_divides_is_an_error():
         make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 8, pipelines=3))
     with pytest.raises(BadInput, match="9 pipelines are more than the 8 GPUs"):
         make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 9, pipelines=9))
-    with pytest.raises(BadInput, match="the 7 samples of each pipeline are no multiple of microbatches of 2, 4"):
+    with pytest.raises(BadInput, match="the 7 samples of each pipeline aren't a multiple of microbatches of 2, 4"):
         make_grid_plan(ask(even(), Platform.flat(8, 80 * GB), 7, (2, 4)))
 
 

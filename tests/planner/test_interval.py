@@ -136,7 +136,10 @@ def test_an_open_interval_is_as_good_as_the_one_that_fills_the_pipeline():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "20"], "20 samples are no multiple of the profile's microbatches of 8; the nearest are 16 and 24"),
+        (
+            ["--batch", "20"],
+            "20 samples aren't a multiple of the profile's microbatches of 8; the nearest are 16 and 24",
+        ),
         (["--batch", "3"], "the nearest is 8"),
         (["--batch", "16", "--accumulate", "3"], "--batch 16 is 2 microbatches of 8 samples an update"),
     ],

@@ -110,7 +110,7 @@ def test_what_is_missing_twice_misplaced_or_out_of_order_is_said(read):
     lost = incomplete(read(SENDS_BOTH_WAYS.replace("1RECV_F1,", "")))
     assert "0SEND_F1 on rank 0 has no 1RECV_F1" in lost
     assert len(incomplete(read("0F40,0B40\n"))) == 11
-    with pytest.raises(BadInput, match="row 1, cell 2: 'x' is no action such as 0F0"):
+    with pytest.raises(BadInput, match="row 1, cell 2: 'x' isn't an action such as 0F0"):
         read("0F0,x\n")
     with pytest.raises(BadInput, match="has no action of a stage"):
         read(",,\n")

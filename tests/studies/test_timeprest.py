@@ -245,9 +245,9 @@ def test_backward_times(text, count, time):
         ("", "here: '' is not positive"),
         ("0", "here: '0' is not positive"),
         ("-1N", "here: '-1N' is not positive"),
-        ("two", "here: 'two' is no number of time points such as 2, 1.5, 7/3 or 2N"),
-        ("1/0", "here: '1/0' is no number"),
-        ("inf", "here: 'inf' is no number"),
+        ("two", "here: 'two' isn't a number of time points such as 2, 1.5, 7/3 or 2N"),
+        ("1/0", "here: '1/0' isn't a number"),
+        ("inf", "here: 'inf' isn't a number"),
     ],
 )
 def test_bad_backward_times(text, message):

@@ -69,13 +69,15 @@ def module_name(renames: Renames, unit: Unit) -> str:
     """Return what torchtitan calls a unit: its own name, or as it is renamed; CannotExpress where that is no module."""
     if not renames and not DECODER.fullmatch(unit.name):
         raise CannotExpress(
-            f"torchtitan: layer '{shown(unit.name)}' is no module of its decoders; say the model's own names, such as "
+            f"torchtitan: layer '{shown(unit.name)}' isn't a module of its decoders; say the model's own "
+            "names, such as "
             r"--rename 'block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1'"
         )
     name = renamed(renames, "torchtitan", unit.name) if renames else unit.name
     if not MODULE.fullmatch(name):
         raise CannotExpress(
-            f"torchtitan: '{shown(name)}' is no name of a module or of an entry in a list of modules; plan a profile "
+            f"torchtitan: '{shown(name)}' isn't the name of a module or of an entry in a list of modules; "
+            "plan a profile "
             "with one module per layer, or --rename it"
         )
     return name

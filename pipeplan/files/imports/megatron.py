@@ -37,7 +37,7 @@ def megatron(source: Source) -> Imported:
             )
     ranks = options.count("pipeline-model-parallel-size", 1)
     if source.gpus % ranks:
-        raise BadInput(f"{source.path}: {source.gpus} GPUs are no multiple of --pipeline-model-parallel-size {ranks}")
+        raise BadInput(f"{source.path}: {source.gpus} GPUs aren't a multiple of --pipeline-model-parallel-size {ranks}")
     layout = options.text(LAYOUT[2:])
     blocks, mtp = sum(unit.block for unit in units), mtp_layers(chain)
     for name, there, what in (("num-layers", blocks, "decoder layers"), ("mtp-num-layers", mtp, "layers of that kind")):
@@ -78,7 +78,7 @@ def _microbatches(source: Source, shape: Shape) -> int:
     whole = options.count("global-batch-size", micro * shape.pipelines)
     if whole % (micro * shape.pipelines):
         raise BadInput(
-            f"{source.path}: --global-batch-size {whole} is no multiple of microbatches of {micro} in each of "
+            f"{source.path}: --global-batch-size {whole} isn't a multiple of microbatches of {micro} in each of "
             f"{shape.pipelines} pipelines"
         )
     group = options.count("microbatch-group-size-per-virtual-pipeline-stage", shape.ranks)

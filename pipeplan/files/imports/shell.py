@@ -54,7 +54,7 @@ class Options:
                 raise BadInput(f"{self.path}: --{name} is missing")
             return default
         if not re.fullmatch(r"-?[0-9]{1,10}", word) or not least <= int(word) <= MOST:
-            raise BadInput(f"{self.path}: --{name}: '{shown(word)}' is no count of at least {least}")
+            raise BadInput(f"{self.path}: --{name}: '{shown(word)}' isn't a count of at least {least}")
         return int(word)
 
 
@@ -72,7 +72,7 @@ def read_options(path: str) -> Options:
     try:
         tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise BadInput(f"{path}: is no shell text: {str(error).lower()}") from error
+        raise BadInput(f"{path}: isn't shell text: {str(error).lower()}") from error
     given: dict[str, list[str]] = {}
     words: list[str] = []
     name: str | None = None

@@ -86,7 +86,7 @@ def _microbatches(source: Source, ranks: int, pipelines: int) -> tuple[int, tupl
     whole = options.count("training.num-tokens-per-train-step", -1, least=-1)
     each = options.count("training.num-tokens-per-microbatch-per-dp-rank", 16384)
     if whole > 0 and whole % (each * pipelines):
-        raise BadInput(f"{options.path}: {whole} tokens an update are no multiple of {each} on {pipelines} GPUs")
+        raise BadInput(f"{options.path}: {whole} tokens an update aren't a multiple of {each} on {pipelines} GPUs")
     return max(1, whole // each) if whole > 0 else pipelines, ()
 
 

@@ -38,7 +38,8 @@ def parse_host_time(text: str, place: str) -> tuple[int, int]:
     parts = ENGINES.get(text, text).split(",")
     if len(parts) > 2 or not text[:1].isdigit() | (text in ENGINES):
         raise BadInput(
-            f"{place}: '{shown(text)}' is no time such as 20us, none forward and backward such as 20us,10us, and none "
+            f"{place}: '{shown(text)}' isn't a time such as 20us, none forward and backward such as "
+            "20us,10us, and none "
             f"of {', '.join(ENGINES)}"
         )
     forward, backward = (parse_time(part, place) for part in (parts[0], parts[-1]))

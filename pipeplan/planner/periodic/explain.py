@@ -144,7 +144,7 @@ def why_no_grid(asked: GridProblem, stages: int, pipelines: int) -> str | None:
     fitting = [size for size in asked.sizes if asked.batch // pipelines % size == 0]
     if not fitting:
         sizes = ", ".join(map(str, asked.sizes))
-        return f"the {asked.batch // pipelines} samples of each pipeline are no multiple of microbatches of {sizes}"
+        return f"the {asked.batch // pipelines} samples of each pipeline aren't a multiple of microbatches of {sizes}"
     return asked.too_long(stages, max(fitting))
 
 

@@ -218,13 +218,13 @@ def _range(word: str, place: str, text: str) -> tuple[int, int]:
     low = _number(first, place, text)
     high = _number(last, place, text) if dash else low
     if high < low:
-        raise BadInput(f"{place}: '{shown(word)}' is no range such as 0-3")
+        raise BadInput(f"{place}: '{shown(word)}' isn't a range such as 0-3")
     return low, high
 
 
 def _number(word: str, place: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,8}", word):
-        raise BadInput(f"{place}: '{shown(word)}' in {shown(text)} is no number")
+        raise BadInput(f"{place}: '{shown(word)}' in {shown(text)} isn't a number")
     return int(word)
 
 

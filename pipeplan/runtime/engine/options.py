@@ -135,7 +135,7 @@ class RunOptions:
         if self.link_rate is not None and self.link_rate < 1:
             raise BadInput(f"link rate: {self.link_rate} is not a positive number of bytes per second")
         if not 0 <= self.link_delay_s < inf:
-            raise BadInput(f"link delay: {self.link_delay_s} is no time from 0 seconds on")
+            raise BadInput(f"link delay: {self.link_delay_s} isn't a time from 0 seconds on")
         writes = self.every is not None or self.keep is not None
         if self.checkpoint is None and (self.resume or writes):
             raise BadInput("checkpoint: no folder is named to resume from or to write to")
@@ -148,7 +148,7 @@ class RunOptions:
         if not self.evaluates:
             rates_maker(self.scheduler, self.warmup, self.steps)
         if self.ema is not None and not 0 <= self.ema < 1:
-            raise BadInput(f"ema: {self.ema} is no share of an average from 0 to below 1")
+            raise BadInput(f"ema: {self.ema} isn't a share of an average from 0 to below 1")
         if self.averaged and self.ema is None and not self.evaluates:
             raise BadInput("averaged: --ema says how the average of the weights runs")
         follows = self.scheduler is not None and self.scheduler.name == PLATEAU

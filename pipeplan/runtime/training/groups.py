@@ -88,7 +88,7 @@ def groups_by(model: LoadedModel, function: str) -> Groups:
         for entry in [params] if isinstance(params, Tensor) else params:
             parameter: Any = entry[1] if isinstance(entry, tuple) else entry
             if parameter not in name_of:
-                raise BadInput(f"{OPTIONS}: {function} returned something in group {index} that is no trained weight")
+                raise BadInput(f"{OPTIONS}: {function} returned something in group {index} that isn't a trained weight")
             if place.setdefault(name_of[parameter], index) != index:
                 raise BadInput(f"{OPTIONS}: {function} put {name_of[parameter]} into two groups")
         options.append({key: value for key, value in group.items() if key != "params"})

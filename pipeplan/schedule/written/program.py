@@ -51,7 +51,7 @@ def written_of(order: Order) -> Written:
         for word in text.split(","):
             action = action_of(word)
             if action is None or not action.computes:
-                raise BadInput(f"schedule.order[{rank}]: '{shown(word)}' is no pass such as 0F0")
+                raise BadInput(f"schedule.order[{rank}]: '{shown(word)}' isn't a pass such as 0F0")
             row.append(action)
         rows.append(tuple(row))
     return Written(tuple(rows))

@@ -101,7 +101,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def whole(batch: int) -> tuple[nn.Module, Tensor, Any]:
-    """Return a module that is no list of layers, an example and its loss."""
+    """Return a module that isn't a list of layers, an example and its loss."""
     torch.manual_seed(3)
     return Whole(), torch.zeros(batch, 64), mean_square
 

@@ -108,7 +108,7 @@ FAULTS = {
         lambda check: fault(check, "raising", "shard-0009 is missing"), "Is what data raise told of?", 20
     ),
     "fault_infinite": Part(
-        lambda check: fault(check, "infinite", "the loss is nan", "cnn"), "Is a loss that is no number told of?", 20
+        lambda check: fault(check, "infinite", "the loss is nan", "cnn"), "Is a loss that isn't a number told of?", 20
     ),
     "fault_memory": Part(out_of_memory, "Is a full GPU told of?", 25),
     "fault_hang": Part(

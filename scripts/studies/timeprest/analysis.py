@@ -57,7 +57,7 @@ def parse_backward(text: str, where: str) -> BackwardTime:
     try:
         factor = Fraction(number or "1") if text else Fraction(0)
     except (ValueError, ZeroDivisionError):
-        raise BadInput(f"{where}: {text!r} is no number of time points such as 2, 1.5, 7/3 or 2N") from None
+        raise BadInput(f"{where}: {text!r} isn't a number of time points such as 2, 1.5, 7/3 or 2N") from None
     if factor <= 0:
         raise BadInput(f"{where}: {text!r} is not positive")
     return BackwardTime(factor, number != text)

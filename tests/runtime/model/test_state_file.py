@@ -69,7 +69,7 @@ def test_several_files_have_an_index(tmp_path):
         read_state(index)
     for odd in ("../x.safetensors", "..", ".", "", index.name):
         index.write_text(json.dumps({"weight_map": {"a": odd}}))
-        with pytest.raises(BadInput, match=f"names '{odd}', which is no file of tensors|is no regular file"):
+        with pytest.raises(BadInput, match=f"names '{odd}', which isn't a file of tensors|isn't a regular file"):
             read_state(index)
     index.write_text('{"weight_map": ["a"]}')
     with pytest.raises(BadInput, match=r"expected `object`, got `array` - at `\$\.weight_map`"):
@@ -108,7 +108,7 @@ def test_what_was_zipped_again_is_read_right_or_refused(how, tmp_path):
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 def test_what_never_ends_is_not_opened(make, name, tmp_path):
     make(tmp_path / name)
-    with pytest.raises(BadInput, match=r"x\.\w+: cannot be read: is no regular file"):
+    with pytest.raises(BadInput, match=r"x\.\w+: cannot be read: isn't a regular file"):
         read_state(tmp_path / name)
     assert _state_sum(tmp_path / name).startswith("unreadable")
 
@@ -124,12 +124,12 @@ def test_nobody_is_told_how_to_switch_safety_off(tmp_path):
     ("damage", "words"),
     [
         (lambda data: data[:-1], "are said to be"),
-        (lambda data: b"no header at all", "is no safetensors file, or not whole: a header of"),
-        (lambda data: data[:8] + b"[" + data[9:], "is no safetensors file, or not whole"),
+        (lambda data: b"no header at all", "isn't a safetensors file, or not whole: a header of"),
+        (lambda data: data[:8] + b"[" + data[9:], "isn't a safetensors file, or not whole"),
         (lambda data: data.replace(b"BF16", b"BX16"), "type 'BX16' is unknown"),
         (lambda data: data.replace(b"[3,4]", b"[9,4]"), "are said to be F32 \\[9, 4\\]"),
-        (lambda data: data.replace(b"[3,4]", b'["3"]'), "is no safetensors file, or not whole: Expected `int`"),
-        (lambda data: data.replace(b"[3,4]", b'"341"'), "is no safetensors file, or not whole: Expected `array`"),
+        (lambda data: data.replace(b"[3,4]", b'["3"]'), "isn't a safetensors file, or not whole: Expected `int`"),
+        (lambda data: data.replace(b"[3,4]", b'"341"'), "isn't a safetensors file, or not whole: Expected `array`"),
         (lambda data: with_header(b'{"a":' + b"[" * 10**5), "nested too deeply"),
         (
             lambda data: with_header(json.dumps({"a": eight_bytes(0), "b": eight_bytes(4)}).encode()),

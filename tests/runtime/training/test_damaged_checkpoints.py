@@ -38,10 +38,10 @@ DAMAGE = {
     "zeroed": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "its checksum is|malformed"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\n1"), "bytes, not|malformed"),
     "gone": (lambda path: path.unlink(), "no such file or directory"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is no regular file"),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "is no regular file"),
-    "endless": (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "is no regular file"),
-    "elsewhere": (lambda path: path.symlink_to(path.rename(path.parents[2] / path.name)), "is no regular file"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "isn't a regular file"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "isn't a regular file"),
+    "endless": (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "isn't a regular file"),
+    "elsewhere": (lambda path: path.symlink_to(path.rename(path.parents[2] / path.name)), "isn't a regular file"),
 }
 
 
@@ -63,7 +63,7 @@ def test_the_files_of_two_checkpoints_do_not_make_one(folder):
 def test_a_checkpoint_elsewhere_is_none(folder, tmp_path):
     (folder / LAST).rename(tmp_path / LAST)
     (folder / LAST).symlink_to(tmp_path / LAST)
-    assert passed_over(folder) == ": is no folder"
+    assert passed_over(folder) == ": isn't a folder"
 
 
 def test_other_files_are_nobodys_business(folder):
@@ -73,7 +73,7 @@ def test_other_files_are_nobodys_business(folder):
     (folder / "step-00000006").write_text("no folder")
     heard = []
     assert newest(folder, heard.append).position.step == 4
-    assert heard == [f"{folder}/step-00000006: is no folder"]
+    assert heard == [f"{folder}/step-00000006: isn't a folder"]
 
 
 def test_no_good_one_is_one_sentence(folder, plan):

@@ -148,7 +148,7 @@ def _from_file(library: Any, path: Path, options: dict[str, Any]) -> tuple[Any, 
     except (ValueError, RecursionError) as error:
         raise BadInput(f"hf: {path}: isn't JSON: {error}") from error
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
-        raise BadInput(f"hf: {path}: has no model_type, so it is no config of a transformers model")
+        raise BadInput(f"hf: {path}: has no model_type, so it isn't a config of a transformers model")
     mapping = library.models.auto.configuration_auto.CONFIG_MAPPING
     if entries["model_type"] not in mapping:
         raise BadInput(

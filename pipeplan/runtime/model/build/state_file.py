@@ -85,7 +85,7 @@ def _indexed(path: Path) -> dict[str, Any]:
     odd = next((x for x in files if Path(x).name != x or x == ".." or x.endswith(INDEX)), None)
     if odd is not None:
         raise BadInput(
-            f"{path}: is no index of a state: it names '{shown(odd)}', which is no file of tensors beside it"
+            f"{path}: isn't an index of a state: it names '{shown(odd)}', which isn't a file of tensors beside it"
         )
     states = {name: _in_file(path.parent / name) for name in files}
     for name, file in places.items():
@@ -134,7 +134,7 @@ def _read_safetensors(path: Path, size: int) -> dict[str, Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH), "little")
         if not 1 < length <= min(LONGEST, size - LENGTH):
-            raise BadInput(f"{path}: is no safetensors file, or not whole: a header of {length} bytes in {size}")
+            raise BadInput(f"{path}: isn't a safetensors file, or not whole: a header of {length} bytes in {size}")
         header = file.read(length)
     whole: Any = torch.UntypedStorage.from_file(str(path), False, size)
     found: dict[str, Tensor] = {}
@@ -149,7 +149,7 @@ def _read_safetensors(path: Path, size: int) -> dict[str, Tensor]:
         if any(stop > start for (_, stop), (start, _) in pairwise(sorted(x for x in spans if x[1] > x[0]))):
             raise ValueError("two tensors lie in the same bytes")
     except (ValueError, BadInput) as error:
-        raise BadInput(f"{path}: is no safetensors file, or not whole: {error}") from error
+        raise BadInput(f"{path}: isn't a safetensors file, or not whole: {error}") from error
     return found
 
 

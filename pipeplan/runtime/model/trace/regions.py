@@ -143,7 +143,7 @@ def _tree(function: FunctionType) -> ast.FunctionDef:
     ast.increment_lineno(tree, first - 1)
     found = tree.body[0]
     if not isinstance(found, ast.FunctionDef):
-        raise ValueError("it is no plain function")
+        raise ValueError("it isn't a plain function")
     return found
 
 

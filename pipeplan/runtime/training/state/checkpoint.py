@@ -187,7 +187,7 @@ def _examined(path: Path, peers: Peers, unreadable: Unreadable | None) -> tuple[
 def about(path: Path) -> Checkpoint:
     """Return the checkpoint at ``path``, whose files are there in their sizes; BadInput says what is wrong."""
     if not _is_folder(path):
-        raise BadInput(f"{path}: is no folder")
+        raise BadInput(f"{path}: isn't a folder")
     place = path / ABOUT
     size = _size(place)
     if size > LARGEST_ABOUT:
@@ -228,7 +228,7 @@ def _size(path: Path) -> int:
     except OSError as error:
         raise BadInput(f"{path}: {os.strerror(error.errno or 0).lower()}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise BadInput(f"{path}: is no regular file")
+        raise BadInput(f"{path}: isn't a regular file")
     return found.st_size
 
 
