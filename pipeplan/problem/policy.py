@@ -43,7 +43,7 @@ class Policy:
     to receive every microbatch of a mini-batch.
     With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
     gradient and they have summed one number. With ``ema`` a running average of the weights is part of the optimizer's
-    state. With ``predict`` passes read predicted weights, and fp32 weights are kept beside them (docs/updates.md).
+    state. With ``predict`` passes read predicted weights, and fp32 weights are kept beside them.
     """
 
     weights: Weights = "2bw"
