@@ -23,7 +23,7 @@ from cases.drained import LOOPS, VEES, drained_instance, soonest, soonest_placed
 from cases.target_plans import every_plan, target_instance
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.bounds.drained.placed import placed_bound
+from pipeplan.check.bounds.drained.proofs import proved
 from pipeplan.check.bounds.drained.separate import drained_bound
 from pipeplan.check.targets import TARGETS, Shape
 from pipeplan.plan import ScheduleKind
@@ -79,7 +79,7 @@ def bound_placed(seeds: range) -> None:
             problem = problem.with_policy(replace(problem.policy, accumulate=9 + seed % 5))
         count, free = problem.policy.accumulate or 1, any_bound(problem).period_ns
         for kind, best in soonest_placed(problem, (VEES, LOOPS)[seed // 2 % 2]).items():
-            bound = placed_bound(problem, kind)
+            bound = proved(problem, "any", kind)
             if bound is None or max(free, bound.period_ns) > -(-best // count):
                 print(f"{seed}: {bound} is above the soonest, {best} / {count}, under {kind}", flush=True)
             else:

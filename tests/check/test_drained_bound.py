@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from cases.drained import drained_instance, soonest
 
-from pipeplan.check.bounds.drained.separate import drained_bound, drained_bounds
+from pipeplan.check.bounds.drained.proofs import quoted
+from pipeplan.check.bounds.drained.separate import drained_bound
 from pipeplan.deadline import NEVER, Deadline, OutOfTime
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Stage
@@ -40,7 +41,7 @@ def test_it_takes_no_longer_than_it_may_and_says_nothing_of_what_cannot_be() -> 
     late = replace(drained_instance(0), deadline=Deadline.within(0))
     with pytest.raises(OutOfTime):
         drained_bound(late)
-    assert drained_bounds(late, "1f1b") == []
+    assert list(quoted(late, "1f1b")) == []
     heavy = Chain("heavy", (Layer("l", 1, 2, 10, 0), Layer("m", 1, 2, 10, 0)), 0)
     assert drained_bound(replace(late, chain=heavy, platform=Platform.flat(2, 9, 10**9), deadline=NEVER)) is None
 

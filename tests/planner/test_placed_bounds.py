@@ -8,7 +8,7 @@ import pytest
 from cases.drained import drained_instance, soonest_placed
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.bounds.drained.placed import placed_bound, placed_bounds
+from pipeplan.check.bounds.drained.proofs import proved, quoted
 from pipeplan.deadline import Deadline
 from pipeplan.integers import ceil_div
 from pipeplan.planner.periodic.incumbent import Settings
@@ -22,7 +22,7 @@ def test_no_placed_stages_are_sooner(seed: int) -> None:
     """More of them: scripts/checks/drained.py --placed."""
     problem = drained_instance(seed, more=1, tied=seed == 0)
     for kind, best in soonest_placed(problem, ("zbv", "interleaved", "interleaved-zb")).items():
-        for bound in (placed_bound(problem, kind), any_bound(problem)):
+        for bound in (proved(problem, "any", kind), any_bound(problem)):
             assert bound is not None
             assert bound.period_ns <= ceil_div(best, problem.policy.accumulate or 1)
 
@@ -30,23 +30,24 @@ def test_no_placed_stages_are_sooner(seed: int) -> None:
 def test_whole_layers_what_fills_and_what_fits_count() -> None:
     layers = tuple(Layer(f"l{i}", 1000, 2000, 4, 1, saved_bytes=10, backward_weight_ns=1000) for i in range(9))
     problem = Problem(Chain("nine", layers, 1), Platform.flat(4, 10**9, 10**18), Policy("flush", 8), replicas=False)
-    bound = placed_bound(problem, "zbv")
+    bound = proved(problem, "any", "zbv")
     assert bound is not None
     assert (bound.allocation, bound.schedule, bound.replicas) == ("any", "zbv", False)
     assert 9000 <= bound.period_ns <= 9010  # one GPU has three of nine layers, and may be the first
     assert any_bound(problem).period_ns >= 27000 // 4
-    loop = placed_bound(problem, "interleaved")
+    loop = proved(problem, "any", "interleaved")
     assert loop is not None
     assert 9000 <= loop.period_ns <= 9010
-    one = placed_bound(replace(problem, chain=replace(problem.chain, layers=layers[:8])), "v-half")
+    one = proved(replace(problem, chain=replace(problem.chain, layers=layers[:8])), "any", "v-half")
     assert one is not None
     assert one.period_ns > 6000 + 3 * 1000 // 8 - 10  # three ranks before the last begin
-    full = placed_bound(replace(problem, platform=Platform.flat(4, 100, 10**18), checkpointing="segments"), "zbv")
+    full = proved(replace(problem, platform=Platform.flat(4, 100, 10**18), checkpointing="segments"), "any", "zbv")
     assert full is not None
     assert full.period_ns > bound.period_ns  # eight activations of ten bytes don't fit
-    assert placed_bound(replace(problem, platform=Platform.flat(4, 11, 10**18)), "zbv") is None
+    assert proved(replace(problem, platform=Platform.flat(4, 11, 10**18)), "any", "zbv") is None
     late = replace(problem, deadline=Deadline.within(0))
-    assert list(placed_bounds(late, "zbv")) == list(placed_bounds(problem, "1f1b")) == []
+    assert list(quoted(late, "zbv")) == []
+    assert [x.allocation for x in quoted(problem, "1f1b")] == ["contiguous"] * 2
 
 
 def test_a_plan_quotes_it_and_a_file_that_says_more_is_refuted() -> None:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 
 from ...check.bounds import bounded, overstated
-from ...check.bounds.drained.placed import placed_bound
-from ...check.bounds.drained.separate import drained_bound
+from ...check.bounds.drained.proofs import proved
 from ...check.targets import TARGETS
 from ...deadline import NEVER, Deadline
 from ...partition.contiguous.contiguous import smallest_period
 from ...partition.layer_orders.layer_order import EFFORTS, best_ordered, orders_matter
-from ...plan import Bound, Plan, ScheduleKind
+from ...plan import Bound, Plan
 from ...problem import Problem
 from ...schedule.kinds import kind_of
 from ...status import Status
@@ -37,13 +36,8 @@ def _any_order(problem: Problem) -> int | None:
     return found.allocation.lower_bound_ns if found is not None and found.complete else None
 
 
-def _placed(problem: Problem, kind: ScheduleKind) -> int | None:
-    found = placed_bound(problem, kind)
-    return None if found is None else found.period_ns
-
-
-def _drained(problem: Problem, kind: ScheduleKind | None) -> int | None:
-    found = drained_bound(problem, kind)
+def _drained(problem: Problem, bound: Bound) -> int | None:
+    found = proved(problem, bound.allocation, bound.schedule)
     return None if found is None else found.period_ns
 
 
@@ -70,19 +64,17 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
     prove = PROOFS.get(bound.allocation)
     if bound.allocation in TARGETS:
         prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
-    elif kind.drains and bound.allocation == "contiguous":
-        prove = partial(_drained, kind=bound.schedule)
-    elif bound.allocation == "any" and bound.schedule is not None:
-        prove = partial(_placed, kind=bound.schedule)
+    elif bound.schedule is not None or (kind.drains and bound.allocation == "contiguous"):
+        prove = partial(_drained, bound=bound)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
     elif bound.any_order:
         prove = _any_order
     assert prove is not None, "bounds of class any under any schedule are never claimed"
-    proved = prove(replace(bounded(plan, bound), deadline=deadline))
-    if proved is None:
+    least_ns = prove(replace(bounded(plan, bound), deadline=deadline))
+    if least_ns is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
-    found = overstated(bound, proved)
+    found = overstated(bound, least_ns)
     if found:
         deadline.check()  # where it ended the search, more may follow than was proved by then
     return found

@@ -7,7 +7,6 @@ if it has no room for more microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
@@ -15,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ....cost import time_model
-from ....deadline import OutOfTime
 from ....integers import Ints, ceil_div, smallest
 from ....plan import Bound, ScheduleKind
 from ....problem import Problem
@@ -65,17 +63,6 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
     assert found is not None, "the last is enough"
     period = ceil_div(max(low, (found[0] - 1) * grain + 1), microbatches)
     return Bound("contiguous", problem.replicas, problem.checkpointing, period, schedule=kind)
-
-
-def drained_bounds(problem: Problem, kind: ScheduleKind) -> list[Bound]:
-    """Return the bound on all drained plans of class ``contiguous``, and that on those under ``kind``, as far as there
-    is time for them: an interrupt ends them, too, as there is a plan already."""
-    found: list[Bound] = []
-    with suppress(OutOfTime, KeyboardInterrupt):
-        for one in (None, kind):
-            bound = drained_bound(problem, one)
-            found += [] if bound is None else [bound]
-    return found
 
 
 def _ranges(most: int) -> Iterator[tuple[int, int]]:
