@@ -9,8 +9,8 @@ import re
 
 from ..errors import BadInput
 from ..names import shown
-from ..schedule.program import Program
-from ..schedule.written.actions import Action, Written
+from ..schedule.program import Action, Program
+from ..schedule.written.actions import Written
 from ..schedule.written.program import action_of, order_of_program
 from .text import read_csv
 

@@ -6,120 +6,33 @@ does one thing after the other, two lists in unfortunate orders stop for good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import NamedTuple
 
 from ..plan import Plan
 from .kinds import graph_of, kind_of, plan_timeline
 from .pattern import most_in_flight, starts_of
-from .program import Program, RankOp, lower, unroll
+from .program import Action, Program, lower, unroll
 from .simulate import simulate
+from .standstill import Ranks, message, stands
 from .timeline import Timeline
 
 MOST_MICROBATCHES = 2000  # that a plan's proof unrolls, where replica counts have a large common multiple
 MOST_STEPS = 500_000  # operations of those, which take some seconds
 
 
-class Meet(NamedTuple):
-    """What ``ranks`` do together, none before all have come to it: a message, or a sum."""
-
-    ranks: frozenset[int]
-    what: Hashable
-
-
-def standstill(lists: Mapping[int, Sequence[Meet | None]]) -> tuple[dict[int, int], list[int]]:
-    """Return where each rank stands for good (rank to index in its list), and which of them wait for each other.
-
-    Nothing and nobody if all come through. Everything blocks: every operation is a rank's only one until it is over,
-    and a meeting takes place when all its ranks have come to it. What runs under these rules runs under every weaker
-    one. With them the run is determined, so following it once is a proof. Linear in the operations.
-    """
-    place, work = dict.fromkeys(lists, 0), list(lists)
-    come: dict[Meet, int] = {}  # how many ranks wait at each
-    while work:
-        rank = work.pop()
-        own, at = lists[rank], place[rank]
-        while at < len(own):
-            meet = own[at]
-            if meet is not None:
-                come[meet] = come.get(meet, 0) + 1
-                if come[meet] < len(meet.ranks):
-                    break
-                del come[meet]
-                for other in meet.ranks:
-                    if other != rank:
-                        place[other] += 1
-                        work.append(other)
-            at += 1
-        place[rank] = at
-
-    def next_of(rank: int) -> Meet | None:
-        return lists[rank][place[rank]] if place.get(rank, 0) < len(lists.get(rank, ())) else None
-
-    stuck = {rank: at for rank, at in place.items() if at < len(lists[rank])}
-    return stuck, _circle({rank: _awaited(rank, next_of) for rank in stuck}) if stuck else []
-
-
-def _awaited(rank: int, next_of: Callable[[int], Meet | None]) -> int:
-    """Return the first of the ranks that one waits for."""
-    meet = next_of(rank)
-    assert meet is not None, "a rank only waits for others"
-    return min(other for other in meet.ranks - {rank} if next_of(other) != meet)
-
-
-def _circle(awaited: Mapping[int, int]) -> list[int]:
-    """Return the ranks that wait for each other, or else those in a row that wait for one that is through."""
-    import networkx as nx  # only where something is wrong
-
-    waits = nx.DiGraph(awaited.items())
-    try:
-        return [rank for rank, _ in nx.find_cycle(waits, min(awaited))]
-    except nx.NetworkXNoCycle:
-        return [rank for rank in nx.dfs_preorder_nodes(waits, min(awaited)) if rank in awaited]
-
-
-def deadlock(ranks: Mapping[int, Sequence[RankOp]]) -> list[str]:
+def deadlock(ranks: Mapping[int, Sequence[Action]]) -> list[str]:
     """Return how ``ranks`` (device to its operations in order) deadlock, one sentence per rank involved; [] if never.
 
-    Every send and receive blocks its rank until the peer stands at the matching call (:func:`standstill`).
+    Every send and receive blocks its rank until the peer stands at the matching call. What runs under this rule runs
+    under every weaker one.
     """
-    lists = {rank: [_meet(rank, op) for op in operations] for rank, operations in ranks.items()}
-    place, chain = standstill(lists)
-    stuck = {rank: ranks[rank][at] for rank, at in place.items()}
-    return [_sentence(rank, stuck, ranks, place) for rank in chain]
-
-
-def _meet(rank: int, op: RankOp) -> Meet | None:
-    if op.peer is None:
-        return None
-    call, kind = op.kind.split("_")
-    step = 1 if kind == "F" else -1
-    sender = op.stage if call == "SEND" else op.stage - step
-    source = rank if call == "SEND" else op.peer
-    return Meet(frozenset((rank, op.peer)), (kind, source, sender, op.microbatch, op.covers))
-
-
-def _sentence(
-    rank: int, stuck: Mapping[int, RankOp], ranks: Mapping[int, Sequence[RankOp]], place: Mapping[int, int]
-) -> str:
-    op = stuck[rank]
-    assert op.peer is not None, "a rank only waits in an exchange"
-    waits = f"rank {rank}, operation {place[rank] + 1} of {len(ranks[rank])}, {_what(op)}"
-    if op.peer in stuck:
-        return f"{waits}; rank {op.peer} is at operation {place[op.peer] + 1}, {_what(stuck[op.peer])}"
-    return f"{waits}; rank {op.peer} has run all of its operations"
-
-
-def _what(op: RankOp) -> str:
-    if op.peer is None:
-        return f"computes {op.kind} of microbatch {op.microbatch} on stage {op.stage}"
-    call, kind = op.kind.split("_")
-    what = "activation" if kind == "F" else "gradient"
-    verb, way = ("sends", "to") if call == "SEND" else ("receives", "from")
-    side = "of" if call == "SEND" else "for"
-    return f"{verb} the {what} {side} stage {op.stage}, microbatch {op.microbatch}, {way} rank {op.peer}"
+    found = Ranks(
+        {rank: [None if x.peer is None else message(rank, x, x.peer) for x in own] for rank, own in ranks.items()}
+    )
+    at = found.stuck()
+    return [stands(rank, ranks[rank][at[rank]]) for rank in found.circle()]
 
 
 def program_deadlock(program: Program, timeline: Timeline | None = None) -> list[str]:

@@ -351,25 +351,35 @@ def make_program(
     return Program(graph, microbatches, tuple(lanes), batch, split, limit, weight_keeps, apart=frozenset(apart))
 
 
-RankOpKind = Literal["F", "R", "B", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+ActionKind = Literal["F", "R", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 
 @dataclass(frozen=True, slots=True)
-class RankOp:
-    """What one process does next: compute ``stage`` on ``microbatch``, or exchange with ``peer`` (a platform device).
+class Action:
+    """What a rank does: compute ``stage`` on ``microbatch``, or exchange with ``peer`` (a platform device), which is
+    None where the rank of the neighbouring stage is meant.
 
-    The stage of a SEND is the sender's, the stage of a RECV the receiver's. What ``covers`` several microbatches names
-    the last of them.
+    ``I`` and ``W`` are the parts of a backward for inputs and for weights; ``R`` runs again what the stage recomputes,
+    which otherwise the backward does. The stage of a SEND is the sender's, that of a RECV the receiver's. What
+    ``covers`` several microbatches names the last of them.
     """
 
-    kind: RankOpKind
     stage: int
+    kind: ActionKind
     microbatch: int
     peer: int | None = None
     covers: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
-def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list[RankOp]]:
+    @property
+    def computes(self) -> bool:
+        """Whether this is no transfer."""
+        return self.kind in ("F", "R", "B", "I", "W")
+
+
+def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list[Action]]:
     """Return each device's operations with its sends and receives, in one total order of the whole program.
 
     ``start_ns[microbatch][position]`` (a simulated timeline) gives the order. A send and its receive enter two lists
@@ -382,14 +392,14 @@ def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list
         for lane in program.lanes
         for step in lane.steps
     )
-    ranks: dict[int, list[RankOp]] = {lane.device: [] for lane in program.lanes if lane.device is not None}
+    ranks: dict[int, list[Action]] = {lane.device: [] for lane in program.lanes if lane.device is not None}
 
     def exchange(kind: Literal["F", "B"], sender: int, m: int) -> None:
         receiver = sender + 1 if kind == "F" else sender - 1
         covers = program.batch if kind == "B" else 1
         here, there = device_of(graph, sender, m), device_of(graph, receiver, m)
-        ranks[here].append(RankOp("SEND_F" if kind == "F" else "SEND_B", sender, m, there, covers))
-        ranks[there].append(RankOp("RECV_F" if kind == "F" else "RECV_B", receiver, m, here, covers))
+        ranks[here].append(Action(sender, "SEND_F" if kind == "F" else "SEND_B", m, there, covers))
+        ranks[there].append(Action(receiver, "RECV_F" if kind == "F" else "RECV_B", m, here, covers))
 
     last = len(graph.stages) - 1
     for _, _, m, position in order:
@@ -400,9 +410,9 @@ def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list
             case "SEND_B":
                 exchange("B", work.stage, m)
             case "R" | "W":
-                ranks[device_of(graph, work.stage, m)].append(RankOp(work.kind, work.stage, m, None, work.covers))
+                ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
             case "F" | "B":
-                ranks[device_of(graph, work.stage, m)].append(RankOp(work.kind, work.stage, m, None, work.covers))
+                ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
                 neighbour = work.stage + (1 if work.kind == "F" else -1)
                 silent = 0 <= neighbour <= last and ("SEND_" + work.kind, work.stage) not in graph.position
                 if silent and graph.stages[neighbour].resource != graph.stages[work.stage].resource:

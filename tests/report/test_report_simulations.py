@@ -195,13 +195,13 @@ def test_check_proves_the_order_free_of_deadlock(pipeplan, plan_file, monkeypatc
     monkeypatch.setattr("pipeplan.schedule.deadlock.lower", lambda program, starts: _crossed())
     code, out, _ = pipeplan("check", plan_file, "--json")
     assert code == 1
-    assert json.loads(out)["violations"][0].startswith("deadlock: rank 0, operation 1 of 1, receives the gradient")
+    assert json.loads(out)["violations"][0].startswith("deadlock: rank 0 stands at 0RECV_B0, until rank 1")
 
 
 def _crossed():
-    from pipeplan.schedule.program import RankOp
+    from pipeplan.schedule.program import Action
 
-    return {0: [RankOp("RECV_B", 0, 0, 1)], 1: [RankOp("RECV_F", 1, 0, 0)]}
+    return {0: [Action(0, "RECV_B", 0, 1)], 1: [Action(1, "RECV_F", 0, 0)]}
 
 
 def test_plans_written_to_files_simulate_as_in_memory(pipeplan, plan_file):

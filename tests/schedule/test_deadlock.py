@@ -12,16 +12,16 @@ from pipeplan.schedule import deadlock as proof
 from pipeplan.schedule.deadlock import deadlock, plan_deadlock, program_deadlock
 from pipeplan.schedule.kinds import graph_of
 from pipeplan.schedule.pattern import most_in_flight, starts_of
-from pipeplan.schedule.program import Program, RankOp, device_of, lower
+from pipeplan.schedule.program import Action, Program, device_of, lower
 from pipeplan.schedule.programs.gpipe import gpipe
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
 
 
-def naive(program: Program) -> dict[int, list[RankOp]]:
+def naive(program: Program) -> dict[int, list[Action]]:
     """Receive right before use, send right after: what deadlocks without buffers."""
     graph, last = program.graph, len(program.graph.stages) - 1
-    ranks: dict[int, list[RankOp]] = {}
+    ranks: dict[int, list[Action]] = {}
     for lane in simulate(program).program.lanes:
         if lane.device is None:
             continue
@@ -35,19 +35,17 @@ def naive(program: Program) -> dict[int, list[RankOp]]:
                     continue
                 peer = device_of(graph, other, m)
                 if not way:
-                    ops.append(RankOp(work.kind, work.stage, m))
+                    ops.append(Action(work.stage, work.kind, m))
                 elif peer != lane.device:
-                    ops.append(RankOp(call + work.kind, work.stage, m, peer))
+                    ops.append(Action(work.stage, call + work.kind, m, peer))
     return ranks
 
 
 def test_naive_1f1b_deadlocks_and_the_cycle_is_named():
     found = deadlock(naive(one_f_one_b(balanced(2, 1, 1, 1), 4)))
     assert found == [
-        "rank 0, operation 4 of 16, sends the activation of stage 0, microbatch 1, to rank 1; "
-        "rank 1 is at operation 4, sends the gradient of stage 1, microbatch 0, to rank 0",
-        "rank 1, operation 4 of 16, sends the gradient of stage 1, microbatch 0, to rank 0; "
-        "rank 0 is at operation 4, sends the activation of stage 0, microbatch 1, to rank 1",
+        "rank 0 stands at 0SEND_F1, until rank 1 comes to 1RECV_F1",
+        "rank 1 stands at 1SEND_B0, until rank 0 comes to 0RECV_B0",
     ]
 
 
@@ -64,30 +62,27 @@ def test_gpipe_is_safe_even_when_lowered_naively():
 
 def test_longer_cycles_are_followed_around():
     ranks = {
-        0: [RankOp("RECV_F", 1, 0, 2), RankOp("SEND_F", 0, 1, 1)],
-        1: [RankOp("RECV_F", 1, 1, 0), RankOp("SEND_F", 0, 2, 2)],
-        2: [RankOp("RECV_F", 1, 2, 1), RankOp("SEND_F", 0, 0, 0)],
-        3: [RankOp("RECV_F", 1, 5, 0)],
+        0: [Action(1, "RECV_F", 0, 2), Action(0, "SEND_F", 1, 1)],
+        1: [Action(1, "RECV_F", 1, 0), Action(0, "SEND_F", 2, 2)],
+        2: [Action(1, "RECV_F", 2, 1), Action(0, "SEND_F", 0, 0)],
+        3: [Action(1, "RECV_F", 5, 0)],
     }
     found = deadlock(ranks)
-    assert [sentence.split(",")[0] for sentence in found] == ["rank 0", "rank 2", "rank 1"]
-    assert "receives the activation for stage 1, microbatch 0, from rank 2; rank 2 is at operation 1" in found[0]
+    assert [sentence.split(" stands")[0] for sentence in found] == ["rank 0", "rank 2", "rank 1"]
+    assert found[0] == "rank 0 stands at 1RECV_F0, until rank 2 comes to 0SEND_F0"
 
 
 def test_a_peer_that_never_answers_is_named():
-    found = deadlock({0: [RankOp("F", 0, 0), RankOp("SEND_F", 0, 0, 1)], 1: [RankOp("F", 1, 9)]})
-    assert found == [
-        "rank 0, operation 2 of 2, sends the activation of stage 0, microbatch 0, to rank 1; "
-        "rank 1 has run all of its operations"
-    ]
+    found = deadlock({0: [Action(0, "F", 0), Action(0, "SEND_F", 0, 1)], 1: [Action(1, "F", 9)]})
+    assert found == ["rank 0 stands at 0SEND_F0, until rank 1 comes to 1RECV_F0"]
 
 
 @pytest.mark.parametrize("change", [{"microbatch": 7}, {"stage": 0}, {"covers": 2}])
 def test_a_receive_must_match_its_send(change):
     from dataclasses import replace
 
-    receive = RankOp("RECV_F", 1, 0, 0)
-    send = [RankOp("SEND_F", 0, 0, 1)]
+    receive = Action(1, "RECV_F", 0, 0)
+    send = [Action(0, "SEND_F", 0, 1)]
     assert deadlock({0: send, 1: [receive]}) == []
     assert len(deadlock({0: send, 1: [replace(receive, **change)]})) == 2
 
@@ -104,7 +99,7 @@ def test_swapping_two_operations_of_a_lowered_program_is_found():
         ranks[rank][i], ranks[rank][j] = ranks[rank][j], ranks[rank][i]
         found = deadlock(ranks)
         caught += bool(found)
-        assert all("microbatch" in sentence for sentence in found)
+        assert all("stands at" in sentence for sentence in found)
     assert caught == 40
 
 

@@ -11,10 +11,11 @@ import pytest
 from cases.schedules import balanced, looped
 from conftest import Command
 
-from pipeplan.schedule.program import lower
+from pipeplan.schedule.program import Action, lower
 from pipeplan.schedule.programs.interleaved import interleaved
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.written.actions import SEMANTICS, Action, Written, deadlock, incomplete
+from pipeplan.schedule.standstill import SEMANTICS
+from pipeplan.schedule.written.actions import Written, deadlock, incomplete
 
 
 def comes_through(rows):

@@ -11,7 +11,7 @@ from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.pattern import make_pattern, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
-from pipeplan.schedule.program import Lane, Program, RankOp, Step, device_of, lower, make_program, unroll
+from pipeplan.schedule.program import Action, Lane, Program, Step, device_of, lower, make_program, unroll
 from pipeplan.schedule.simulate import simulate
 
 
@@ -115,8 +115,8 @@ def test_sends_and_receives_of_two_stages():
     graph = graph_by_hand([Stage(0, 1, (0,)), Stage(1, 2, (1,))])
     ranks = lowered(graph, unroll(graph, best_one_f_one_b_star(graph), 1))
     assert ranks == {
-        0: [RankOp("F", 0, 0), RankOp("SEND_F", 0, 0, 1), RankOp("RECV_B", 0, 0, 1), RankOp("B", 0, 0)],
-        1: [RankOp("RECV_F", 1, 0, 0), RankOp("F", 1, 0), RankOp("B", 1, 0), RankOp("SEND_B", 1, 0, 0)],
+        0: [Action(0, "F", 0), Action(0, "SEND_F", 0, 1), Action(0, "RECV_B", 0, 1), Action(0, "B", 0)],
+        1: [Action(1, "RECV_F", 0, 0), Action(1, "F", 0), Action(1, "B", 0), Action(1, "SEND_B", 0, 0)],
     }
 
 
@@ -219,15 +219,15 @@ def test_any_order_that_runs_can_be_lowered():
 
 def test_the_interpreter_sees_a_deadlock():
     """The judge can say no: two ranks that both send first, and a receive that nobody sends."""
-    ran, stuck = run_ranks({0: [RankOp("SEND_F", 0, 0, 1)], 1: [RankOp("SEND_B", 1, 0, 0)]})
+    ran, stuck = run_ranks({0: [Action(0, "SEND_F", 0, 1)], 1: [Action(1, "SEND_B", 0, 0)]})
     assert ran == []
     assert "SEND_F" in stuck
-    assert run_ranks({0: [RankOp("RECV_B", 0, 0, 1)], 1: []})[1] is not None
-    ran, stuck = run_ranks({0: [RankOp("F", 0, 0), RankOp("SEND_F", 0, 0, 1)], 1: [RankOp("RECV_F", 1, 0, 0)]})
+    assert run_ranks({0: [Action(0, "RECV_B", 0, 1)], 1: []})[1] is not None
+    ran, stuck = run_ranks({0: [Action(0, "F", 0), Action(0, "SEND_F", 0, 1)], 1: [Action(1, "RECV_F", 0, 0)]})
     assert stuck is None
     assert missing_data(ran, 2) is None
-    assert missing_data([(0, RankOp("B", 0, 0))], 1) is not None
-    assert missing_data([(1, RankOp("F", 1, 0))], 2) is not None
+    assert missing_data([(0, Action(0, "B", 0))], 1) is not None
+    assert missing_data([(1, Action(1, "F", 0))], 2) is not None
 
 
 @pytest.mark.parametrize("duplex", [False, True])

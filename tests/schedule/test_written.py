@@ -12,11 +12,12 @@ from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import read_schedule
 from pipeplan.planner.simulated.other_schedules import program_of
 from pipeplan.planner.simulated.simulation import simulate_plan, simulate_written
-from pipeplan.schedule.program import lower
+from pipeplan.schedule.program import Action, lower
 from pipeplan.schedule.programs.interleaved import interleaved
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.written.actions import SEMANTICS, Action, Written, deadlock, incomplete
+from pipeplan.schedule.standstill import SEMANTICS
+from pipeplan.schedule.written.actions import Written, deadlock, incomplete
 
 SENDS_BOTH_WAYS = """\
 0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1

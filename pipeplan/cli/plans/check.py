@@ -15,7 +15,7 @@ from ..options import FILE, GIVE_UP, JSON
 from ..progress import status
 
 if TYPE_CHECKING:
-    from ...schedule.written.actions import Semantics
+    from ...schedule.standstill import Semantics
 
 
 @click.command(
@@ -95,7 +95,8 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
     from ...files.plans import load_plan
     from ...files.schedule_csv import read_schedule
     from ...planner.simulated.simulation import simulate_written
-    from ...schedule.written.actions import SEMANTICS, deadlock, incomplete
+    from ...schedule.standstill import SEMANTICS
+    from ...schedule.written.actions import deadlock, incomplete
 
     written = read_schedule(path)
     found = incomplete(written)

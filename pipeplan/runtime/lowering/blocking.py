@@ -13,9 +13,10 @@ from math import lcm
 from ...errors import PipeplanError
 from ...integers import ceil_div
 from ...plan import Plan
-from ...schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, Meet, shortened, standstill
+from ...schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, shortened
 from ...schedule.kinds import graph_of, kind_of
 from ...schedule.pattern import most_in_flight, starts_of
+from ...schedule.standstill import Meet, Ranks
 from .instructions import Agree, Instruction, Norm, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
 from .lowered_run import LoweredRun, lower_run
 
@@ -56,7 +57,8 @@ def run_deadlock(plan: Plan) -> list[str]:
 def deadlock(lowered: LoweredRun) -> list[str]:
     """Return how a run deadlocks when everything blocks, one sentence per rank involved; [] if it doesn't."""
     lists = {rank: [_meet(lowered, rank, x) for x in own] for rank, own in enumerate(lowered.instructions)}
-    place, chain = standstill(lists)
+    ranks = Ranks(lists)
+    place, chain = ranks.stuck(), ranks.circle()
     words = []
     for rank, other in zip(chain, [*chain[1:], *chain[:1]], strict=True):
         own: Sequence[Instruction] = lowered.instructions[rank]

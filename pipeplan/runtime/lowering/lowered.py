@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...errors import InvalidPlan
 from ...problem import WeightRules
-from ...schedule.program import Program, RankOp, Step, lower
+from ...schedule.program import Action, Program, Step, lower
 from ...schedule.timeline import Timeline, Turn
 from ...schedule.weight_versions import PROMPT, Use, Waits, alive, used
 from .instructions import (
@@ -146,7 +146,7 @@ class _Listing:
                 step = Step(op.microbatch, positions[op.kind, op.stage])
                 self._entries[device].append((self._timeline.turn(step), index, self._operation(op, step, ranks)))
 
-    def _operation(self, op: RankOp, step: Step, ranks: Mapping[int, int]) -> Instruction:
+    def _operation(self, op: Action, step: Step, ranks: Mapping[int, int]) -> Instruction:
         if op.kind.startswith(("SEND", "RECV")):
             assert op.peer is not None, "an exchange has a peer"
             kind: Pass = "F" if op.kind.endswith("_F") else "B"
@@ -203,7 +203,7 @@ def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> l
     return instructions
 
 
-def _position(program: Program, op: RankOp) -> int:
+def _position(program: Program, op: Action) -> int:
     """Return the position of the step that ``op`` is, or that its message comes from."""
     position_of = program.graph.position
     match op.kind:
@@ -213,8 +213,9 @@ def _position(program: Program, op: RankOp) -> int:
         case "SEND_B" | "RECV_B":
             sender = op.stage + (op.kind == "RECV_B")
             return position_of.get(("SEND_B", sender), position_of["B", sender])
-        case _:
-            return program.position[op.kind, op.stage]
+        case kind:
+            assert kind != "I", "programs have it as B"
+            return program.position[kind, op.stage]
 
 
 def _check_versions(stage: int, uses: Sequence[Use], policy: WeightRules, interval: int) -> None:

@@ -1,52 +1,15 @@
-"""Is a schedule that somebody wrote complete, in order, and free of deadlock? A list of actions for each rank.
-
-Named semantics say what waits for what where sends and receives are among the actions. What comes through under
-``blocking`` does so under all others but ``together``, and what comes through under any does so under ``free``.
-"""
+"""Is a schedule that somebody wrote complete, in order, and free of deadlock? A list of actions for each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Literal
 
-Kind = Literal["F", "R", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-Semantics = Literal["blocking", "together", "batched", "rank", "lazy", "pair", "free"]
-SEMANTICS: dict[Semantics, str] = {
-    "blocking": "a send or receive keeps its rank until the other rank has come to it",
-    "together": "sends and receives in a row happen when the other ranks have come to all of them, and keep their rank "
-    "until then, as while connections are made",
-    "batched": "sends and receives in a row are posted together and keep their rank until all are over",
-    "rank": "each rank has one stream: its transfers happen in its order, whoever they are with",
-    "lazy": "two ranks have one stream, whose first transfer keeps both of them: the communicator is made then",
-    "pair": "two ranks have one stream: the transfers between them happen in the order of both",
-    "free": "a transfer happens as soon as both ranks have come to it",
-}
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """What a rank does: compute ``stage`` on ``microbatch``, or exchange with the rank of a neighbouring stage.
-
-    ``I`` and ``W`` are the parts of a backward for inputs and for weights; ``R`` runs again what the stage recomputes,
-    which otherwise the backward does. The stage of a SEND is the sender's, that of
-    a RECV the receiver's.
-    """
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @property
-    def computes(self) -> bool:
-        """Whether this is no transfer."""
-        return self.kind in ("F", "R", "B", "I", "W")
-
+from ..program import Action, ActionKind
+from ..standstill import Meet, Pass, Ranks, Semantics, message, partner, stands
 
 Rows = Sequence[Sequence[Action]]
 Parted = Set[tuple[int, int]]
@@ -143,8 +106,8 @@ def _out_of_order(written: Written, where: dict[Action, tuple[int, int]]) -> lis
 def _unmatched(written: Written, where: dict[Action, tuple[int, int]]) -> list[str]:
     found = []
     for action in where:
-        if not action.computes and _partner(action) not in where:
-            found.append(f"{action} on rank {where[action][0]} has no {_partner(action)}")
+        if not action.computes and partner(action) not in where:
+            found.append(f"{action} on rank {where[action][0]} has no {partner(action)}")
     for stage in range(written.stages):
         for m in range(written.microbatches):
             for kind, other in (("F", stage - 1), ("B", stage + 1)):
@@ -155,18 +118,11 @@ def _unmatched(written: Written, where: dict[Action, tuple[int, int]]) -> list[s
     return found
 
 
-def _partner(action: Action) -> Action:
-    """Return the other end of a transfer."""
-    step = 1 if action.kind in ("SEND_F", "RECV_B") else -1
-    kinds: dict[Kind, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
-    return Action(action.stage + step, kinds[action.kind], action.microbatch)
-
-
 def _needs(written: Written, parted: Parted, action: Action) -> list[Action]:
     """Return what must be over before an action, as far as the schedule, whose :attr:`Written.parted` it is, says."""
     s, m = action.stage, action.microbatch
 
-    def back(stage: int) -> Kind:
+    def back(stage: int) -> ActionKind:
         return "I" if (stage, m) in parted else "B"
 
     def arriving(kind: Literal["F", "B"], neighbour: int) -> list[Action]:
@@ -198,100 +154,25 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
 
     Ranks run their actions in order. Without transfers among them a pass waits for those of other ranks that it needs.
     """
-    ranks = _Ranks(written, semantics)
-    moving = True
-    while moving:
-        moving = False
-        for rank in range(len(written.rows)):
-            while ranks.step(rank):
-                moving = True
-        while ranks.transfer():
-            moving = True
-    return [sentence for rank in range(len(written.rows)) for sentence in ranks.stuck(rank)]
+    parted, homes = written.parted, written.homes
 
+    def known(action: Action, rank: int) -> Action | Meet:
+        return action if action.computes else message(rank, action, homes[partner(action).stage])
 
-class _Ranks:
-    """How far ranks have come: which transfers are posted, where they queue, and which of them keep their rank."""
+    def needs(action: Action, rank: int) -> tuple[Action | Meet, ...]:
+        return tuple(known(x, rank) for x in _needs(written, parted, action))
 
-    def __init__(self, written: Written, semantics: Semantics) -> None:
-        self.written, self.semantics = written, semantics
-        self.place = [0] * len(written.rows)
-        self.done: set[Action] = set()
-        self.posted: dict[Action, int] = {}  # with the rank
-        self.queues: dict[Hashable, list[Action]] = {}
-        self.waiting: list[list[Action]] = [[] for _ in written.rows]  # transfers that keep a rank
-        self.fellows: dict[Action, list[Action]] = {}  # those that were posted with one, where they happen together
-        self.met: set[frozenset[int]] = set()
+    def listed(rank: int, action: Action) -> Pass | Meet:
+        what = known(action, rank)
+        return what if isinstance(what, Meet) else Pass(what, needs(action, rank))
 
-    def step(self, rank: int) -> bool:
-        """Let a rank come to its next action, or its next transfers in a row; return whether it did."""
-        row, place, semantics = self.written.rows[rank], self.place[rank], self.semantics
-        if place == len(row) or any(action not in self.done for action in self.waiting[rank]):
-            return False
-        self.waiting[rank] = []
-        action, group = row[place], [row[place]]
-        if action.computes:
-            if any(needed not in self.done for needed in _needs(self.written, self.written.parted, action)):
-                return False
-            self.done.add(action)
+    ranks = Ranks({rank: [listed(rank, x) for x in row] for rank, row in enumerate(written.rows)}, semantics)
+    found = []
+    for rank, at in ranks.stuck().items():
+        action = written.rows[rank][at]
+        lacking = next((x for x in _needs(written, parted, action) if known(x, rank) not in ranks.over), None)
+        if not action.computes:
+            found.append(stands(rank, action, homes[partner(action).stage]))
         else:
-            if semantics in ("batched", "together"):
-                group = list(takewhile(lambda x: not x.computes, row[place:]))
-            for one in group:
-                self.posted[one] = rank
-                if stream := self._stream(rank, one):
-                    self.queues.setdefault(stream, []).append(one)
-            if semantics == "together":
-                self.fellows.update(dict.fromkeys(group, group))
-            alone = semantics == "lazy" and self._ends(action) not in self.met
-            if alone or semantics in ("blocking", "batched", "together"):
-                self.waiting[rank] = group
-        self.place[rank] += len(group)
-        return True
-
-    def transfer(self) -> bool:
-        """Let every transfer happen that both ends can now; return whether any did."""
-        moved = False
-        for action in list(self.posted):
-            other = _partner(action)
-            if action in self.done or not (self._ready(action) and self._ready(other)):
-                continue
-            self.done.update((action, other))
-            self.met.add(self._ends(action))
-            for end in (action, other):
-                if stream := self._stream(self.posted[end], end):
-                    self.queues[stream].pop(0)
-            moved = True
-        for action in self.done & self.posted.keys():
-            del self.posted[action]
-        return moved
-
-    def _ready(self, action: Action) -> bool:
-        """Whether a transfer was posted, is the next of its stream, and what happens with it is posted elsewhere."""
-        if action not in self.posted:
-            return False
-        stream = self._stream(self.posted[action], action)
-        known = (_partner(fellow) for fellow in self.fellows.get(action, ()))
-        return (stream is None or self.queues[stream][0] == action) and all(
-            x in self.posted or x in self.done for x in known
-        )
-
-    def _ends(self, action: Action) -> frozenset[int]:
-        homes = self.written.homes
-        return frozenset((homes[action.stage], homes[_partner(action).stage]))
-
-    def _stream(self, rank: int, action: Action) -> Hashable | None:
-        if self.semantics == "rank":
-            return (rank,)
-        return (rank, self._ends(action)) if self.semantics in ("pair", "lazy") else None
-
-    def stuck(self, rank: int) -> Iterator[str]:
-        """Say where a rank stands, if it isn't through."""
-        row, at, written = self.written.rows[rank], self.place[rank], self.written
-        kept = next((action for action in self.waiting[rank] if action not in self.done), None)
-        if kept is not None:
-            other = written.homes[_partner(kept).stage]
-            yield f"rank {rank} stands at {kept}, until rank {other} comes to {_partner(kept)}"
-        elif at < len(row):
-            lacking = next((x for x in _needs(written, written.parted, row[at]) if x not in self.done), None)
-            yield f"rank {rank} stands at {row[at]}" + (f", which waits for {lacking}" if lacking else "")
+            found.append(f"rank {rank} stands at {action}, which waits for {lacking}")
+    return found

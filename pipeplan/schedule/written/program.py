@@ -9,9 +9,9 @@ from functools import lru_cache
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...names import shown
-from ..program import Program, Step, pipelines, unequal
+from ..program import Action, Program, Step, pipelines, unequal
 from ..slots import Pass, explicit
-from .actions import Action, Written, deadlock, incomplete
+from .actions import Written, deadlock, incomplete
 
 ACTION = re.compile(r"([0-9]{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|R|B|I|W)([0-9]{1,6})")
 Order = tuple[str, ...]  # of each rank its passes, ``0F0,0R0,0I0,0W0``: torch's compute-only CSV, and recomputation
