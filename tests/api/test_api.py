@@ -140,7 +140,7 @@ def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
 @pytest.mark.parametrize(
     ("given", "more", "sentence"),
     [
-        ({"gpus": 2}, [], "mem: the profile is of made up, whose memory nobody knows"),
+        ({"gpus": 2}, [], "mem is missing: say the memory of a GPU"),
         ({**GIVEN, "zero": 1, "no_replicas": True}, ["--zero", "1", "--no-replicas"], "there is nobody to share with"),
         ({**GIVEN, "for_": "torch", "limit": 2}, ["--for", "torch", "--limit", "2"], "for_ torch drains"),
         ({**GIVEN, "gap": 0.01, "algorithm": "balance"}, ["-O", "gap=1%", "--algorithm", "balance"], "gap says when"),

@@ -264,7 +264,7 @@ ACCEPTED: dict[str, tuple[str, str]] = {
     r"policy\.(shared_)?bytes_per_parameter": (r"left out", "null is the default"),
     r"policy\.engine": (r"left out", "null is the default"),
     r"policy\.clip": (r"left out", "false is the default"),
-    r"policy\.ema": (r"left out", "false is the default"),
+    r"policy\.(ema|predict)": (r"left out", "false is the default"),
     r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",

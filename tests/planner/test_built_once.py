@@ -70,7 +70,9 @@ def test_a_grid_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluations == [make_grid_plan(asked).evaluation]
 
 
-@pytest.mark.parametrize(("name", "options"), [("plan", []), ("grid", ["--data-parallel", "2", "--batch", "16"])])
+@pytest.mark.parametrize(
+    ("name", "options"), [("plan", ["--weights", "2bw"]), ("grid", ["--data-parallel", "2", "--batch", "16"])]
+)
 def test_the_command_writes_and_prints_one_evaluation(
     name: str, options: list[str], tmp_path: Path, pipeplan: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,9 +81,9 @@ def test_the_command_writes_and_prints_one_evaluation(
     graphs, evaluations = constructions(monkeypatch, StageGraph), constructions(monkeypatch, Evaluation)
     path = str(tmp_path / "plan.json")
     code, out, _ = pipeplan(name, str(profile), "--gpus", "4", "--mem", "1GB", *options, "-o", path, "--json")
-    weights = "flush" if options else "2bw"  # beside it are figures of other weights, of plans of their own
-    (own,) = [result for result in evaluations if result.graph.policy.weights == weights]
     assert code == 0
+    weights = json.loads(out)["policy"]["weights"]  # beside it are figures of other weights, of plans of their own
+    (own,) = [result for result in evaluations if result.graph.policy.weights == weights]
     assert out == Path(path).read_text()
     assert json.loads(out)["devices"][0]["peak_bytes"] == own.devices[0].peak_bytes
     built = [graph for graph in graphs if graph.policy == own.graph.policy]

@@ -2,13 +2,14 @@
 
 from collections import Counter
 
-from test_ilp import DEALT, network_graph, varied_graph
+from test_ilp import DEALT, varied_graph
 
 from pipeplan.check.validate import pattern_violations
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.schedule.pattern import one_at_a_time
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.turns import settle
+from scripts.bench.ilp import instance
 
 
 def test_settles_what_the_integer_program_says():
@@ -36,7 +37,7 @@ def test_settles_what_the_integer_program_says():
 
 
 def test_a_budget_ends_the_search_at_the_same_place_every_time():
-    graph = network_graph(DEALT, 1.3)
+    graph = instance(DEALT, 1.3, 0)
     low, high = group_bound(graph), graph.path_ns
     found = [settle(graph, low, high, 10) for _ in range(2)]
     assert found[0] == found[1]

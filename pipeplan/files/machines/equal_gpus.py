@@ -32,8 +32,8 @@ def platform_of_gpus(
         named = own_device(chain)
         if named is None:
             raise BadInput(
-                f"--mem is missing: write the memory of a GPU, as --mem 16GB, or a GPU that 'pipeplan list' names, as "
-                f"--gpu a100; the profile was measured on {shown(chain.device) or 'an unnamed device'}"
+                f"--mem is missing: say the memory of a GPU, such as 16GB, or name one of 'pipeplan list' with --gpu; "
+                f"the profile was measured on {shown(chain.device) or 'an unnamed device'}"
             )
         assumptions.append(f"GPUs like the profile's, {named.name}: {format_bytes(named.memory_bytes)}")
     memory = named.memory_bytes if mem is None and named is not None else parse_bytes(mem or "", "--mem")
