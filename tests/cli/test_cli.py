@@ -368,3 +368,38 @@ def test_a_file_of_another_kind_and_a_mistyped_command_say_what_to_type(
     assert err.startswith(f"error: {plan}: this is a plan, with its profile; pipeplan check, ")
     code, _, err = pipeplan("simulat", plan)
     assert (code, err.splitlines()[-1]) == (2, "Error: No such command 'simulat'. Did you mean simulate?")
+
+
+def test_days_and_dollars_follow_from_the_period_and_all_gpus(profile: str, pipeplan: Command) -> None:
+    asked = ("--tokens", "8.64e12/1000", "--price", "2.5")
+    code, out, _ = pipeplan("plan", profile, *SMALL, *asked)
+    period, each = float(out.split("period ")[1].split()[0]), PROFILE["microbatch"]
+    days = 8.64e9 * period / 1000 / each / 86400
+    found = out.splitlines()[-1]
+    assert (code, found.split()[0]) == (0, "training")
+    assert float(found.split()[1]) == pytest.approx(days, rel=0.01, abs=0.06)
+    dollars = float(found.split("$")[1].split()[0].replace(",", ""))
+    assert dollars == pytest.approx(days * 24 * 2 * 2.5, rel=0.01), "of both GPUs"
+    assert "for 8,640,000,000 samples" in found
+    code, out, _ = pipeplan("compare", profile, "--gpus", "1,2", "--mem", "1GB", "--algorithms", "balance", *asked)
+    assert code == 0
+    assert out.count(" days and $") == 2
+    assert "of 8,640,000,000 samples: 1 GPU of 1 GB 600.0 days" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--price", "2"), "--price: say how long the training is, by --samples or --tokens"),
+        (("--samples", "1e6", "--price", "0"), "--price: '0' is not a positive number up to 1e18, such as 2.5"),
+        (("--tokens", "1e12"), "--tokens: '1e12' doesn't say how many tokens a sample has, such as 15e12/8192"),
+        (("--tokens", "1e12/many"), "--tokens: 'many' is not a positive whole number up to 1e18, such as 100e6"),
+        (("--tokens", "9/3", "--samples", "3"), "--samples and --tokens both say how long the training is"),
+    ],
+)
+def test_what_says_no_training_is_refused(
+    options: tuple[str, ...], sentence: str, profile: str, pipeplan: Command
+) -> None:
+    code, out, err = pipeplan("plan", profile, *SMALL, *options)
+    assert (code, out) == (2, "")
+    assert sentence in err

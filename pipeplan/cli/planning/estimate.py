@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from fractions import Fraction
 from math import prod
 from typing import Any
 
 import click
 
 from ...api.asked import Grids
-from ...errors import BadInput
-from ...names import shown
 from .. import completed
 from ..grouped import GroupedCommand
 from ..options import JSON, Count, asking
 from ..progress import status
+from .bill import Bill, bill_options
 from .grid import PIPELINES
 
-MOST_SAMPLES = 10**18
 PER_GPU = 4  # microbatches of an update, where nobody says
 
 
@@ -42,7 +38,7 @@ PER_GPU = 4  # microbatches of an update, where nobody says
     pipelines=PIPELINES,
     microbatches={"default": "1", "show_default": True, "help": "Samples of a microbatch: several to choose from."},
 )  # fmt: skip
-@click.option("--samples", metavar="N", help="Samples to train on, such as 100e6; prints the training time in days.")
+@bill_options
 @JSON
 def command(
     profile: str,
@@ -50,6 +46,8 @@ def command(
     microbatches: list[int],
     batch: int | None,
     samples: str | None,
+    tokens: str | None,
+    price: str | None,
     as_json: bool,
     **asked: Any,
 ) -> None:
@@ -60,21 +58,21 @@ def command(
     """
     from ...api.planning import grid
 
-    wanted = None if samples is None else _samples(samples)
+    bill = Bill.of(samples, tokens, price)
     each = batch or PER_GPU * prod(gpus) * max(microbatches)
     found = grid(profile, status=status(), gpus=gpus, microbatches=microbatches, batch=each, **asked)
     parameters, tensor = int(found.plan.chain.sums.parameters[-1]), found.plan.chain.tensor
-    seconds = each / found.samples_per_second
-    training = None if wanted is None else wanted / found.samples_per_second / 86400
+    rate = found.samples_per_second
     if as_json:
         figures = {
             "parameters": parameters,
             "tensor": tensor,
             "batch": each,
-            "batch_seconds": seconds,
-            "samples_per_second": found.samples_per_second,
-            "samples": wanted,
-            "days": training,
+            "batch_seconds": each / rate,
+            "samples_per_second": rate,
+            "samples": None if bill is None else bill.samples,
+            "days": None if bill is None else bill.days(rate),
+            "dollars": None if bill is None else bill.dollars(rate, prod(gpus)),
             "pipelines": len(found.stages[0].gpus) // tensor,
             "stages": [{"peak_bytes": x.peak_bytes, "memory_bytes": x.memory_bytes} for x in found.stages],
         }
@@ -83,13 +81,5 @@ def command(
     found.show()
     whose = f" in each of {tensor} GPUs that run a layer together" if tensor > 1 else ""
     click.echo(f"\nparameters  {parameters / 1e9:.3f}e9{whose}; weights that layers share count in each of them")
-    if training is not None:
-        batches = -(-wanted // each) if wanted else 0
-        click.echo(f"training    {training:.1f} days for {wanted:,} samples, {batches:,} batches of {seconds:.3f} s")
-
-
-def _samples(text: str) -> int:
-    count = Fraction(text) if re.fullmatch(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?", text) else None
-    if count is None or count.denominator != 1 or not 0 < count <= MOST_SAMPLES:
-        raise BadInput(f"--samples: '{shown(text, 40)}' is not a positive whole number up to 1e18, such as 100e6")
-    return int(count)
+    if bill is not None:
+        click.echo(bill.line(rate, prod(gpus), each))

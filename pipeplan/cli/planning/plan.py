@@ -10,6 +10,7 @@ import click
 from ...api.asked import Planning
 from ..grouped import GroupedCommand
 from ..options import PROFILE, asking
+from .bill import Bill, bill_options
 from .search import search, search_options
 
 if TYPE_CHECKING:
@@ -28,9 +29,18 @@ if TYPE_CHECKING:
 @PROFILE
 @asking(Planning)
 @click.option("-v", "--verbose", is_flag=True, help="Print which condition decides the bound on all plans.")
+@bill_options
 @search_options
 def command(
-    profile: str, knobs: dict[str, Any], output: str | None, as_json: bool, verbose: bool, **asked: Any
+    profile: str,
+    knobs: dict[str, Any],
+    output: str | None,
+    as_json: bool,
+    verbose: bool,
+    samples: str | None,
+    tokens: str | None,
+    price: str | None,
+    **asked: Any,
 ) -> None:
     """Split the network in PROFILE (JSON, graph.txt, example:NAME; - is standard input) over GPUs.
 
@@ -42,6 +52,7 @@ def command(
         name = "seed" if "seed" in knobs else "runs"
         if asked["robust"] is None:
             raise click.UsageError(f"-O {name} goes with --robust")
+    bill = Bill.of(samples, tokens, price)
     from ...api.planning import plan
     from ...files.text import write_text
 
@@ -52,4 +63,4 @@ def command(
             write_text(output, found.text())
 
         find = partial(find, on_plan=write)
-    search(find, output, as_json, verbose)
+    search(find, output, as_json, verbose, bill)

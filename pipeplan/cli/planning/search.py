@@ -10,6 +10,7 @@ import click
 from ...names import SENTENCE, shown
 from ..options import JSON, Output, time_limit
 from ..progress import status
+from .bill import Bill
 
 if TYPE_CHECKING:
     from ...api.result import PlanResult
@@ -25,8 +26,14 @@ def search_options(command: Command) -> Command:
     return limited(OUTPUT(JSON(command)))
 
 
-def search(find: Callable[..., PlanResult], output: str | None, as_json: bool, verbose: bool = False) -> None:
-    """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons."""
+def search(
+    find: Callable[..., PlanResult],
+    output: str | None,
+    as_json: bool,
+    verbose: bool = False,
+    bill: Bill | None = None,
+) -> None:
+    """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons, and with the ``bill``."""
     from ...files.text import write_text
     from ...planner.periodic.incumbent import unsolved
 
@@ -41,5 +48,9 @@ def search(find: Callable[..., PlanResult], output: str | None, as_json: bool, v
         write_text("-", text)
     elif output != "-":
         found.show(verbose=verbose)
+        if bill is not None:
+            plan = found.plan
+            gpus, batch = len(plan.platform.whole or plan.platform), plan.interval * plan.chain.microbatch
+            click.echo(bill.line(found.samples_per_second, gpus, batch))
         if output is not None:
             click.echo(f"written to {shown(output, SENTENCE)}")
