@@ -104,6 +104,23 @@ def test_what_was_zipped_again_is_read_right_or_refused(how, tmp_path):
             read_state(tmp_path / "y.pt")
 
 
+def test_memory_beyond_an_entry_is_no_part_of_a_tensor(tmp_path):
+    torch.save(STATE, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name)[: 4 if "/data/" in name else None])
+    with pytest.raises(BadInput, match=r"y\.pt: has tensors that are larger than what the file holds of them"):
+        read_state(tmp_path / "y.pt")
+
+
+def test_what_is_no_state_is_said(tmp_path):
+    torch.save([torch.ones(3)], tmp_path / "x.pt")
+    with pytest.raises(BadInput, match=r"x\.pt: is no state_dict, but a list"):
+        read_state(tmp_path / "x.pt")
+    with pytest.raises(BadInput, match="cannot be read: File name too long"):
+        read_state(tmp_path / ("x" * 5000 + ".pt"))
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
 def test_what_never_ends_is_not_opened(make, name, tmp_path):
@@ -113,9 +130,19 @@ def test_what_never_ends_is_not_opened(make, name, tmp_path):
     assert _state_sum(tmp_path / name).startswith("unreadable")
 
 
-def test_nobody_is_told_how_to_switch_safety_off(tmp_path):
+@pytest.mark.parametrize(
+    ("pickled", "said"),
+    [
+        (None, "Unsupported global"),
+        (b"cposix\nsystem\n(S'exit 3'\ntR.", "Trying to load unsupported GLOBAL posix.system"),
+        (b"\x80\x02\x95.", "Unsupported operand 149"),
+    ],
+)
+def test_nobody_is_told_how_to_switch_safety_off(pickled, said, tmp_path):
     torch.save({"a": Path("x")}, tmp_path / "x.pt")
-    with pytest.raises(BadInput, match=r"x\.pt: cannot be loaded: UnpicklingError: Unsupported global") as told:
+    if pickled is not None:
+        (tmp_path / "x.pt").write_bytes(pickled)
+    with pytest.raises(BadInput, match=rf"x\.pt: cannot be loaded: UnpicklingError: {said}") as told:
         read_state(tmp_path / "x.pt")
     assert "weights_only" not in str(told.value)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from ....errors import BadInput
 from ....files.forms import read_json
 from ....files.text import read_text, regular
 from ....names import shown
+from ..network import kind_of
 
 SAFETENSORS: Final = ".safetensors"
 INDEX: Final = ".index.json"
@@ -47,7 +49,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     BadInput names a file that is none, or not whole.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib's raises for a name that is too long
         return read_state(_in_folder(path))
     if path.name.endswith(INDEX):
         return _indexed(path)
@@ -104,30 +106,42 @@ def _in_file(path: Path) -> dict[str, Any]:
 
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as file:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                    raise BadInput(
-                        f"{path}: has been compressed since torch.save wrote it; torch doesn't read it right"
-                    )
+        sizes = _record_sizes(path) if zipfile.is_zipfile(path) else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what becomes of an old file
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # of a version of torch whose files cannot be mapped
-                state = torch.load(path, map_location="cpu", weights_only=True)
-        return state if isinstance(state, OrderedDict) else dict(state)  # the former says of what versions modules are
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=sizes is not None)
     except (OSError, BadInput):
         raise
     except Exception as error:  # whatever unpickling another file raises
         raise BadInput(f"{path}: cannot be loaded: {loaders_words(error)}") from error
+    if not isinstance(state, dict):
+        raise BadInput(f"{path}: is no state_dict, but {kind_of(state)}")
+    if sizes is not None and _storage_sizes(state) - sizes:
+        raise BadInput(f"{path}: has tensors that are larger than what the file holds of them")
+    return state
+
+
+def _record_sizes(path: Path) -> Counter[int]:
+    """Return how many entries of each size a zip file has; BadInput where torch would read one wrong."""
+    with zipfile.ZipFile(path) as file:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+            raise BadInput(f"{path}: has been compressed since torch.save wrote it; torch doesn't read it right")
+        return Counter(entry.file_size for entry in file.infolist())
+
+
+def _storage_sizes(state: dict[str, Any]) -> Counter[int]:
+    """Return how many pieces of memory of each size the tensors of a state take; each is an entry of its file."""
+    tensors = (x for x in state.values() if isinstance(x, Tensor) and x.layout == torch.strided)
+    storages = (x.untyped_storage() for x in tensors)
+    return Counter({x.data_ptr(): x.nbytes() for x in storages if x.device.type == "cpu" and x.nbytes()}.values())
 
 
 def loaders_words(error: BaseException) -> str:
     """Return what torch's loader says, without its advice to take whatever comes."""
-    lines = [line.strip() for line in str(error).splitlines()] or [""]
-    said = next((line for line in lines if line.startswith("WeightsUnpickler error:")), lines[0])
-    return f"{type(error).__name__}: {said.removeprefix('WeightsUnpickler error:').strip()}"
+    lines = [x.strip() for x in str(error).splitlines()]
+    said = [x.removeprefix("WeightsUnpickler error:").strip() for x in lines if x.startswith("WeightsUnpickler error:")]
+    said += [x for x in lines if "weights_only" not in x and not x.startswith("Weights only")]
+    return f"{type(error).__name__}: {next(filter(None, said), '')}"
 
 
 def _read_safetensors(path: Path, size: int) -> dict[str, Tensor]:
