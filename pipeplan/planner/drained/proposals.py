@@ -75,11 +75,13 @@ def _try_special(incumbent: Incumbent) -> None:
 
 
 def with_others(propose: Propose) -> Propose:
-    """Return ``propose``, then more contiguous plans."""
+    """Return ``propose``, then more contiguous plans, but of what GPUs decide as they go only where nothing fits."""
 
     def proposed(incumbent: Incumbent) -> None:
         propose(incumbent)
-        incumbent.try_all(_others(incumbent))
+        limits = incumbent.limits
+        if incumbent.best is None or limits is None or not limits.kind.by_arrival:  # whose grids hold better ones
+            incumbent.try_all(_others(incumbent))
 
     return proposed
 
