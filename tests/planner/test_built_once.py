@@ -71,7 +71,8 @@ def test_a_grid_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("plan", ["--weights", "2bw"]), ("grid", ["--data-parallel", "2", "--batch", "16"])]
+    ("name", "options"),
+    [("plan", ["--weights", "2bw", "--no-replicas"]), ("grid", ["--data-parallel", "2", "--batch", "16"])],
 )
 def test_the_command_writes_and_prints_one_evaluation(
     name: str, options: list[str], tmp_path: Path, pipeplan: Command, monkeypatch: pytest.MonkeyPatch
