@@ -292,3 +292,25 @@ def test_a_stopped_process_is_told_from_others():
             assert not is_stopped(process.pid)
         finally:
             process.kill()
+
+
+LEAVES = """
+import multiprocessing, threading, time
+from multiprocessing import resource_tracker
+from pipeplan.runtime.processes.own_processes import leave
+kept, unregister = multiprocessing.get_context("spawn").Lock(), resource_tracker.unregister
+begun = threading.Event()
+def slowly(*what):
+    begun.set()
+    time.sleep(0.5)
+    unregister(*what)
+resource_tracker.unregister = slowly
+threading.Thread(target=leave, args=(0,)).start()
+begun.wait()
+leave(0)
+"""
+
+
+def test_of_two_threads_that_leave_none_leaves_a_semaphore_to_be_told_of():
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -30,6 +30,7 @@ LONGEST_SOCKET: Final = 104  # characters of its path, on the least generous sys
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 OURS: Final = "pipeplan"  # the variable's value where we have set it
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LEAVING: Final = threading.RLock()
 
 
 def context_of() -> Any:
@@ -124,8 +125,10 @@ def semaphores() -> list[Any]:
 def leave(code: int) -> NoReturn:
     """End this process at once: exchanges that never end would hold up an orderly exit for ever.
 
-    Python would tell of semaphores that libraries have made for processes of theirs (tqdm does), so they go first.
+    Python would tell of semaphores that libraries have made for processes of theirs (tqdm does), so they go first: all
+    of them, whichever thread comes second.
     """
+    _LEAVING.acquire()  # for ever; a signal's handler may come by again
     for give_back in semaphores():
         give_back()
     os._exit(code)
