@@ -249,8 +249,11 @@ def substitute(
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let ``modules`` have the attributes of before behind the context, and generators among them their states."""
+    """Let ``modules`` have the attributes and hooks of before behind the context, and generators among them their
+    states."""
     before = [(part, {k: x for k, x in vars(part).items() if k not in OF_MODULES}) for part in modules]
+    tables = (x for part, _ in before for name, x in vars(part).items() if name in OF_MODULES and "_hooks" in name)
+    hooks = [(table, dict(table)) for table in tables]
     drawn = [(x, x.get_state()) for _, own in before for x in own.values() if isinstance(x, torch.Generator)]
     try:
         yield
@@ -259,6 +262,9 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in vars(part).keys() - own.keys() - OF_MODULES:
                 delattr(part, name)
             vars(part).update(own)
+        for table, own in hooks:
+            table.clear()
+            table.update(own)
         for generator, state in drawn:
             generator.set_state(state)
 

@@ -209,6 +209,20 @@ def test_layers_without_the_hooks_are_refused(monkeypatch):
         checked(Own(hooked))
 
 
+def test_hooks_that_a_first_forward_sets_are_set_once():
+    """As transformers sets those that collect hidden states, and marks the model."""
+
+    def collecting(module):
+        if not getattr(module, "marked", False):
+            module.marked = True
+            module.first.register_forward_hook(lambda layer, given, made: 2 * made)
+
+    module = Own(before=collecting)
+    checked(module)
+    assert not module.first._forward_hooks
+    assert not hasattr(module, "marked")
+
+
 def test_outputs_of_which_a_stage_makes_one_beside_its_loss_keep_their_places():
     module, x = Two(), torch.zeros(3, 4)
     network = trace_module(module, x)
