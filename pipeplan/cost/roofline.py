@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..problem import Chain, Layer, LayerWork, PassWork
+from ..problem import Chain, LayerWork, PassWork
 
 NO_WORK = PassWork(0, 0, 0, 0)
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.8), (64, 64, 0.65))
@@ -111,14 +111,6 @@ class Constants:
             times.append(max(kernels, host - lead))
             lead = max(0.0, lead + kernels - host)
         return times
-
-
-def whole_work(layers: Sequence[Layer]) -> LayerWork | None:
-    """Return the work of ``layers`` together, None where one of them has none said."""
-    known = [layer.work for layer in layers if layer.work is not None]
-    if len(known) < len(layers):
-        return None
-    return LayerWork(*(PassWork(*map(sum, zip(*parts, strict=True))) for parts in zip(*known, strict=True)))
 
 
 def timed(chain: Chain, constants: Constants) -> Chain:

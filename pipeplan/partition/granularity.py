@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from ..cost.memory_model import weights_of
-from ..cost.roofline import whole_work
 from ..cost.saved import for_weights, for_weights_bytes, inner_bytes, saved_bytes, storages
 from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
-from ..problem import Chain, Exchange, Layer, WeightNeeds
+from ..problem import Chain, Layer, WeightNeeds
+from ..problem.fields import merged, renumbered
 
 SavedRule = Literal["distinct", "input"]
 LIKE = 3  # blocks of one kind make a list of them
@@ -199,14 +199,14 @@ def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS
     for start, stop in pairwise(cuts):
         if stop - start == 1:
             layer = chain.layers[start]
-            layers.append(_called(layer.renumbered(lambda i: maker(i + 1)), called.get(start, layer.name)))
+            layers.append(_called(renumbered(layer, lambda i: maker(i + 1)), called.get(start, layer.name)))
             continue
         leaving = _leaving(chain, start, stop)
         outgoing = sum(chain.tensor_bytes[t] for t in leaving)
         entering = {t: maker(t) for t in range(start + 1)}
         fields = _saved(chain, start, stop, leaving, entering, group[start])
-        merged = _merged_layer(chain, start, stop, outgoing, fields)
-        layers.append(_called(merged, called.get(start, merged.name)))
+        layer = _merged_layer(chain, start, stop, outgoing, fields)
+        layers.append(_called(layer, called.get(start, layer.name)))
     edges = chain.edges and tuple(sorted({(group[i], group[j]) for i, j in chain.edges if group[i] != group[j]}))
     return _replaced(chain, cuts, layers, edges)
 
@@ -290,46 +290,18 @@ def _saved(
 
 
 def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved: dict[str, Any]) -> Layer:
-    """Return ``layers[start:stop]`` as one layer that has the fields ``saved``: everything that adds up is summed."""
+    """Return ``layers[start:stop]`` as one layer that has the fields ``saved``."""
     part = chain.layers[start:stop]
     weight_bytes, parameters = weights_of(chain, start, stop)
-    weight_part = [x.backward_weight_ns for x in part if x.backward_weight_ns is not None]
-    return Layer(
+    return merged(
+        part,
         name=part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}",
-        module=part[0].module,
-        forward_ns=sum(x.forward_ns for x in part),
-        backward_ns=sum(x.backward_ns for x in part),
         weight_bytes=weight_bytes,
-        output_bytes=output_bytes,
-        backward_weight_ns=sum(weight_part) if len(weight_part) == len(part) else None,
-        optimizer_ns=whole_step_ns(chain, start, stop),
         parameters=part[0].parameters if len(part) == 1 else parameters,
-        work=whole_work(part),
-        exchanges=_exchanged(part),
-        idle_ns=_idle_ns(part),
-        matrix_state=_matrix_state(part),
+        output_bytes=output_bytes,
+        optimizer_ns=whole_step_ns(chain, start, stop),
         **saved,
     )
-
-
-def _exchanged(part: Sequence[Layer]) -> tuple[Exchange, ...]:
-    """Return what all of ``part`` exchange, like ones counted together."""
-    found: dict[tuple[Any, ...], Exchange] = {}
-    for one in (x for layer in part for x in layer.exchanges):
-        key = one.kind, one.backward, one.bytes
-        have = found.get(key, replace(one, count=0, hidden=0))
-        found[key] = replace(have, count=have.count + one.count, hidden=have.hidden + one.hidden)
-    return tuple(found.values())
-
-
-def _matrix_state(part: Sequence[Layer]) -> tuple[int, ...] | None:
-    known = [x.matrix_state for x in part if x.matrix_state is not None]
-    return tuple(map(sum, zip(*known, strict=True))) if len(known) == len(part) else None
-
-
-def _idle_ns(part: Sequence[Layer]) -> tuple[int, int] | None:
-    known = [x.idle_ns for x in part if x.idle_ns is not None]
-    return (sum(forward for forward, _ in known), sum(backward for _, backward in known)) if known else None
 
 
 def _replaced(

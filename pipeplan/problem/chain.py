@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..integers import IntLike
+from .fields import renumbered
 from .layers import Layer, LayerTimes, SharedWeights
 from .policy import Precision
 from .sums import Sums
@@ -179,7 +180,7 @@ class Chain:
         own = tuple(order if self.order is None else (self.order[i] for i in order))
         return replace(
             self,
-            layers=tuple(self.layers[i].renumbered(place.__getitem__) for i in order),
+            layers=tuple(renumbered(self.layers[i], place.__getitem__) for i in order),
             edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
             inputs=self.inputs and moved(self.inputs),
             tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),

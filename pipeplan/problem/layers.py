@@ -5,9 +5,11 @@ Times are integer nanoseconds per microbatch, sizes integer bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
+
+from .fields import first, said, total, total_known
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
@@ -48,15 +50,25 @@ class Exchange:
     hidden: int = 0
 
 
+def _exchanged(values: Sequence[tuple[Exchange, ...]]) -> tuple[Exchange, ...]:
+    """Return what layers exchange, like ones counted together."""
+    found: dict[tuple[Collective, bool, int], Exchange] = {}
+    for one in (x for row in values for x in row):
+        key = one.kind, one.backward, one.bytes
+        have = found.get(key, replace(one, count=0, hidden=0))
+        found[key] = replace(have, count=have.count + one.count, hidden=have.hidden + one.hidden)
+    return tuple(found.values())
+
+
 @dataclass(frozen=True, slots=True)
 class WeightNeeds:
     """What of a layer is held from the first part of its backward, which computes the gradient of what it read, to the
     second, which computes those of its weights: ``saved_bytes`` of what it had saved, with ``saves`` as a layer's, and
     ``gradient_bytes`` of gradients that were computed meanwhile."""
 
-    saved_bytes: int
-    saves: tuple[int, ...]
-    gradient_bytes: int
+    saved_bytes: int = field(metadata=said(scale="size"))
+    saves: tuple[int, ...] = field(metadata=said(names=True))
+    gradient_bytes: int = field(metadata=said(scale="size"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +92,23 @@ class Layer:
     """
 
     name: str
-    forward_ns: int
-    backward_ns: int
+    forward_ns: int = field(metadata=said(merge=total, scale="time"))
+    backward_ns: int = field(metadata=said(merge=total, scale="time"))
     weight_bytes: int
-    output_bytes: int
-    saved_bytes: int | None = None
-    saves: tuple[int, ...] | None = None
-    view_of: int | None = None
-    storage_bytes: int | None = None
-    backward_weight_ns: int | None = None
+    output_bytes: int = field(metadata=said(scale="size"))
+    saved_bytes: int | None = field(default=None, metadata=said(scale="size"))
+    saves: tuple[int, ...] | None = field(default=None, metadata=said(names=True))
+    view_of: int | None = field(default=None, metadata=said(names=True))
+    storage_bytes: int | None = field(default=None, metadata=said(scale="size"))
+    backward_weight_ns: int | None = field(default=None, metadata=said(merge=total, scale="time"))
     optimizer_ns: int = 0
     parameters: int | None = None
-    work: LayerWork | None = None
-    weight_needs: WeightNeeds | None = None
-    module: str | None = None
-    exchanges: tuple[Exchange, ...] = ()
-    idle_ns: tuple[int, int] | None = None
-    matrix_state: tuple[int, ...] | None = None
+    work: LayerWork | None = field(default=None, metadata=said(merge=total))
+    weight_needs: WeightNeeds | None = field(default=None, metadata=said(scale="size", names=True))
+    module: str | None = field(default=None, metadata=said(merge=first))
+    exchanges: tuple[Exchange, ...] = field(default=(), metadata=said(merge=_exchanged))
+    idle_ns: tuple[int, int] | None = field(default=None, metadata=said(merge=total_known))
+    matrix_state: tuple[int, ...] | None = field(default=None, metadata=said(merge=total))
 
     @property
     def parameter_count(self) -> int:
@@ -110,22 +122,6 @@ class Layer:
         if self.backward_weight_ns is not None:
             return self.backward_weight_ns
         return self.backward_ns // 2 if self.weight_bytes else 0
-
-    @property
-    def named(self) -> tuple[int, ...]:
-        """The layers that it names, -1 for the network's input."""
-        view = () if self.view_of is None else (self.view_of,)
-        return (*(self.saves or ()), *view, *(self.weight_needs.saves if self.weight_needs else ()))
-
-    def renumbered(self, place: Callable[[int], int]) -> Layer:
-        """Return it where each layer ``i`` that it names is ``place(i)``."""
-        needs = self.weight_needs
-        return replace(
-            self,
-            saves=None if self.saves is None else tuple(sorted(map(place, self.saves))),
-            view_of=None if self.view_of is None else place(self.view_of),
-            weight_needs=needs and replace(needs, saves=tuple(sorted(map(place, needs.saves)))),
-        )
 
 
 @dataclass(frozen=True, slots=True)

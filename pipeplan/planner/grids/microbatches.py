@@ -11,9 +11,8 @@ from math import ceil
 from ...cost.saved import for_weights, storages
 from ...errors import BadInput
 from ...problem import Chain, Layer
+from ...problem.fields import Scale, scaled
 
-_SCALED = ("forward_ns", "backward_ns", "output_bytes", "saved_bytes", "storage_bytes", "backward_weight_ns")
-_TIMES = ("forward_ns", "backward_ns", "backward_weight_ns")
 _FIXED = ("name", "weight_bytes", "parameter_count")
 
 
@@ -45,9 +44,13 @@ class Profiles:
         base = self.measured[near[0]]
         other = self.measured[near[1]] if len(near) > 1 else None
         layers = tuple(
-            _scaled(layer, base.microbatch, microbatch, self.fixed_ns)
-            if other is None
-            else _between(layer, base.microbatch, other.layers[i], other.microbatch, microbatch)
+            _at(
+                microbatch,
+                self.fixed_ns,
+                base.microbatch,
+                layer,
+                *(() if other is None else (other.microbatch, other.layers[i])),
+            )
             for i, layer in enumerate(base.layers)
         )
         size = ceil(Fraction(base.input_bytes * microbatch, base.microbatch))
@@ -108,25 +111,17 @@ def _on_the_line(value: int, size: int, far: int, far_size: int, wanted: int) ->
     return ceil(min(high, max(low, value + Fraction(far - value, far_size - size) * (wanted - size))))
 
 
-def _scaled(layer: Layer, size: int, wanted: int, fixed_ns: int) -> Layer:
-    def number(name: str) -> int | None:
-        value: int | None = getattr(layer, name)
-        if value is None:
-            return None
-        return _in_proportion(value, size, wanted, fixed_ns if name in _TIMES else 0)
+def _at(wanted: int, fixed_ns: int, size: int, layer: Layer, far_size: int = 0, other: Layer | None = None) -> Layer:
+    """Return ``layer`` at ``wanted`` instead of ``size`` samples, by itself or on the line through the ``other``."""
 
-    return _with(layer, {name: number(name) for name in _SCALED}, Fraction(wanted, size))
+    def number(scale: Scale, value: int, *far: int) -> int:
+        if far:
+            return _on_the_line(value, size, far[0], far_size, wanted)
+        return _in_proportion(value, size, wanted, fixed_ns if scale == "time" else 0)
 
-
-def _between(layer: Layer, size: int, other: Layer, other_size: int, wanted: int) -> Layer:
-    def number(name: str) -> int | None:
-        value: int | None = getattr(layer, name)
-        far: int | None = getattr(other, name)
-        if value is None or far is None:
-            return None
-        return _on_the_line(value, size, far, other_size, wanted)
-
-    return _with(layer, {name: number(name) for name in _SCALED}, Fraction(wanted, size))
+    found: Layer = scaled(layer, number, *(() if other is None else (other,)))
+    part = found.backward_weight_ns  # it and the whole are rounded on their own
+    return found if part is None else replace(found, backward_weight_ns=min(part, found.backward_ns))
 
 
 def _saving_enough(chain: Chain) -> Chain:
@@ -141,15 +136,3 @@ def _saving_enough(chain: Chain) -> Chain:
         if private < 0 and needs is not None:
             layers[i] = replace(layers[i], weight_needs=replace(needs, saved_bytes=needs.saved_bytes - private))
     return replace(chain, layers=tuple(layers))
-
-
-def _with(layer: Layer, numbers: dict[str, int | None], times: Fraction) -> Layer:
-    """Return ``layer`` with ``numbers``, and ``times`` as much of what the gradients of its weights need."""
-    needs = layer.weight_needs
-    if needs is not None:
-        saved, gradients = ceil(needs.saved_bytes * times), ceil(needs.gradient_bytes * times)
-        layer = replace(layer, weight_needs=replace(needs, saved_bytes=saved, gradient_bytes=gradients))
-    part, whole = numbers["backward_weight_ns"], numbers["backward_ns"]
-    if part is not None and whole is not None:
-        numbers["backward_weight_ns"] = min(part, whole)  # the two are rounded on their own
-    return replace(layer, **numbers)  # type: ignore[arg-type]  # None only where the field may be

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...problem import Chain, Layer
+from ...problem.fields import named_by, renumbered
 from ..model.contract import Built, is_whole
 from ..model.network import module_names, named_layers
 from ..model.trace.trace import unique
@@ -175,11 +176,11 @@ def told(chain: Chain, run: Run) -> tuple[Chain, list[int]]:
         return replace(layer, name="", module=None)
 
     for j in range(third, len(chain)):
-        if any(0 < unit[i] < unit[j] - 1 for i in (*chain.layers[j].named, *readings[j]) if i >= 0):
+        if any(0 < unit[i] < unit[j] - 1 for i in (*named_by(chain.layers[j]), *readings[j]) if i >= 0):
             raise Unlike
     for i in range(starts[1], third):
         one, other, move = chain.layers[i], chain.layers[i + length], by(length)
-        if same(one.renumbered(move)) != same(other) or sorted(map(move, readings[i])) != sorted(readings[i + length]):
+        if same(renumbered(one, move)) != same(other) or sorted(map(move, readings[i])) != sorted(readings[i + length]):
             raise Unlike
     if any(0 < unit[i] <= KEPT for x in (*chain.tied, *(x.layers for x in chain.shared or ())) for i in x):
         raise Unlike
@@ -194,7 +195,7 @@ def told(chain: Chain, run: Run) -> tuple[Chain, list[int]]:
     behind = moves[-1]
     return replace(
         chain,
-        layers=tuple(replace(chain.layers[i].renumbered(move), name=a, module=b) for (i, _), move, (a, b) in named),
+        layers=tuple(replace(renumbered(chain.layers[i], move), name=a, module=b) for (i, _), move, (a, b) in named),
         edges=None if chain.edges is None else tuple(sorted(edges)),
         inputs=chain.inputs and tuple(j for j, (i, _) in enumerate(source) if i in (chain.inputs or ())),
         tied=tuple((behind(i), behind(j)) for i, j in chain.tied),
