@@ -72,7 +72,7 @@ BoundFile = form(
     rename={"allocation": "class"},
     period_ns=Positive,
 )
-AlternativeFile = form(Alternative, optional=(), microbatches=Positive, period_ns=Positive | None)
+AlternativeFile = form(Alternative, brief=True, microbatches=Positive, period_ns=Positive | None)
 ProvenanceFile = form(
     Provenance,
     optional=("alternatives",),

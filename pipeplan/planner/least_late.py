@@ -47,7 +47,7 @@ def least_late(problem: Problem, find: Callable[[Problem], Found], drained: Quic
             other = find(problem.with_policy(quick.plan.policy))
             if _as_long(other[0], found[0]):
                 return _naming(other, found[0])
-    return _naming(found, quick) if quick.plan.provenance.solver_status != "time limit" else found
+    return _naming(found, quick, quickly=True) if quick.plan.provenance.solver_status != "time limit" else found
 
 
 def drained_quickly(problem: Problem, interval: int, settings: Settings, seconds: float) -> Planned | None:
@@ -62,10 +62,10 @@ def drained_quickly(problem: Problem, interval: int, settings: Settings, seconds
     return None
 
 
-def _naming(found: Found, other: Planned) -> Found:
+def _naming(found: Found, other: Planned, quickly: bool = False) -> Found:
     """Return what was found, its plan naming what ``other`` takes, and what that names."""
     plan, second = found[0].plan, other.plan
-    told = Alternative(second.policy.weights, second.interval, other.evaluation.period_ns)
+    told = Alternative(second.policy.weights, second.interval, other.evaluation.period_ns, quickly)
     named = (*plan.provenance.alternatives, *second.provenance.alternatives, told)
     provenance = replace(plan.provenance, alternatives=named)
     return replace(found[0], plan=replace(plan, provenance=provenance)), found[1]

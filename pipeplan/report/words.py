@@ -289,12 +289,11 @@ def _every(microbatches: int) -> str:
 
 def other_weights(plan: Plan, result: Evaluation) -> str | None:
     """Return what was found with the same updates of weights that are kept otherwise, or None where nobody looked."""
-    quick = " by a quicker search"
     found = [
         f"{x.weights} "
         + ("finds no plan" if x.period_ns is None else f"{format_ns(x.period_ns)} ({longer(x.period_ns, result)})")
         + ("" if x.period_ns is None or x.microbatches == plan.interval else f" {_every(x.microbatches)}")
-        + (quick if WEIGHTS[x.weights].drains or plan.policy.drains else "")
+        + (" by a quicker search" if x.quick else "")
         for x in plan.provenance.alternatives
         if x.weights != plan.policy.weights
     ]

@@ -82,7 +82,7 @@ def _drained(problem: Problem, interval: int, settings: Settings | None, seconds
     found = None if seconds is None else drained_quickly(problem, interval, settings or Settings(), seconds)
     if found is None or found.plan.provenance.solver_status == "time limit":
         return []
-    return [Alternative(found.plan.policy.weights, interval, found.evaluation.period_ns)]
+    return [Alternative(found.plan.policy.weights, interval, found.evaluation.period_ns, quick=True)]
 
 
 def _under(problem: Problem, weights: Weights, interval: int) -> Problem:
@@ -99,7 +99,7 @@ def _alternative(
     """Return what the best plan found takes, also of the stages that are ``planned``; nothing where a second isn't
     enough to tell how long it drains."""
     plan, interval, found = planned.plan, planned.plan.interval, list[int]()
-    here = _under(problem, weights, interval)
+    here, quick = _under(problem, weights, interval), plan.policy.drains or WEIGHTS[weights].drains
     kind = kinds_for(weights)[0]
     if here.policy.drains:
         steps = interval * (4 * min(len(here.platform), len(here.chain)) - 2)
@@ -118,13 +118,13 @@ def _alternative(
             with suppress(BadInput, Infeasible):
                 found.append(find(replace(here, checkpointing=problem.checkpointing)).evaluation.period_ns)
     if incumbent.best is None:
-        return [Alternative(weights, interval, min(found, default=None))]
+        return [Alternative(weights, interval, min(found, default=None), quick)]
     schedule = Schedule(kind, interval if here.policy.drains else None)
     best = incumbent.best
     plan = Plan(
         here.chain, here.platform, here.policy, best.allocation, best.pattern, (), Provenance("contiguous"), schedule
     )
-    return [Alternative(weights, interval, min([check(plan).period_ns, *found]))]
+    return [Alternative(weights, interval, min([check(plan).period_ns, *found]), quick)]
 
 
 def _contiguous(incumbent: Incumbent) -> None:
