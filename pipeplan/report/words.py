@@ -14,7 +14,7 @@ from ..names import SENTENCE, shown
 from ..partition.contiguous.grouped import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
-from ..problem import WEIGHTS, Chain, Level, Platform, Policy
+from ..problem import Chain, Level, Platform, Policy
 from ..schedule.weight_versions import Delay, average_delay
 from ..units import format_bandwidth, format_bytes, format_ns
 

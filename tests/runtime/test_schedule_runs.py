@@ -80,7 +80,10 @@ def test_what_a_plan_cannot_run_under_is_said(chain, tmp_path):
     path.write_text("0F0,1F0,1B0,0B0\n")
     for schedule, said in (
         ("zbw", "--schedule: 'zbw' is not one of flush, "),
-        ("zb1p", "zb1p: zb1p gives each GPU one stage; device 0 has stages"),
+        (
+            "zb1p",
+            "zb1p: zb1p gives each GPU one stage; device 0 has .* `pipeplan plan --weights flush --schedule zb1p`",
+        ),
         (str(path), "order.csv: the order's stages are on ranks \\[0, 0\\], those of the plan on \\[0, 1, 1, 0\\]"),
         ("nf1b", "plan: nf1b takes the newest weights, which is for weights latest"),
     ):

@@ -54,9 +54,8 @@ def make_target_plan(
     all_kinds = TARGETS[name].kinds
     search = BlockSearch(problem, name, TARGETS[name], kinds or all_kinds, settings or Settings())
     search.cutoff_ns = None if beat_ns is None else beat_ns * (problem.policy.accumulate or 1)
-    of_any = any_bound(problem)
 
-    def planned(stopped: str | None) -> Planned:
+    def planned(stopped: str | None, of_any: Bound) -> Planned:
         best, count = search.best, problem.policy.accumulate or 1
         assert best is not None
         one = set(search.kinds) != set(all_kinds)
@@ -81,14 +80,16 @@ def make_target_plan(
 
     def first() -> None:
         if found is not None and search.best is not None:
-            found(planned("interrupted"))  # which it is where nothing comes behind it
+            found(
+                planned("interrupted", any_bound(problem, up_to=1))
+            )  # at once, by the quick bound, if nothing follows
 
     stopped = search.run(EFFORTS[effort].block_steps, first)
     if search.best is None and beat_ns is not None:
         raise NoBetter(ceil_div(search.bound_ns(), problem.policy.accumulate or 1))
     if search.best is None:
         raise Infeasible(search.why_none(stopped))
-    return planned(stopped)
+    return planned(stopped, any_bound(problem))
 
 
 def as_run_by(problem: Problem, name: str) -> Problem:

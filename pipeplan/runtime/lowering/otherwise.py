@@ -37,7 +37,8 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
     if kind.limit is not None and limit is None:
         limit = plan.schedule.limit or kind.limit.usual(graph_of(plan))[0]
     schedule = Schedule(name, microbatches, limit)  # type: ignore[arg-type]  # it is a key of the table
-    return _fitting(replace(plan, schedule=schedule, pattern=None if kind.simulated else plan.pattern), name)
+    instead = f"; `pipeplan plan --weights {plan.policy.weights} --schedule {name}` plans for it"
+    return _fitting(replace(plan, schedule=schedule, pattern=None if kind.simulated else plan.pattern), name, instead)
 
 
 def written_plan(plan: Plan, written: Written, name: str) -> Plan:
@@ -53,9 +54,10 @@ def written_plan(plan: Plan, written: Written, name: str) -> Plan:
     return _fitting(replace(plan, schedule=schedule, pattern=None, policy=policy), name)
 
 
-def _fitting(plan: Plan, name: str) -> Plan:
-    """Return ``plan`` without bounds of other schedules; BadInput where its stages cannot run under its own."""
+def _fitting(plan: Plan, name: str, instead: str = "") -> Plan:
+    """Return ``plan`` without bounds of other schedules; BadInput where its stages cannot run under its own, which
+    ends with what to do ``instead``."""
     reason = refused(graph_of(plan), plan.schedule)
     if reason is not None:
-        raise BadInput(f"{name}: {reason}")
+        raise BadInput(f"{name}: {reason}{instead}")
     return replace(plan, lower_bounds=tuple(x for x in plan.lower_bounds if x.schedule is None))
