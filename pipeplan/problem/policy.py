@@ -74,6 +74,12 @@ class Policy:
         return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema + 8 * apart
 
     @property
+    def predictable(self) -> bool:
+        """Whether passes may read predicted weights: where backwards read the newest, they need the true ones whole."""
+        whole = self.precision != "mixed" and not (self.zero or self.offload or self.vertical_sync)
+        return whole or not self.rules.reads_newest
+
+    @property
     def rules(self) -> WeightRules:
         """The rules of ``weights``, with vertical sync where that has a meaning."""
         row = WEIGHTS[self.weights]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from multiprocessing import current_process
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
+from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
@@ -39,6 +41,8 @@ from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import Step, unroll
 from pipeplan.schedule.simulate import simulate
+
+uncorrected = partial(RunOptions, delay_correction="none")  # of late gradients, as serial loops train
 
 
 def chain_of(model, batch, *, measured=False, data=None, dtype=None, autocast=None, split=False):
@@ -306,10 +310,14 @@ def emulated(plan, name, batch, *, steps, optimizer, lr, seed=0, late=None, firs
                 entered = passed.pop((s - 1, m)).requires_grad_() if s else sample
                 leaves = {p: p if weights == "latest" else history[p][version(p, x)] for p in names[s].values()}
                 leaves = {p: x if x is p else x.clone().requires_grad_() for p, x in leaves.items()}
+                for p in leaves if weights == "latest" else ():
+                    p.data.copy_(history[p][made[home[p]]])
                 out = torch.func.functional_call(parts[s], {k: leaves[p] for k, p in names[s].items()}, (entered,))
                 if s == len(parts) - 1:
                     out = loss(out, target)
                     losses[m] = float(out.detach())
+                for p in leaves if weights == "latest" else ():
+                    p.data.copy_(newest[p].data)
                 inside[s, m], passed[s, m] = (entered, leaves, out), out.detach()
             case Backward(s, m):
                 entered, leaves, out = inside.pop((s, m))

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from cases import half, on_gpu, runtime
-from cases.runtime import Waved, chain_of, largest_difference, mean_square, plan_of
+from cases.runtime import Waved, chain_of, largest_difference, mean_square, plan_of, uncorrected
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,7 +30,6 @@ from pipeplan.errors import PipeplanError, RunFailed
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Plan, Stage
 from pipeplan.problem import Problem
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -191,7 +190,7 @@ def trained(mode, device, folder, **more):
             raise RunFailed(f"torchrun ended with {done.returncode}")
     else:
         more = {"timeout_s": 100.0, **fused, **mode.options, **more}
-        run_plan(mode.plan, spec, RunOptions(device=device, **asked, **more))
+        run_plan(mode.plan, spec, uncorrected(device=device, **asked, **more))
     return torch.load(folder / "saved.pt")
 
 

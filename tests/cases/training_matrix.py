@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases.runtime import chain_of, plan_of
+from cases.runtime import chain_of, plan_of, uncorrected
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -19,7 +19,6 @@ from pipeplan.check.validate import check
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.simulated.other_schedules import balanced_stages
 from pipeplan.problem import Platform, Policy
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
@@ -196,7 +195,7 @@ def ran(case: Case, folder: Path) -> tuple[list[float], dict[str, Any], float]:
     spec = ModelSpec(f"{__name__}:{build}", f"{__name__}:{'loader' if 'loader' in has else 'microbatch'}")
     updates = COUNT * STEPS // plan.interval
     half = next((x for x in has if x in HALF), None)
-    options = RunOptions(steps=updates, lr=LR, save=folder / "x.pt", clip_norm=CLIP if "clip" in has else None)
+    options = uncorrected(steps=updates, lr=LR, save=folder / "x.pt", clip_norm=CLIP if "clip" in has else None)
     if half == "fp16":
         options = replace(options, half=replace(options.half, loss_scale=SCALE))
     before: list[float] = []

@@ -8,11 +8,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
-from cases.runtime import chain_of, largest_difference, plan_of
+from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from torch import nn
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.engine.options import HeldOutOptions, RunOptions
+from pipeplan.runtime.engine.options import HeldOutOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.optimizers import parse_choice
@@ -47,7 +47,7 @@ def test_evaluations_are_those_of_plain_torch_and_change_nothing(case, build, tm
     stages = [(a, len(chain) if b == 5 else b, on) for a, b, on in PLANS[case]["stages"]]
     plan = plan_of(chain, **PLANS[case] | {"stages": stages}, optimizer="momentum")
     model, heard = ModelSpec(f"cases.runtime:{build}", "cases.runtime:vectors"), []
-    options = RunOptions(steps=STEPS, lr=0.05, every=2, save=tmp_path / "x.pt", checkpoint=tmp_path / "c")
+    options = uncorrected(steps=STEPS, lr=0.05, every=2, save=tmp_path / "x.pt", checkpoint=tmp_path / "c")
     plain = run_plan(plan, model, options)
     state = torch.load(tmp_path / "x.pt")
     report = run_plan(plan, model, replace(options, checkpoint=tmp_path / "d", held_out=ASKED), heard.append)
@@ -61,7 +61,7 @@ def test_evaluations_are_those_of_plain_torch_and_change_nothing(case, build, tm
     assert [x.step for x in told] == [2, 4, 6, 8]
     assert report.best_step == min(report.evaluations, key=lambda step: report.evaluations[step]["loss"])
     best = run_plan(
-        plan, model, RunOptions(steps=1, lr=0.05, checkpoint=tmp_path / "d" / "best", resume=True, evaluates=True)
+        plan, model, uncorrected(steps=1, lr=0.05, checkpoint=tmp_path / "d" / "best", resume=True, evaluates=True)
     )
     assert math.isfinite(best.losses[0])
 
@@ -70,7 +70,7 @@ def test_weights_that_evaluation_has_in_another_layer_are_the_trained_ones(tmp_p
     chain = chain_of(runtime_cases.shifted, 4)
     assert len(chain) == 4
     model = ModelSpec("cases.runtime:shifted", "cases.runtime:vectors")
-    options = RunOptions(steps=2, lr=0.05, save=tmp_path / "x.pt", held_out=replace(ASKED, metrics=None))
+    options = uncorrected(steps=2, lr=0.05, save=tmp_path / "x.pt", held_out=replace(ASKED, metrics=None))
     report = run_plan(plan_of(chain, [(0, 4, (0,))], accumulate=2), model, options)
     net = runtime_cases.shifted(4)[0].eval()
     net.load_state_dict(torch.load(tmp_path / "x.pt"))
@@ -88,7 +88,7 @@ def test_a_resumed_run_has_the_same_average_plateau_and_patience(tmp_path):
     other = plan_of(chain, [(0, 2, (0, 1)), (2, 5, (2,))], weights="flush", accumulate=2, optimizer="adam")
     other = replace(other, policy=replace(other.policy, zero=1))
     model = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
-    options = RunOptions(
+    options = uncorrected(
         steps=STEPS, lr=0.05, ema=0.8, averaged=True, save=tmp_path / "one.pt", checkpoint=tmp_path / "c",
         scheduler=parse_choice("ReduceLROnPlateau,patience=0,factor=0.5,threshold=0.5", ""), warmup=2,
         held_out=replace(ASKED, averaged=True, metrics=None),
@@ -116,9 +116,9 @@ def test_a_resumed_run_has_the_same_average_plateau_and_patience(tmp_path):
     assert largest_difference(torch.load(tmp_path / "two.pt"), averages) == 0
     again = run_plan(other, model, replace(part, checkpoint=tmp_path / "c", steps=10, resume=True))
     assert list(again.evaluations) == [10]
-    last = RunOptions(steps=3, lr=0.05, averaged=True, evaluates=True, resume=True, checkpoint=tmp_path / "d")
+    last = uncorrected(steps=3, lr=0.05, averaged=True, evaluates=True, resume=True, checkpoint=tmp_path / "d")
     assert len(run_plan(other, model, last).losses) == 6
-    run_plan(plan, model, RunOptions(steps=2, lr=0.05, checkpoint=tmp_path / "e"))
+    run_plan(plan, model, uncorrected(steps=2, lr=0.05, checkpoint=tmp_path / "e"))
     with pytest.raises(BadInput, match="there is no running average of"):
         run_plan(plan, model, replace(last, checkpoint=tmp_path / "e"))
 
@@ -127,7 +127,7 @@ def test_a_run_ends_where_evaluations_get_no_better(tmp_path):
     """At a rate of 0 none does; what had been seen before a resume counts."""
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
-    options = RunOptions(steps=12, lr=0.0, checkpoint=tmp_path, held_out=replace(ASKED, every=1, patience=3))
+    options = uncorrected(steps=12, lr=0.0, checkpoint=tmp_path, held_out=replace(ASKED, every=1, patience=3))
     run_plan(plan, model, replace(options, steps=2))
     report = run_plan(plan, model, replace(options, resume=True))
     assert (report.steps, report.ended_early, report.best_step) == (2, True, 1)

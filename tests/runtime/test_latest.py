@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from cases import faults
 from cases import runtime as runtime_cases
 from cases.newest_models import MODELS, exploding, image_layers, images, normed, sequences
-from cases.runtime import chain_of, largest_difference, plan_of
+from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from click.testing import CliRunner
 from oracles.chrome_trace import shown
 from oracles.newest_weights import Emulation, add, mean_square, own_weights
@@ -25,7 +25,6 @@ from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy, Problem
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update, sentence
 from pipeplan.runtime.lowering.lowered_run import lower_run
@@ -117,7 +116,7 @@ def test_a_run_equals_its_sequential_emulation(case, tmp_path):
     plan = nf1b_plan(chain_of(MODELS[name][0], 4), stages, batch, limit=limit, vertical_sync=vertical_sync)
     script = lower_run(plan, STEPS)
     losses, weights = emulated(plan, name, script)
-    report = run_plan(plan, spec(name), RunOptions(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
+    report = run_plan(plan, spec(name), uncorrected(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
     exact = name == "images"  # in double precision
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10 if exact else 1e-5)
     state = torch.load(tmp_path / "state.pt")
@@ -161,7 +160,7 @@ def test_newest_weights_in_a_periodic_pattern_too(devices, vertical_sync, tmp_pa
     )
     script = lower_run(plan, STEPS)
     losses, weights = emulated(plan, "images", script)
-    report = run_plan(plan, spec("images"), RunOptions(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
+    report = run_plan(plan, spec("images"), uncorrected(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10)
     state = torch.load(tmp_path / "state.pt")
     for key, expected in zip([k for k, _ in nn.Sequential(*image_layers()).named_parameters()], weights, strict=True):
@@ -217,7 +216,7 @@ def test_one_mini_batch_at_a_time_is_plain_training_to_the_bit(name, stages, tmp
     """Nothing is newer than anything then: torch's SGD on the mean of three losses, with one backward for all."""
     model, _, _ = MODELS[name]
     plan = nf1b_plan(chain_of(model, 4), stages, 3, limit=1, optimizer="sgd")
-    report = run_plan(plan, spec(name), RunOptions(steps=5, lr=LR, save=tmp_path / "state.pt"))
+    report = run_plan(plan, spec(name), uncorrected(steps=5, lr=LR, save=tmp_path / "state.pt"))
     losses, state = plain(name, steps=5, batch=3)
     assert report.losses == tuple(losses)
     found = torch.load(tmp_path / "state.pt")
@@ -257,7 +256,7 @@ def test_one_mini_batch_at_a_time_is_synchronous_training_in_mixed_precision_too
         report = run_plan(
             replace(plan, policy=policy),
             ModelSpec("gpt-tiny"),
-            RunOptions(steps=4, lr=0.002, save=tmp_path / f"{kind}.pt"),
+            uncorrected(steps=4, lr=0.002, save=tmp_path / f"{kind}.pt"),
         )
         assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
         states.append(torch.load(tmp_path / f"{kind}.pt"))
@@ -276,7 +275,7 @@ def test_activations_and_versions_are_ordered_as_predicted():
     }
     planned, measured, versions = {}, {}, {}
     for weights, plan in plans.items():
-        report = run_plan(plan, spec("sequences"), RunOptions(steps=10, lr=0.01))
+        report = run_plan(plan, spec("sequences"), uncorrected(steps=10, lr=0.01))
         planned[weights] = [x.planned_bytes for x in report.activations]
         measured[weights] = [x.measured_bytes for x in report.activations]
         versions[weights] = [x.versions for x in report.stages]
@@ -300,7 +299,7 @@ def test_a_run_takes_the_period_that_its_operations_allow():
 
     def measured():
         report = run_plan(
-            plan, ModelSpec("cases.runtime:pausing", "cases.runtime:vectors"), RunOptions(steps=12, lr=0.01)
+            plan, ModelSpec("cases.runtime:pausing", "cases.runtime:vectors"), uncorrected(steps=12, lr=0.01)
         )
         for stage in report.stages:
             assert stage.forward_ns >= 2 * forward_ns
@@ -316,7 +315,7 @@ def test_a_run_takes_the_period_that_its_operations_allow():
 
 def state_after(plan, name, folder, steps, **options):
     target = folder / f"{steps}-{'-'.join(options)}.pt"
-    run_plan(plan, spec(name), RunOptions(steps=steps, lr=LR, save=target, **options))
+    run_plan(plan, spec(name), uncorrected(steps=steps, lr=LR, save=target, **options))
     return torch.load(target)
 
 
@@ -409,7 +408,7 @@ def vectors_plan(model, **options):
 def test_a_layer_that_keeps_copies_of_its_weights_is_refused_by_name():
     plan = vectors_plan(normed)
     with pytest.raises(BadInput, match=r"model: layer 1 \(.*\) keeps a copy of its weights, float32 \(16, 1\)"):
-        run_plan(plan, ModelSpec("cases.newest_models:normed", "cases.runtime:vectors"), RunOptions(steps=2, lr=LR))
+        run_plan(plan, ModelSpec("cases.newest_models:normed", "cases.runtime:vectors"), uncorrected(steps=2, lr=LR))
 
 
 def test_it_runs_where_the_plan_recomputes_it():
@@ -417,7 +416,7 @@ def test_it_runs_where_the_plan_recomputes_it():
     stages = (plan.allocation.stages[0], replace(plan.allocation.stages[1], checkpoint=((1, 2),)))
     plan = replace(plan, allocation=Allocation(stages))
     report = run_plan(
-        plan, ModelSpec("cases.newest_models:normed", "cases.runtime:vectors"), RunOptions(steps=8, lr=LR)
+        plan, ModelSpec("cases.newest_models:normed", "cases.runtime:vectors"), uncorrected(steps=8, lr=LR)
     )
     assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
 
@@ -426,7 +425,7 @@ def test_a_loss_that_is_no_number_is_named():
     plan = vectors_plan(exploding)
     words = r"rank 1 failed in the forward of microbatch (\d+) on stage 1: the loss is nan for microbatch \1;"
     with pytest.raises(RunFailed, match=words):
-        run_plan(plan, ModelSpec("cases.newest_models:exploding", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
+        run_plan(plan, ModelSpec("cases.newest_models:exploding", "cases.runtime:vectors"), uncorrected(steps=9, lr=LR))
 
 
 def test_data_of_another_shape_is_named():
@@ -435,7 +434,7 @@ def test_data_of_another_shape_is_named():
         run_plan(
             plan,
             ModelSpec("cases.newest_models:images", "cases.newest_models:sequence_data"),
-            RunOptions(steps=2, lr=LR),
+            uncorrected(steps=2, lr=LR),
         )
 
 
@@ -450,7 +449,7 @@ def test_a_traced_model_trains_as_its_layers_do(tmp_path):
         chain = replace(chain, layers=tuple(layers))
         plan = nf1b_plan(chain, [Stage(0, cut, (0,)), Stage(cut, len(chain), (1,))], 2)
         model = ModelSpec(f"cases.runtime:{build}", "cases.runtime:vectors")
-        report = run_plan(plan, model, RunOptions(steps=6, lr=LR, save=tmp_path / "s"))
+        report = run_plan(plan, model, uncorrected(steps=6, lr=LR, save=tmp_path / "s"))
         found.append((report.losses, torch.load(tmp_path / "s")))
         assert [x.measured_bytes for x in report.activations] == [x.planned_bytes for x in report.activations]
     (losses, state), (same, again) = found
@@ -462,10 +461,10 @@ def test_a_failing_backward_names_all_its_microbatches():
     chain = chain_of(faults.backward_raising, 4)
     plan = nf1b_plan(chain, [(0, 3), (3, len(chain))], 3)
     with pytest.raises(RunFailed, match=r"in the backward of microbatches 3 to 5 on stage 1: ArithmeticError: no way"):
-        run_plan(plan, ModelSpec("cases.faults:backward_raising", "cases.runtime:vectors"), RunOptions(steps=9, lr=LR))
+        run_plan(plan, ModelSpec("cases.faults:backward_raising", "cases.runtime:vectors"), uncorrected(steps=9, lr=LR))
 
 
 def test_torchs_engine_refuses():
     plan = nf1b_plan(chain_of(images, 4), TWO, 2)
     with pytest.raises(BadInput, match="torch's engine drains before every update; weights are 'latest'"):
-        run_plan(plan, spec("images"), RunOptions(steps=2, lr=LR, engine="torch"))
+        run_plan(plan, spec("images"), uncorrected(steps=2, lr=LR, engine="torch"))

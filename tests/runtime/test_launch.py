@@ -16,13 +16,13 @@ from cases.runtime import (
     plan_of,
     serial,
     simulated_version,
+    uncorrected,
     undisturbed,
     zoo_chain,
 )
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.optimizers import parse_choice
@@ -161,7 +161,7 @@ def test_a_run_equals_training_in_one_process(case, tmp_path):
     )
     stages = plan.allocation.stages
     saved = tmp_path / "state.pt"
-    report = run_plan(plan, ModelSpec(name), RunOptions(steps=steps, lr=lr, seed=1, save=saved))
+    report = run_plan(plan, ModelSpec(name), uncorrected(steps=steps, lr=lr, seed=1, save=saved))
     interval = report.microbatches // steps
     assert interval == plan.policy.update_interval(max(stage.replicas for stage in stages))
     versions = {"flush": lambda stage, m: m // interval, "2bw-uniform": lambda stage, m: max(m // interval - 1, 0)}
@@ -196,7 +196,7 @@ def test_a_pipeline_runs_at_the_period_that_its_operations_allow():
     model = ModelSpec("cases.runtime:pausing", "cases.runtime:vectors")
 
     def measured():
-        report = run_plan(plan, model, RunOptions(steps=15, lr=0.01))
+        report = run_plan(plan, model, uncorrected(steps=15, lr=0.01))
         for stage in report.stages:
             assert stage.forward_ns >= 2e9 * FORWARD_S
             assert stage.backward_ns >= 2e9 * BACKWARD_S
@@ -229,7 +229,7 @@ def test_a_failing_rank_ends_the_run_and_is_named(fault, rank):
     """The fault is in layer 3; no rank waits for its timeout."""
     model = ModelSpec(f"cases.faults:{fault}", "cases.runtime:vectors")
     with pytest.raises(RunFailed) as caught:
-        run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, RunOptions(steps=20, lr=0.01, timeout_s=10 * SECONDS))
+        run_plan(faulty_plan(cut=4 if rank == 0 else 3), model, uncorrected(steps=20, lr=0.01, timeout_s=10 * SECONDS))
     assert str(caught.value).startswith(FAULTS[fault].format(rank=rank))
     if fault == "raising":  # the rank's own traceback leads to the line
         assert "in raise_value_error" in caught.value.__notes__[0]
@@ -239,7 +239,7 @@ def test_a_rank_that_hangs_is_named_when_the_others_wait_in_vain():
     model = ModelSpec("cases.faults:hanging", "cases.runtime:vectors")
 
     def run(timeout_s):
-        run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01, timeout_s=timeout_s))
+        run_plan(faulty_plan(cut=3), model, uncorrected(steps=20, lr=0.01, timeout_s=timeout_s))
 
     words = "rank 1 doesn't answer in the forward of microbatch 4 on stage 1: rank 0 lost"
     fails_when_patient(run, RunFailed, words)
@@ -250,7 +250,7 @@ def test_a_rank_that_hangs_alone_is_named_as_well():
     model = ModelSpec("cases.faults:hanging", "cases.runtime:vectors")
 
     def run(timeout_s):
-        run_plan(faulty_plan(), model, RunOptions(steps=20, lr=0.01, timeout_s=timeout_s))
+        run_plan(faulty_plan(), model, uncorrected(steps=20, lr=0.01, timeout_s=timeout_s))
 
     fails_when_patient(run, RunFailed, "rank 0 doesn't answer in the forward of microbatch 4 on stage 0: nothing has")
 
@@ -258,20 +258,20 @@ def test_a_rank_that_hangs_alone_is_named_as_well():
 def test_a_microbatch_of_another_shape_fails_before_it_is_sent():
     model = ModelSpec("cases.faults:shrinking", "cases.runtime:vectors")
     with pytest.raises(RunFailed, match=r"rank 0 failed .*stage 0 puts out float32 \(1, 16\) for microbatch 4"):
-        run_plan(faulty_plan(cut=4), model, RunOptions(steps=20, lr=0.01))
+        run_plan(faulty_plan(cut=4), model, uncorrected(steps=20, lr=0.01))
 
 
 def test_a_wrong_model_is_bad_input():
     with pytest.raises(BadInput, match="model: has 6 layers; the plan's profile test has 6, and should have 7"):
-        run_plan(faulty_plan(cut=3), ModelSpec("gpt-tiny,blocks=3"), RunOptions(steps=1, lr=0.01))
+        run_plan(faulty_plan(cut=3), ModelSpec("gpt-tiny,blocks=3"), uncorrected(steps=1, lr=0.01))
     with pytest.raises(BadInput, match="no model is named 'nothing'"):
-        run_plan(faulty_plan(cut=3), ModelSpec("nothing"), RunOptions(steps=1, lr=0.01))
+        run_plan(faulty_plan(cut=3), ModelSpec("nothing"), uncorrected(steps=1, lr=0.01))
 
 
 def test_a_missing_folder_is_bad_input(tmp_path):
     with pytest.raises(BadInput, match="there is no folder"):
         run_plan(
-            faulty_plan(cut=3), ModelSpec("gpt-tiny"), RunOptions(steps=1, lr=0.01, save=tmp_path / "no" / "state.pt")
+            faulty_plan(cut=3), ModelSpec("gpt-tiny"), uncorrected(steps=1, lr=0.01, save=tmp_path / "no" / "state.pt")
         )
 
 
@@ -280,7 +280,7 @@ def test_a_loss_that_is_no_number_ends_the_run():
     with pytest.raises(
         RunFailed, match=r"^rank 1 failed in the forward of microbatch \d+ on stage 1: the loss is (nan|inf)"
     ):
-        run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=1e30))
+        run_plan(faulty_plan(cut=3), model, uncorrected(steps=20, lr=1e30))
 
 
 def test_an_evaluation_runs_forward_alone_in_evaluation_mode(tmp_path):
@@ -288,8 +288,8 @@ def test_an_evaluation_runs_forward_alone_in_evaluation_mode(tmp_path):
     model = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
     plan = plan_of(chain, [(0, 2, (0, 1)), (2, 5, (2,))], weights="2bw")
     saved, again = tmp_path / "state.pt", tmp_path / "again.pt"
-    run_plan(plan, model, RunOptions(steps=3, lr=0.05, save=saved))
-    report = run_plan(plan, model, RunOptions(steps=2, lr=0.05, load=saved, evaluates=True, save=again))
+    run_plan(plan, model, uncorrected(steps=3, lr=0.05, save=saved))
+    report = run_plan(plan, model, uncorrected(steps=2, lr=0.05, load=saved, evaluates=True, save=again))
     layers, _, loss = runtime_cases.dropping(4)
     net = torch.nn.Sequential(*layers).eval()
     net.load_state_dict(torch.load(saved))
@@ -307,7 +307,7 @@ def test_epochs_repeat_the_data_with_the_next_seed_and_every_update_is_heard():
     plan = plan_of(zoo_chain("gpt-tiny", 2), [(0, 3, (0, 1)), (3, 8, (2,))], weights="flush", accumulate=3)
     heard = []
     report = run_plan(
-        plan, ModelSpec("gpt-tiny"), RunOptions(steps=4, lr=1e-12, seed=5, epoch=3), listener=heard.append
+        plan, ModelSpec("gpt-tiny"), uncorrected(steps=4, lr=1e-12, seed=5, epoch=3), listener=heard.append
     )
     layers, loss, data = runtime_cases.built("gpt-tiny", 2, 5)
     samples = [data(m % 3, 5 + m // 3) for m in range(12)]
@@ -336,14 +336,14 @@ def test_weights_that_do_not_fit_are_bad_input(damage, tmp_path):
     }
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     with pytest.raises(BadInput, match=words[damage]):
-        run_plan(faulty_plan(cut=3), model, RunOptions(steps=1, lr=0.01, load=path))
+        run_plan(faulty_plan(cut=3), model, uncorrected(steps=1, lr=0.01, load=path))
 
 
 @pytest.mark.parametrize("stages", [TWO_STAGES, SHARED])
 def test_torchs_engine_trains_the_same(stages, tmp_path):
     plan = plan_of(zoo_chain("gpt-tiny", 2), stages, weights="flush", accumulate=4, optimizer="momentum")
     saved, clip = tmp_path / "state.pt", 0.5 if stages == TWO_STAGES else None
-    options = RunOptions(steps=4, lr=0.02, seed=1, save=saved, engine="torch", clip_norm=clip)
+    options = uncorrected(steps=4, lr=0.02, seed=1, save=saved, engine="torch", clip_norm=clip)
     report = run_plan(plan, ModelSpec("gpt-tiny"), options)
     losses, state = serial("gpt-tiny", 2, steps=4, accumulate=4, optimizer="momentum", lr=0.02, seed=1, clip=clip)
     assert report.losses == pytest.approx(losses, abs=1e-5)
@@ -365,7 +365,7 @@ def test_torchs_engine_trains_the_same(stages, tmp_path):
 def test_what_torchs_engine_cannot_run_is_bad_input(stages, weights, words):
     plan = plan_of(zoo_chain("gpt-tiny", 2), stages, weights=weights)
     with pytest.raises(BadInput, match=words):
-        run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(steps=1, lr=0.02, engine="torch"))
+        run_plan(plan, ModelSpec("gpt-tiny"), uncorrected(steps=1, lr=0.02, engine="torch"))
 
 
 @pytest.mark.parametrize(
@@ -379,10 +379,10 @@ def test_a_failing_update_is_named(options, words):
     optimizer = parse_choice(f"cases.faults:Tiring,{options}", "here")
     either = "|".join(f"rank {s} {words.format(s)}" for s in (0, 1))
     with pytest.raises(RunFailed, match=either):
-        run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01, optimizer=optimizer))
+        run_plan(faulty_plan(cut=3), model, uncorrected(steps=20, lr=0.01, optimizer=optimizer))
 
 
 def test_missing_data_is_named():
     model = ModelSpec("cases.runtime:healthy", "cases.faults:ending")
     with pytest.raises(RunFailed, match=r"failed in the forward of microbatch 3 on stage \d: IndexError: there is no"):
-        run_plan(faulty_plan(cut=3), model, RunOptions(steps=20, lr=0.01))
+        run_plan(faulty_plan(cut=3), model, uncorrected(steps=20, lr=0.01))

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import largest_difference, plan_of, serial, simulated_version, zoo_chain
+from cases.runtime import largest_difference, plan_of, serial, simulated_version, uncorrected, zoo_chain
 
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions, run_otherwise
+from pipeplan.runtime.engine.options import run_otherwise
 from pipeplan.runtime.engine.phases import of_schedule
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
@@ -39,7 +39,7 @@ def test_an_order_in_a_file_with_split_backwards_trains_as_one_process_does(chai
     words = program_lines(lower_run(plan, 1))[0].removeprefix("rank 0, GPU 0: ").split()
     assert ",".join(x.removesuffix("v0") for x in words if x.endswith("v0")) == ORDER.split()[0]
     options = {"steps": 3, "lr": 0.05, "seed": 2}
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", **options))
+    report = run_plan(plan, ModelSpec(GPT), uncorrected(save=tmp_path / "s", **options))
     losses, state = serial(GPT, 2, accumulate=3, optimizer="momentum", **options)
     assert report.losses == pytest.approx(losses, abs=1e-6)
     assert largest_difference(torch.load(tmp_path / "s"), state) <= 1e-6
@@ -58,7 +58,7 @@ def test_pipedreams_own_schedule_trains_as_its_weight_versions_say(tmp_path):
     )
     plan = run_otherwise(plan, False, PIPEDREAM, None)
     options = {"steps": 12, "lr": 0.05, "seed": 2}
-    report = run_plan(plan, ModelSpec(name), RunOptions(save=tmp_path / "s", **options))
+    report = run_plan(plan, ModelSpec(name), uncorrected(save=tmp_path / "s", **options))
     version = simulated_version(plan, 12)
     assert [version(s, 11) for s in range(3)] == [9, 10, 11]  # stage s of n is n - s - 1 updates behind
     assert [x.versions for x in report.stages] == [3, 2, 1]

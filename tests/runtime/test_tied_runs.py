@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.half import halved_serial
-from cases.runtime import chain_of, emulated, largest_difference, plan_of, serial, sized_chain, zoo_chain
+from cases.runtime import chain_of, emulated, largest_difference, plan_of, serial, sized_chain, uncorrected, zoo_chain
 from torch import nn
 
 from pipeplan import zoo
@@ -16,7 +16,6 @@ from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import under
@@ -82,7 +81,7 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
     report = run_plan(
         plan,
         ModelSpec(GPT),
-        RunOptions(save=tmp_path / "s", checkpoint=tmp_path / "c", coarsening=given["coarsening"], **options),
+        uncorrected(save=tmp_path / "s", checkpoint=tmp_path / "c", coarsening=given["coarsening"], **options),
     )
     version = (lambda _, m: max(m // interval - 1, 0)) if delayed else None
     losses, state = serial(GPT, 2, accumulate=interval, optimizer=given["optimizer"], version=version, **options)
@@ -104,7 +103,7 @@ def test_copies_apart_train_by_the_versions_that_each_stage_reads(chain, tmp_pat
     assert 0 < first.mean < 1
     assert 0 < last.mean < 1
     options = {"steps": 6, "lr": 0.05, "seed": 2}
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", **options))
+    report = run_plan(plan, ModelSpec(GPT), uncorrected(save=tmp_path / "s", **options))
     losses, state = emulated(plan, GPT, 2, optimizer="momentum", **options)
     trained = torch.load(tmp_path / "s")
     assert report.losses == pytest.approx(losses, abs=1e-6)
@@ -136,7 +135,7 @@ def test_one_storage_on_one_device_trains_bit_for_bit_as_emulated(
     """One weight, gradient and optimizer state for both layers, under every policy, and no more memory than planned."""
     plan = plan_of(chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer)
     options = {"steps": 9, "lr": 0.002 if optimizer == "adam" else 0.05, "seed": 2}
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", **options))
+    report = run_plan(plan, ModelSpec(GPT), uncorrected(save=tmp_path / "s", **options))
     losses, state = emulated(plan, GPT, 2, optimizer=optimizer, **options)
     assert list(report.losses) == losses
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
@@ -164,7 +163,7 @@ def test_every_copy_has_the_same_bits_on_every_rank(stages, copies, weights, tmp
     for path in tmp_path.glob("copy-*"):
         path.unlink()
     plan = plan_of(chain, stages, weights=weights, accumulate=2 if weights == "flush" else None, optimizer="adam")
-    run_plan(plan, ModelSpec("cases.runtime:tied_writing", "cases.runtime:vectors"), RunOptions(steps=10, lr=0.01))
+    run_plan(plan, ModelSpec("cases.runtime:tied_writing", "cases.runtime:vectors"), uncorrected(steps=10, lr=0.01))
     written = [path.read_text().split() for path in tmp_path.glob("copy-*")]
     assert len(written) == copies
     assert len(set(written[0])) == 10 - (weights == "2bw-uniform")  # the last version but one is the last that is used
@@ -182,7 +181,7 @@ def test_copies_on_devices_with_several_holders_train_as_one_weight_on_one(repli
     single = plan_of(chain, [(0, 9, (0,))], weights="2bw-uniform", accumulate=several.interval, optimizer="momentum")
     options, losses, states = {"steps": 5, "lr": 0.05}, [], []
     for plan in (several, single):
-        report = run_plan(plan, model, RunOptions(save=tmp_path / "s", **options))
+        report = run_plan(plan, model, uncorrected(save=tmp_path / "s", **options))
         losses.append(report.losses)
         states.append(torch.load(tmp_path / "s"))
         assert all(x.measured_bytes <= x.planned_bytes for x in report.states)
@@ -199,9 +198,9 @@ def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
     for turn, stages in enumerate([APART, [(0, 6, (0,))], TOGETHER, APART]):
         plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
         if turn:
-            run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, evaluates=True, **options))
+            run_plan(plan, ModelSpec(GPT), uncorrected(steps=1, evaluates=True, **options))
             assert largest_difference(torch.load(saved), state) == 0
-        losses += run_plan(plan, ModelSpec(GPT), RunOptions(steps=2 * turn + 2, **options)).losses
+        losses += run_plan(plan, ModelSpec(GPT), uncorrected(steps=2 * turn + 2, **options)).losses
         state = torch.load(saved)
         assert torch.equal(state[TABLE], state[HEAD])
     expected, trained = serial(GPT, 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
@@ -213,9 +212,9 @@ def test_a_2bw_run_goes_on_with_other_cuts_as_a_drained_one_does(chain, tmp_path
     """What delayed weights leave behind in a checkpoint, when it has drained, is one version of every copy."""
     options = {"lr": 0.002, "save": tmp_path / "s", "checkpoint": tmp_path / "c"}
     first = plan_of(chain, APART, weights="2bw-uniform", accumulate=4, optimizer="adam")
-    begun = run_plan(first, ModelSpec(GPT), RunOptions(steps=3, **options)).losses
+    begun = run_plan(first, ModelSpec(GPT), uncorrected(steps=3, **options)).losses
     second = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2,))], weights="2bw-uniform", accumulate=4, optimizer="adam")
-    rest = run_plan(second, ModelSpec(GPT), RunOptions(steps=6, resume=True, **options)).losses
+    rest = run_plan(second, ModelSpec(GPT), uncorrected(steps=6, resume=True, **options)).losses
     versions = [0, 0, 1, 3, 3, 4]  # the pipeline is empty where the checkpoint is
     losses, state = serial(
         GPT, 2, steps=6, accumulate=4, optimizer="adam", lr=0.002, version=lambda _, m: versions[m // 4]
@@ -229,10 +228,10 @@ def test_a_2bw_run_goes_on_with_other_cuts_as_a_drained_one_does(chain, tmp_path
 def test_a_run_on_the_same_plan_goes_on_bit_for_bit(chain, tmp_path):
     plan = plan_of(chain, [(0, 3, (0,)), (3, 6, (1, 2))], weights="flush", accumulate=2, optimizer="adam")
     options = {"lr": 0.005, "save": tmp_path / "s"}
-    whole = run_plan(plan, ModelSpec(GPT), RunOptions(steps=6, **options))
+    whole = run_plan(plan, ModelSpec(GPT), uncorrected(steps=6, **options))
     state = torch.load(tmp_path / "s")
-    first = run_plan(plan, ModelSpec(GPT), RunOptions(steps=3, checkpoint=tmp_path / "c", **options))
-    rest = run_plan(plan, ModelSpec(GPT), RunOptions(steps=6, checkpoint=tmp_path / "c", resume=True, **options))
+    first = run_plan(plan, ModelSpec(GPT), uncorrected(steps=3, checkpoint=tmp_path / "c", **options))
+    rest = run_plan(plan, ModelSpec(GPT), uncorrected(steps=6, checkpoint=tmp_path / "c", resume=True, **options))
     assert first.losses + rest.losses == whole.losses
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
 
@@ -254,7 +253,7 @@ def test_mixed_precision_adds_up_sixteen_bits_and_keeps_copies_equal(stages, dty
     plan = replace(plan, policy=replace(plan.policy, precision="mixed", offload=offload, bucket_parameters=700))
     options = {"steps": steps, "lr": 0.002}
     half = HalfOptions(loss_scale=scale, window=4)
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", half=half, **options))
+    report = run_plan(plan, ModelSpec(GPT), uncorrected(save=tmp_path / "s", half=half, **options))
     losses, state, skipped, last = halved_serial(
         lambda batch: model(batch, seed=0), model.data(2), 2, dtype=dtype, accumulate=2, optimizer="adam", scale=scale,
         window=4, **options,
@@ -278,7 +277,7 @@ def test_delayed_gradients_of_sixteen_bits_are_added_up_and_keep_copies_equal(tm
     )
     plan = replace(plan, policy=replace(plan.policy, precision="mixed"))
     options = {"steps": 5, "lr": 0.002}
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(save=tmp_path / "s", half=HalfOptions(), **options))
+    report = run_plan(plan, ModelSpec(GPT), uncorrected(save=tmp_path / "s", half=HalfOptions(), **options))
     trained, interval = torch.load(tmp_path / "s"), lower_run(plan, 1).interval
     losses, state = serial(
         GPT, 2, accumulate=interval, optimizer="adam", version=lambda _, m: max(m // interval - 1, 0), **options
@@ -327,7 +326,7 @@ def test_undrained_sums_stand_before_the_last_update_that_they_are_for(chain):
 def test_an_optimizer_that_cannot_step_weights_apart_is_refused(chain):
     plan = plan_of(chain, APART, weights="2bw")
     with pytest.raises(BadInput, match=r"Adafactor isn't known .*, as --weights 2bw where stages share some needs"):
-        run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, lr=0.1, optimizer=Choice("Adafactor")))
+        run_plan(plan, ModelSpec(GPT), uncorrected(steps=1, lr=0.1, optimizer=Choice("Adafactor")))
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
@@ -342,17 +341,17 @@ def test_updates_at_different_times_refuse_copies_on_several_devices(weights, ch
 def test_torchs_engine_refuses(chain):
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
     with pytest.raises(BadInput, match="stages 0 and 1 share weights, whose gradients torch's engine doesn't sum"):
-        run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, lr=0.1, engine="torch"))
+        run_plan(plan, ModelSpec(GPT), uncorrected(steps=1, lr=0.1, engine="torch"))
 
 
 def test_model_and_profile_must_share_the_same(chain):
     other = GPT.replace("tied=true", "tied=false")
     untied = replace(plan_of(replace(chain, tied=(), shared=None), APART, weights="flush", accumulate=2))
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share weights, .* test doesn't say"):
-        run_plan(untied, ModelSpec(GPT), RunOptions(steps=1, lr=0.1))
+        run_plan(untied, ModelSpec(GPT), uncorrected(steps=1, lr=0.1))
     plan = plan_of(chain, APART, weights="flush", accumulate=2)
     with pytest.raises(BadInput, match=r"layers 0 \(embedding\) and 4 \(head\) share no weights; .* test says"):
-        run_plan(plan, ModelSpec(other), RunOptions(steps=1, lr=0.1))
+        run_plan(plan, ModelSpec(other), uncorrected(steps=1, lr=0.1))
 
 
 def test_a_file_has_one_value_for_a_weight_that_layers_share(tmp_path):
@@ -440,7 +439,7 @@ def test_copies_begin_equal_whatever_each_rank_has_built(tmp_path, monkeypatch):
     for path in tmp_path.glob("copy-*"):
         path.unlink()
     plan = plan_of(chain, [(0, 3, (0,)), (3, 6, (1,))], weights="flush", accumulate=2, optimizer="momentum")
-    run_plan(plan, ModelSpec("cases.runtime:tied_anyhow", "cases.runtime:vectors"), RunOptions(steps=3, lr=0.01))
+    run_plan(plan, ModelSpec("cases.runtime:tied_anyhow", "cases.runtime:vectors"), uncorrected(steps=3, lr=0.01))
     one, other = [list(dict.fromkeys(path.read_text().split())) for path in tmp_path.glob("copy-*")]
     assert len(one) == 3
     assert one == other

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from cases import traced as traced_cases
 from cases.half import halved_serial
-from cases.runtime import chain_cut, chain_of, largest_difference, plan_of, simulated_version
+from cases.runtime import chain_cut, chain_of, largest_difference, plan_of, simulated_version, uncorrected
 from cases.traced import DATA, serial
 
 from pipeplan.check.bounds import any_bound
@@ -23,7 +23,6 @@ from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
 from pipeplan.problem import Problem
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.fitting import check_model, fitted
 from pipeplan.runtime.model.build.loading import load_model
@@ -52,7 +51,7 @@ def spec_of(build):
 
 def run(plan, build, tmp_path, *, steps=3, lr=0.1, **options):
     """The report of a run, and the state of the trained model."""
-    report = run_plan(plan, spec_of(build), RunOptions(steps=steps, lr=lr, save=tmp_path / "trained.pt", **options))
+    report = run_plan(plan, spec_of(build), uncorrected(steps=steps, lr=lr, save=tmp_path / "trained.pt", **options))
     return report, torch.load(tmp_path / "trained.pt")
 
 
@@ -315,7 +314,7 @@ def test_more_differences_from_the_profile():
 def test_a_list_of_layers_is_no_graph():
     plan = plan_of(chain(traced_cases.residual), [(0, 9, (0,)), (9, 20, (1,))], accumulate=2)
     with pytest.raises(BadInput, match="is a chain of 5 layers; the plan's profile test is a graph"):
-        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=1, lr=0.1))
+        run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), uncorrected(steps=1, lr=0.1))
 
 
 def test_statistics_that_are_written_twice_stay_in_one_layer():
@@ -419,7 +418,7 @@ def test_mixed_precision_runs_the_trace_of_the_module_in_16_bits(tmp_path):
     assert skipped == report.skipped == ()
     assert state["enter.weight"].dtype == torch.float32
     assert planned_bytes_are_held(report)
-    report = run_plan(plan, spec_of(build), RunOptions(steps=1, lr=0.1, evaluates=True, load=tmp_path / "trained.pt"))
+    report = run_plan(plan, spec_of(build), uncorrected(steps=1, lr=0.1, evaluates=True, load=tmp_path / "trained.pt"))
     module, _, loss = build(4)
     module.load_state_dict(state)
     module.eval().bfloat16()
@@ -438,7 +437,7 @@ def test_evaluation_runs_the_stages_as_the_module_does_then(tmp_path):
     module.load_state_dict(state)
     module.eval()
     for first, given in ((0, {"load": tmp_path / "trained.pt"}), (4, {"checkpoint": tmp_path / "c", "resume": True})):
-        options = RunOptions(steps=2, lr=0.1, evaluates=True, **given)
+        options = uncorrected(steps=2, lr=0.1, evaluates=True, **given)
         report = run_plan(plan, spec_of(traced_cases.noisy), options)
         pairs = [traced_cases.images(m, 0) for m in range(first, first + 4)]
         expected = [float(loss(module(x), target)) for x, target in pairs]

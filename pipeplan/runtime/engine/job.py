@@ -11,6 +11,7 @@ from torch import nn
 
 from ...check.replica_sums import COARSENING
 from ...check.validate import check, violations
+from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...plan import Plan
 from ...registry import Late
@@ -23,13 +24,17 @@ from ..training.groups import check_decay
 from ..training.half import half_type
 from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
 from ..training.update.stage_optimizer import check_elementwise, is_elementwise
-from ..training.weights.late import correctable
+from ..training.weights.late import correctable, is_plain
 from .options import RunOptions, clipping
 
 if TYPE_CHECKING:
     from ..training.state.checkpoint import Checkpoint
 
 refuse_for_torch = Late("runtime.engine.torch_engine:refuse_for_torch")
+NOT_PREDICTED: Final = (
+    "backwards with newest weights read the true ones, which are at hand only in fp32 and without --zero, --offload "
+    "and --vertical-sync"
+)
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
@@ -37,12 +42,16 @@ PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeli
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run of ``model`` as ``plan`` and ``options`` say; ``resume`` is the checkpoint to go on from."""
+    """A run of ``model`` as ``plan`` and ``options`` say; ``resume`` is the checkpoint to go on from.
+
+    ``notes`` say what is done otherwise than by default.
+    """
 
     plan: Plan
     model: ModelSpec
     options: RunOptions
     resume: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def make_optimizer(self) -> MakeOptimizer:
@@ -170,26 +179,35 @@ def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
     if options.ema is not None and not plan.policy.ema:
         plan = replace(plan, policy=replace(plan.policy, ema=True))
         check(plan)  # it holds more
-    plan, options = _corrected(plan, options)
-    job = Job(plan, model, options.from_anywhere())
+    plan, correction, note = _corrected(plan, options)
+    options = replace(options, delay_correction=correction)
+    job = Job(plan, model, options.from_anywhere(), notes=() if note is None else (f"late gradients: {note}",))
     if options.bucket_size is not None and not (plan.policy.offload or (job.sums and job.chunk_buckets is not None)):
         raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
     return job
 
 
-def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, RunOptions]:
-    """Return both with what is done about late gradients decided; BadInput for what is asked for and cannot be done."""
-    asked, making = options.delay_correction, options.optimizer or plan.policy.optimizer
-    if plan.policy.drains or options.evaluates or asked == "none":
-        return plan, replace(options, delay_correction="none")
-    if not correctable(optimizer_maker(making, options.lr)([nn.Parameter(torch.zeros(1))])):
+def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, DelayCorrection, str | None]:
+    """Return the plan that holds what is done about late gradients, what that is, and why it isn't both; BadInput for
+    what is asked for and cannot be done."""
+    asked, policy = options.delay_correction, plan.policy
+    if policy.drains or options.evaluates or asked == "none":
+        return plan, "none", None
+    made = optimizer_maker(options.optimizer or policy.optimizer, options.lr)([nn.Parameter(torch.zeros(1))])
+    if not correctable(made):
         if asked is not None:
             raise BadInput(
                 f"--delay-correction {asked}: it is for SGD with momentum (without nesterov), Adam and AdamW"
             )
-        return plan, replace(options, delay_correction="none")
-    apart = replace(plan, policy=replace(plan.policy, predict=True))
-    if asked == "sc" or (asked is None and violations(apart)):
-        return plan, replace(options, delay_correction="sc")
+        return plan, "none", None if is_plain(made) else f"{type(made).__name__} with these options isn't corrected"
+    if asked == "sc":
+        return plan, asked, None
+    if not policy.predictable:
+        if asked is not None:
+            raise BadInput(f"--delay-correction {asked}: {NOT_PREDICTED}; sc goes")
+        return plan, "sc", f"{NOT_PREDICTED}, so steps alone are corrected (sc)"
+    apart = replace(plan, policy=replace(policy, predict=True))
+    if asked is None and violations(apart):
+        return plan, "sc", "memory has no room for predicted weights, so steps alone are corrected (sc)"
     check(apart)  # it holds more
-    return apart, replace(options, delay_correction=asked or "both")
+    return apart, asked or "both", None

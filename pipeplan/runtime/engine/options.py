@@ -76,8 +76,8 @@ class RunOptions:
     """Updates in which the learning rate rises, before the schedule begins."""
     ema: float | None = None
     """Of the running average of the weights that is kept, the share that stays at each update."""
-    delay_correction: DelayCorrection | None = "none"
-    """What is done about late gradients; None: both, without prediction where memory has no room for it."""
+    delay_correction: DelayCorrection | None = None
+    """What is done about late gradients; None: both, as far as optimizer, weights and memory let it be done."""
     averaged: bool = False
     """Whether what is saved, or evaluated, is the running average of the weights."""
     held_out: HeldOutOptions | None = None

@@ -206,7 +206,7 @@ def report(
     dist.destroy_process_group()
     if measurements is None:
         return None
-    notes = (*rank.model.notes, *of_schedule(rank.lowered))
+    notes = (*job.notes, *rank.model.notes, *of_schedule(rank.lowered))
     made: RunReport = make_report(rank.lowered, measurements)
     return replace(made, notes=notes, compared=rank.model.compared)
 

@@ -50,7 +50,7 @@ class SplitStage(StageModule):
         """Return the gradient of the stage's input, as :meth:`backward` does, and leave those of weights for later."""
         flight = self._in_flight.pop(microbatch)
         known = self._opened_back(gradient)
-        self.versions.install(version, lent)
+        self.versions.install(version, lent, back=True)
         self.gradients.attach(version)
         later: list[Later] = []
         for number in reversed(range(len(self._pieces))):
@@ -62,7 +62,7 @@ class SplitStage(StageModule):
 
     def backward_weights(self, microbatch: int, version: int, lent: Lent = ()) -> None:
         """Add the gradients of the weights to what is there."""
-        self.versions.install(version, lent)
+        self.versions.install(version, lent, back=True)
         self.gradients.attach(version)
         for later in self._waiting.pop(microbatch):
             later.part.run()

@@ -235,7 +235,7 @@ class StageModule:
     def recompute(self, microbatch: int, version: int, lent: Lent = ()) -> None:
         """Run again all pieces that are recomputed, so that the backward of the microbatch finds their graphs."""
         flight = self._in_flight[microbatch]
-        self.versions.install(version, lent)
+        self.versions.install(version, lent, back=True)
         for number, held in enumerate(flight.pieces):
             if held.again is not None:
                 self._run_again(number, held, flight)
@@ -259,7 +259,7 @@ class StageModule:
         messages = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
         known = [self._opened_back(message) for message in messages]
         together = covers if not any(piece.recompute for piece in self._pieces) else 1
-        self.versions.install(version, lent)
+        self.versions.install(version, lent, back=True)
         self.gradients.attach(version)
         for first in range(0, covers, together):
             self._through(flights[first : first + together], known[first : first + together])

@@ -14,11 +14,10 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
 from cases.patience import SECONDS
-from cases.runtime import built, largest_difference, plan_of, serial, zoo_chain
+from cases.runtime import built, largest_difference, plan_of, serial, uncorrected, zoo_chain
 
 from pipeplan.runtime.engine import preparation
 from pipeplan.runtime.engine.job import Job, Launcher
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.engine.phases import run_rank
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.exchange.collective import replica_groups
@@ -94,7 +93,7 @@ def be_rank(job, rank, world, store, exchange, pipe):
 def run_over(exchange, plan, folder, **options):
     """Run ``plan`` and return rank 0's report."""
     spec = ModelSpec("small-cnn")
-    asked = RunOptions(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
+    asked = uncorrected(STEPS, LR, timeout_s=SECONDS, save=folder / "trained.pt", device="cpu", **options)
     job = Job(plan, spec, asked)
     context = context_of()
     world = len(lower_run(plan, 1).devices)

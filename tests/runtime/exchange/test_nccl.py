@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from cases import on_gpu, soft_runs
 from cases.on_gpu import played
-from cases.runtime import plan_of
+from cases.runtime import plan_of, uncorrected
 from cases.soft_runs import BACK, profile
 from oracles.gpu import COMPUTE, Begins, Event, HostsMeet, Recorded, Together, Waited
 from oracles.nccl import SEMANTICS, stuck
@@ -23,7 +23,6 @@ from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.runtime.engine import preparation
 from pipeplan.runtime.engine.job import Launcher, job_of
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.links import in_rounds, pair_options
 from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.exchange.transport import Receiving, Sends
@@ -39,7 +38,7 @@ from pipeplan.runtime.training.update.offload import host_rooms
 
 def job_for(plan, name, steps=2, **options):
     spec = ModelSpec(f"{on_gpu.__name__}:{name}", "cases.runtime:vectors")
-    return job_of(plan, spec, RunOptions(steps, 0.01, device="cpu", **options))
+    return job_of(plan, spec, uncorrected(steps, 0.01, device="cpu", **options))
 
 
 def job(name, stages, *, steps=2, dtype=None, policy=None, options=None, **planned):
@@ -87,7 +86,7 @@ REPLICAS = [(0, 3, (0, 1)), (3, 6, (2,)), (6, 9, (3, 4))]
 def of_mode(name):
     """The job of a run that GPUs in software make, too."""
     mode = soft_runs.MODES[name]()
-    return job_of(mode.plan, mode.spec("cases.runtime:vectors"), RunOptions(2, 0.01, device="cpu", **mode.options))
+    return job_of(mode.plan, mode.spec("cases.runtime:vectors"), uncorrected(2, 0.01, device="cpu", **mode.options))
 
 
 def ordered(kind):

@@ -6,14 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import chain_of, largest_difference, plan_of
+from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from torch import nn
 from torch.nn import functional
 
 from pipeplan.errors import BadInput
 from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -113,7 +112,7 @@ def test_a_run_equals_plain_torch_and_its_plan(dtype, scale, build, data, recomp
     plan = replace(plan, policy=replace(plan.policy, precision="autocast"))
     spec = ModelSpec(f"{__name__}:{build.__name__}", f"{__name__}:{data.__name__}")
     half = HalfOptions(loss_scale=scale)
-    report = run_plan(plan, spec, RunOptions(steps=3, lr=0.01, half=half, save=tmp_path / "s"))
+    report = run_plan(plan, spec, uncorrected(steps=3, lr=0.01, half=half, save=tmp_path / "s"))
     losses, state = plain(build, data, dtype, 3, 2, 0.01, scale)
     assert report.losses == tuple(losses)
     saved = torch.load(tmp_path / "s")

@@ -10,11 +10,10 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.checkpoints import reworded
-from cases.runtime import chain_of, largest_difference, plan_of, serial, zoo_chain
+from cases.runtime import chain_of, largest_difference, plan_of, serial, uncorrected, zoo_chain
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.engine.job import job_of
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.agreement import resume_point
 from pipeplan.runtime.processes.launch import run_plan
@@ -45,9 +44,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(case, tmp_path):
         "scheduler": parse_choice("StepLR,step_size=2,gamma=0.5", "here"),
     }
     whole, part = tmp_path / "whole", tmp_path / "part"
-    one = run_plan(plan, model, RunOptions(steps=8, checkpoint=whole, save=tmp_path / "one.pt", **options))
-    first = run_plan(plan, model, RunOptions(steps=3, checkpoint=part, **options))
-    rest = run_plan(plan, model, RunOptions(steps=8, checkpoint=part, save=tmp_path / "two.pt", resume=True, **options))
+    one = run_plan(plan, model, uncorrected(steps=8, checkpoint=whole, save=tmp_path / "one.pt", **options))
+    first = run_plan(plan, model, uncorrected(steps=3, checkpoint=part, **options))
+    rest = run_plan(
+        plan, model, uncorrected(steps=8, checkpoint=part, save=tmp_path / "two.pt", resume=True, **options)
+    )
     assert first.losses + rest.losses == one.losses
     assert largest_difference(torch.load(tmp_path / "one.pt"), torch.load(tmp_path / "two.pt")) == 0
     assert names(whole) == names(part) == ["step-00000003", "step-00000006", "step-00000008"]
@@ -61,7 +62,7 @@ def test_asynchronous_weights_drain_before_a_checkpoint(tmp_path):
     saved = tmp_path / "state.pt"
     options = {"steps": 8, "lr": 0.02, "seed": 1}
     report = run_plan(
-        plan, ModelSpec("gpt-tiny"), RunOptions(**options, checkpoint=tmp_path / "c", every=3, save=saved)
+        plan, ModelSpec("gpt-tiny"), uncorrected(**options, checkpoint=tmp_path / "c", every=3, save=saved)
     )
     interval = plan.policy.accumulate
 
@@ -93,13 +94,13 @@ def test_another_plan_takes_up_every_tensor(tmp_path):
             run_plan(
                 plan,
                 ModelSpec("gpt-tiny"),
-                RunOptions(steps=1, lr=1.0, checkpoint=folder, resume=True, evaluates=True, save=evaluated),
+                uncorrected(steps=1, lr=1.0, checkpoint=folder, resume=True, evaluates=True, save=evaluated),
             )
             assert largest_difference(torch.load(evaluated), torch.load(state)) == 0
         report = run_plan(
             plan,
             ModelSpec("gpt-tiny"),
-            RunOptions(steps=2 * (turn + 1), lr=0.002, checkpoint=folder, resume=True, save=state),
+            uncorrected(steps=2 * (turn + 1), lr=0.002, checkpoint=folder, resume=True, save=state),
         )
         losses += report.losses
     expected, trained = serial("gpt-tiny", 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
@@ -112,7 +113,7 @@ def written(tmp_path_factory):
     """A folder with checkpoints after updates 2 and 4, and the plan that wrote it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     plan = healthy_plan()
-    run_plan(plan, VECTORS, RunOptions(steps=4, lr=0.01, checkpoint=folder, every=2))
+    run_plan(plan, VECTORS, uncorrected(steps=4, lr=0.01, checkpoint=folder, every=2))
     return folder, plan
 
 
@@ -153,7 +154,7 @@ def test_a_run_goes_on_from_the_last_complete_one(written, tmp_path):
     lost.unlink()
     heard = []
     report = run_plan(
-        written[1], VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, resume=True), None, heard.append
+        written[1], VECTORS, uncorrected(steps=5, lr=0.01, checkpoint=folder, resume=True), None, heard.append
     )
     assert report.steps == 3
     assert heard == [f"damaged, and passed over: {lost}: no such file or directory"]
@@ -164,7 +165,7 @@ def test_a_run_that_goes_on_with_other_batches_says_so(written):
     """As after a lost node, when a plan is made anew for fewer GPUs."""
     heard = []
     for accumulate in (written[1].policy.accumulate, 5):
-        options = RunOptions(steps=5, lr=0.01, checkpoint=written[0], resume=True)
+        options = uncorrected(steps=5, lr=0.01, checkpoint=written[0], resume=True)
         plan = replace(written[1], policy=replace(written[1].policy, accumulate=accumulate))
         assert resume_point(job_of(plan, VECTORS, options), heard.append, Alone()) is not None
     assert heard == [
@@ -198,7 +199,7 @@ def test_what_is_not_known_to_be_good_replaces_nothing(written, tmp_path):
 
 def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
     folder, plan = tmp_path / "c", healthy_plan()
-    run_plan(plan, VECTORS, RunOptions(steps=5, lr=0.01, checkpoint=folder, every=1, keep=2))
+    run_plan(plan, VECTORS, uncorrected(steps=5, lr=0.01, checkpoint=folder, every=1, keep=2))
     assert names(folder) == ["step-00000004", "step-00000005"]
     for options, words in [
         ({"checkpoint": folder, "keep": 0}, "keep: 0 is not"),
@@ -207,7 +208,7 @@ def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
         ({"link_delay_s": float("nan")}, "link delay: nan isn't a time"),
     ]:
         with pytest.raises(BadInput, match=words):
-            run_plan(plan, VECTORS, RunOptions(steps=9, lr=0.01, **options))
+            run_plan(plan, VECTORS, uncorrected(steps=9, lr=0.01, **options))
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -223,7 +224,7 @@ def test_no_checkpoint_is_none(tmp_path):
 )
 def test_checkpoints_that_do_not_fit_are_bad_input(options, words, written):
     with pytest.raises(BadInput, match=words):
-        run_plan(written[1], VECTORS, RunOptions(lr=0.01, checkpoint=written[0], resume=True, **options))
+        run_plan(written[1], VECTORS, uncorrected(lr=0.01, checkpoint=written[0], resume=True, **options))
 
 
 def test_a_checkpoint_of_another_model_is_bad_input(written, tmp_path):
@@ -232,15 +233,15 @@ def test_a_checkpoint_of_another_model_is_bad_input(written, tmp_path):
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     with pytest.raises(BadInput, match=r"step-00000004: .* is not there; the model's has shape"):
-        run_plan(plan, model, RunOptions(steps=9, lr=0.01, checkpoint=folder, resume=True))
+        run_plan(plan, model, uncorrected(steps=9, lr=0.01, checkpoint=folder, resume=True))
     reworded(folder / "step-00000004", model="other")
     with pytest.raises(BadInput, match="is of model other; the plan is for test"):
-        run_plan(plan, model, RunOptions(steps=9, lr=0.01, checkpoint=folder, resume=True))
+        run_plan(plan, model, uncorrected(steps=9, lr=0.01, checkpoint=folder, resume=True))
 
 
 def test_resuming_needs_a_folder(written):
     with pytest.raises(BadInput, match="no folder is named to resume from"):
-        run_plan(written[1], VECTORS, RunOptions(steps=9, lr=0.01, resume=True))
+        run_plan(written[1], VECTORS, uncorrected(steps=9, lr=0.01, resume=True))
 
 
 @pytest.mark.parametrize("fault", ["raising", "killed"])
@@ -251,8 +252,8 @@ def test_a_run_that_fails_begins_again_from_its_newest_checkpoint(fault, tmp_pat
     model = ModelSpec(f"cases.faults:{fault}", "cases.runtime:vectors")
     options = {"steps": 6, "lr": 0.01, "every": 2}
     with pytest.raises(RunFailed, match="microbatch 8 on stage 1"):
-        run_plan(plan, model, RunOptions(checkpoint=tmp_path / "one", max_restarts=1, **options))
-    report = run_plan(plan, model, RunOptions(checkpoint=tmp_path / "two", max_restarts=2, **options))
+        run_plan(plan, model, uncorrected(checkpoint=tmp_path / "one", max_restarts=1, **options))
+    report = run_plan(plan, model, uncorrected(checkpoint=tmp_path / "two", max_restarts=2, **options))
     assert report.steps == 2
     assert newest(str(tmp_path / "two")).position.step == 6
 
@@ -263,7 +264,7 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing_that_looks_complete(tmp_pat
     with pytest.raises(
         RunFailed, match=r"rank \d failed in the evaluation or checkpoint after update 2: .*be written .* are free"
     ):
-        run_plan(plan, model, RunOptions(steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2))
+        run_plan(plan, model, uncorrected(steps=4, lr=0.01, checkpoint=tmp_path / "c", every=2))
     assert names(tmp_path / "c") == []
 
 
@@ -272,8 +273,8 @@ def test_a_saved_state_has_the_versions_of_its_modules(build, tmp_path):
     make, model = getattr(runtime_cases, build), ModelSpec(f"cases.runtime:{build}", "cases.runtime:vectors")
     plan = plan_of(chain_of(make, 4), [(0, 1, (0,)), (1, len(chain_of(make, 4)), (1,))])
     path = tmp_path / "x.pt"
-    run_plan(plan, model, RunOptions(steps=1, lr=0.01, save=path))
+    run_plan(plan, model, uncorrected(steps=1, lr=0.01, save=path))
     layers = make(4)[0]
     whole = torch.nn.Sequential(*layers) if isinstance(layers, list) else layers
     whole.load_state_dict(torch.load(path, weights_only=True))
-    run_plan(plan, model, RunOptions(steps=1, lr=0.01, load=path))
+    run_plan(plan, model, uncorrected(steps=1, lr=0.01, load=path))

@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.half import exploding, exploding_vectors, halved_serial
-from cases.runtime import chain_of, largest_difference, lowered_version, plan_of, serial, zoo_chain
+from cases.runtime import chain_of, largest_difference, lowered_version, plan_of, serial, uncorrected, zoo_chain
 
 from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph, updates_end_ns
 from pipeplan.errors import BadInput
 from pipeplan.runtime.device import CPU
-from pipeplan.runtime.engine.options import RunOptions, clipping
+from pipeplan.runtime.engine.options import clipping
 from pipeplan.runtime.lowering.blocking import deadlock
 from pipeplan.runtime.lowering.instructions import Receive, Send, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
@@ -54,7 +54,7 @@ def test_training_equals_that_with_torchs_own_clipping(case, chain, tmp_path):
     interval = plan.interval
     options = {"steps": 6, "lr": 0.05, "seed": 2}
     told, norms = [], []
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(clip_norm=CLIP, save=tmp_path / "s", **options), told.append)
+    report = run_plan(plan, ModelSpec(GPT), uncorrected(clip_norm=CLIP, save=tmp_path / "s", **options), told.append)
     version = (lambda _, m: max(m // interval - 1, 0)) if plan.policy.weights == "2bw-uniform" else None
     given = {"accumulate": interval, "optimizer": "momentum", "version": version, **options}
     losses, state = serial(GPT, 2, clip=CLIP, norms=norms, **given)
@@ -73,7 +73,7 @@ def test_a_stage_reads_what_is_made_when_the_norm_is_known(tmp_path):
         plan_of(chain, [(0, 3, (0,)), (3, 8, (1,))], weights="2bw", accumulate=4, optimizer="momentum"), True
     )
     assert all(0 < x.mean < 1 for x in plan_delays(plan, graph_of(plan)))
-    report = run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(clip_norm=CLIP, save=tmp_path / "s", **options))
+    report = run_plan(plan, ModelSpec("gpt-tiny"), uncorrected(clip_norm=CLIP, save=tmp_path / "s", **options))
     given = {"version": lowered_version(plan, 6), "cuts": [3], "clip": CLIP, "norms": [], **options}
     losses, state = serial("gpt-tiny", 2, accumulate=4, optimizer="momentum", **given)
     assert report.losses == pytest.approx(losses, abs=1e-5)
@@ -89,7 +89,7 @@ def test_the_loss_scale_is_taken_off_first(tmp_path):
     options = {"steps": 6, "lr": 0.02}
     half = HalfOptions(loss_scale=2.0**10, window=2)
     model = ModelSpec("cases.half:exploding", "cases.half:exploding_vectors")
-    report = run_plan(plan, model, RunOptions(clip_norm=CLIP, half=half, save=tmp_path / "s", **options))
+    report = run_plan(plan, model, uncorrected(clip_norm=CLIP, half=half, save=tmp_path / "s", **options))
     losses, state, skipped, _ = halved_serial(
         exploding, exploding_vectors, 4, dtype=torch.float16, accumulate=3, optimizer="adam", scale=2.0**10, window=2,
         clip=CLIP, **options,
@@ -159,6 +159,6 @@ def test_stages_that_update_each_for_itself_are_refused(chain):
         with pytest.raises(
             BadInput, match=rf"clip norm: the norm .* with weights {weights} each stage updates as soon"
         ):
-            run_plan(plan, ModelSpec(GPT), RunOptions(steps=1, lr=0.1, clip_norm=1.0))
+            run_plan(plan, ModelSpec(GPT), uncorrected(steps=1, lr=0.1, clip_norm=1.0))
         (found,) = violations(replace(plan, policy=replace(plan.policy, clip=True)))
         assert found.startswith("the norm of all gradients is known once every stage has its own")

@@ -8,13 +8,12 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.half import exploding, exploding_vectors, halved_serial
-from cases.runtime import chain_of, largest_difference, plan_of
+from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
@@ -93,7 +92,7 @@ def test_overflow_skips_an_update_on_all_ranks_and_changes_nothing_else(stages, 
     report = run_plan(
         plan,
         EXPLODING,
-        RunOptions(
+        uncorrected(
             scheduler=SCHEDULER,
             half=HalfOptions(loss_scale=2.0**10, window=2),
             save=tmp_path / "s",
@@ -130,7 +129,7 @@ def test_a_transformer_trains_as_in_one_process(dtype, scale, checkpoint, tmp_pa
         optimizer="adam",
     )  # fmt: skip
     options = {"steps": 5, "lr": 0.002}
-    report = run_plan(plan, ModelSpec("gpt-tiny"), RunOptions(save=tmp_path / "s", **options))
+    report = run_plan(plan, ModelSpec("gpt-tiny"), uncorrected(save=tmp_path / "s", **options))
     losses, state, skipped, last = halved_serial(
         zoo_gpt, model.data(4), 4, dtype=dtype, accumulate=2, optimizer="adam", scale=scale, window=2000, **options
     )
@@ -150,7 +149,7 @@ def test_memory_is_what_the_model_says(offload):
     """20 bytes for each parameter, with offloading 4, and 16 for those of a bucket; 12 in host memory."""
     stages = [Stage(0, 2, (0,)), Stage(2, 6, (1,))]
     plan = mixed(exploding, stages, offload=offload, bucket=100, weights="flush", accumulate=2, optimizer="adam")
-    report = run_plan(plan, EXPLODING, RunOptions(steps=2, lr=0.02))
+    report = run_plan(plan, EXPLODING, uncorrected(steps=2, lr=0.02))
     for state, count in zip(report.states, (544, 544), strict=True):
         assert state.measured_bytes == state.planned_bytes == (4 * count + 1600 if offload else 20 * count)
         assert state.measured_host_bytes == state.planned_host_bytes == (12 * count if offload else 0)
@@ -161,17 +160,17 @@ def test_asynchronous_weights_run_with_a_fixed_scale_and_end_with_an_overflow(tm
     model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
     for weights in ("2bw", "latest", "stash"):
         plan = mixed(exploding, stages, weights=weights, optimizer="momentum")
-        plain = run_plan(plan, model, RunOptions(steps=6, lr=0.02, save=tmp_path / "plain"))
+        plain = run_plan(plan, model, uncorrected(steps=6, lr=0.02, save=tmp_path / "plain"))
         scaled = run_plan(
             mixed(exploding, stages, weights=weights, optimizer="momentum", offload=True, bucket=50),
             model,
-            RunOptions(steps=6, lr=0.02, half=HalfOptions(loss_scale=2.0**12), save=tmp_path / "scaled"),
+            uncorrected(steps=6, lr=0.02, half=HalfOptions(loss_scale=2.0**12), save=tmp_path / "scaled"),
         )
         assert scaled.losses == plain.losses  # a power of two, so no bit changes
         assert largest_difference(torch.load(tmp_path / "plain"), torch.load(tmp_path / "scaled")) == 0
         assert plain.stages[0].versions == (1 if weights == "latest" else 2)
     with pytest.raises(RunFailed, match=r"the gradient of update \d overflows .* only weights that drain"):
-        run_plan(plan, EXPLODING, RunOptions(steps=6, lr=0.02))
+        run_plan(plan, EXPLODING, uncorrected(steps=6, lr=0.02))
 
 
 @pytest.mark.parametrize("layout", ["straight", "replicas"])
@@ -180,12 +179,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(layout, tmp_path):
     stages = {"straight": [(0, 2, (0,)), (2, 6, (1,))], "replicas": [(0, 3, (0, 1)), (3, 6, (2,))]}[layout]
     plan = mixed(exploding, stages, offload=True, bucket=100, weights="flush", accumulate=2, optimizer="adam")
     options = {"lr": 0.02, "scheduler": SCHEDULER, "half": HalfOptions(loss_scale=2.0**8, window=3)}
-    whole = run_plan(plan, EXPLODING, RunOptions(steps=8, save=tmp_path / "one", checkpoint=tmp_path / "a", **options))
-    first = run_plan(plan, EXPLODING, RunOptions(steps=5, checkpoint=tmp_path / "b", **options))
+    whole = run_plan(plan, EXPLODING, uncorrected(steps=8, save=tmp_path / "one", checkpoint=tmp_path / "a", **options))
+    first = run_plan(plan, EXPLODING, uncorrected(steps=5, checkpoint=tmp_path / "b", **options))
     rest = run_plan(
         plan,
         EXPLODING,
-        RunOptions(steps=8, checkpoint=tmp_path / "b", resume=True, save=tmp_path / "two", bucket_size=77, **options),
+        uncorrected(steps=8, checkpoint=tmp_path / "b", resume=True, save=tmp_path / "two", bucket_size=77, **options),
     )
     assert first.losses + rest.losses == whole.losses
     assert first.skipped + rest.skipped == whole.skipped == (3, 7)
@@ -204,13 +203,13 @@ def test_a_checkpoint_is_taken_up_in_the_other_precision_and_on_another_plan(tmp
         run_plan(
             plan,
             model,
-            RunOptions(steps=2 * (turn + 1), lr=0.02, checkpoint=tmp_path / "c", resume=True, save=tmp_path / "s"),
+            uncorrected(steps=2 * (turn + 1), lr=0.02, checkpoint=tmp_path / "c", resume=True, save=tmp_path / "s"),
         )
         states.append(torch.load(tmp_path / "s"))
         run_plan(
             plan if turn else half,
             model,
-            RunOptions(steps=1, lr=0.02, checkpoint=tmp_path / "c", resume=True, evaluates=True, save=tmp_path / "e"),
+            uncorrected(steps=1, lr=0.02, checkpoint=tmp_path / "c", resume=True, evaluates=True, save=tmp_path / "e"),
         )
         evaluated = torch.load(tmp_path / "e")
         trained = [key for key in states[0] if key.endswith("weight")]
@@ -230,7 +229,7 @@ def test_any_coarsening_gives_the_same_bits_and_overlaps_sums_with_steps(replica
         plan = mixed(exploding, stages, bucket=150, weights="flush", accumulate=2 * replicas, optimizer="adam")
         by_plan = replace(plan, policy=replace(plan.policy, coarsening=k or None))
         options = {"coarsening": 0} if k == 0 else {}
-        report = run_plan(by_plan, model, RunOptions(steps=3, lr=0.02, save=tmp_path / "s", **options))
+        report = run_plan(by_plan, model, uncorrected(steps=3, lr=0.02, save=tmp_path / "s", **options))
         states[k] = torch.load(tmp_path / "s")
         for times in report.times[:replicas]:
             sums = [t for t in times if t.activity == "REDUCE" and t.microbatch == 2]
@@ -247,7 +246,7 @@ def test_coarsening_changes_no_bit_in_full_precision(optimizer, tmp_path):
     model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
     states = []
     for k, size in ((0, None), (1, 300), (3, 77)):
-        run_plan(plan, model, RunOptions(steps=4, lr=0.02, coarsening=k, bucket_size=size, save=tmp_path / "s"))
+        run_plan(plan, model, uncorrected(steps=4, lr=0.02, coarsening=k, bucket_size=size, save=tmp_path / "s"))
         states.append(torch.load(tmp_path / "s"))
     assert largest_difference(states[0], states[1]) == largest_difference(states[0], states[2]) == 0
 

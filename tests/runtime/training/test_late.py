@@ -11,7 +11,9 @@ from cases.runtime import emulated, largest_difference, plan_of, zoo_chain
 from torch import nn
 
 from pipeplan.check.delays import plan_delays
-from pipeplan.errors import BadInput
+from pipeplan.check.evaluate import evaluate
+from pipeplan.errors import BadInput, InvalidPlan
+from pipeplan.problem import Platform
 from pipeplan.runtime.engine.job import job_of
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -119,7 +121,14 @@ def options_of(name, rate, **more):
 
 @pytest.mark.parametrize(
     ("weights", "name", "correction"),
-    [("2bw", "sgd", None), ("2bw", "adamw", "both"), ("2bw-uniform", "sgd", "sc"), ("stash", "sgd", "predict")],
+    [
+        ("2bw", "sgd", None),
+        ("2bw", "adamw", "both"),
+        ("2bw-uniform", "sgd", "sc"),
+        ("stash", "sgd", "predict"),
+        ("latest", "sgd", "predict"),
+        ("latest", "adamw", None),
+    ],
 )
 def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, correction, chain, tmp_path):
     kind, rate = ("momentum", 0.05) if name == "sgd" else ("adam", 0.002)
@@ -186,12 +195,36 @@ def test_a_checkpoint_has_the_weights_themselves(zero, offload, chain, tmp_path)
 def test_what_is_not_late_or_has_no_formula_is_left_alone(chain):
     spec = ModelSpec(GPT)
     drained = plan_of(chain, STAGES, optimizer="momentum", accumulate=4)
-    job = job_of(drained, spec, RunOptions(steps=1, lr=0.1, delay_correction=None))
-    assert (job.options.delay_correction, job.plan.policy.predict) == ("none", False)
+    job = job_of(drained, spec, RunOptions(steps=1, lr=0.1))
+    assert (job.options.delay_correction, job.plan.policy.predict, job.notes) == ("none", False, ())
+    plain = plan_of(chain, STAGES, weights="2bw", accumulate=6)
+    assert job_of(plain, spec, RunOptions(steps=1, lr=0.1)).notes == ()
     late = plan_of(chain, STAGES, weights="2bw", optimizer="momentum", accumulate=6)
     nesterov = Choice("SGD", (("momentum", 0.9), ("nesterov", True)))
-    job = job_of(late, spec, RunOptions(steps=1, lr=0.1, optimizer=nesterov, delay_correction=None))
+    job = job_of(late, spec, RunOptions(steps=1, lr=0.1, optimizer=nesterov))
     assert job.options.delay_correction == "none"
+    assert job.notes == ("late gradients: SGD with these options isn't corrected",)
     with pytest.raises(BadInput, match=r"--delay-correction sc: it is for SGD with momentum"):
         job_of(late, spec, RunOptions(steps=1, lr=0.1, optimizer=nesterov, delay_correction="sc"))
     assert not correctable(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+
+
+def test_what_cannot_be_predicted_is_compensated_and_said(chain):
+    spec, asked = ModelSpec(GPT), RunOptions(steps=1, lr=0.1)
+    plan = plan_of(chain, STAGES, weights="2bw", optimizer="momentum", accumulate=6)
+    job = job_of(plan, spec, asked)
+    assert (job.options.delay_correction, job.plan.policy.predict, job.notes) == ("both", True, ())
+    most = max(x.peak_bytes for x in evaluate(plan).devices)
+    full = replace(plan, platform=Platform.flat(3, most))
+    job = job_of(full, spec, asked)
+    assert (job.options.delay_correction, job.plan.policy.predict) == ("sc", False)
+    assert "memory has no room for predicted weights" in job.notes[0]
+    with pytest.raises(InvalidPlan, match="weights"):
+        job_of(full, spec, replace(asked, delay_correction="both"))
+    newest = plan_of(chain, STAGES, weights="latest", optimizer="momentum", accumulate=6)
+    newest = replace(newest, policy=replace(newest.policy, offload=True))
+    job = job_of(newest, spec, asked)
+    assert job.options.delay_correction == "sc"
+    assert "read the true ones" in job.notes[0]
+    with pytest.raises(BadInput, match=r"--delay-correction predict: .*; sc goes"):
+        job_of(newest, spec, replace(asked, delay_correction="predict"))

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
-from cases.runtime import chain_of, largest_difference, plan_of
+from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from oracles.host_memory import most_bytes
 from torch import nn
 
@@ -17,7 +17,6 @@ from pipeplan.cost import memory_model
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.plan import Stage
 from pipeplan.runtime.device import CPU
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.saved_state import _load, _save
@@ -133,11 +132,11 @@ LAYOUTS = {
 def test_offloading_changes_no_bit(layout, optimizer, sizes, tmp_path):
     plan = plan_of(chain_of(runtime_cases.dropping, 4), **LAYOUTS[layout], optimizer=optimizer)
     options = {"steps": 4, "lr": 0.05, "scheduler": parse_choice("StepLR,step_size=2,gamma=0.5", "here")}
-    plain = run_plan(plan, MODEL, RunOptions(save=tmp_path / "plain.pt", **options))
+    plain = run_plan(plan, MODEL, uncorrected(save=tmp_path / "plain.pt", **options))
     assert all(state.measured_host_bytes == 0 for state in plain.states)
     for size in sizes:
         report = run_plan(
-            kept(plan, offload=True), MODEL, RunOptions(bucket_size=size, save=tmp_path / "offloaded.pt", **options)
+            kept(plan, offload=True), MODEL, uncorrected(bucket_size=size, save=tmp_path / "offloaded.pt", **options)
         )
         assert report.losses == plain.losses
         assert largest_difference(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")) == 0
@@ -147,11 +146,11 @@ def test_torchs_engine_steps_buckets_too(tmp_path):
     plan = plan_of(chain_of(runtime_cases.healthy, 4), **LAYOUTS["flush"] | {"stages": [(0, 2, (0,)), (2, 6, (1,))]})
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     options = {"steps": 3, "lr": 0.05, "optimizer": Choice("AdamW")}
-    plain = run_plan(plan, model, RunOptions(engine="torch", save=tmp_path / "plain.pt", **options))
+    plain = run_plan(plan, model, uncorrected(engine="torch", save=tmp_path / "plain.pt", **options))
     offloaded = run_plan(
         kept(plan, offload=True, bucket_parameters=100),
         model,
-        RunOptions(engine="torch", save=tmp_path / "offloaded.pt", **options),
+        uncorrected(engine="torch", save=tmp_path / "offloaded.pt", **options),
     )
     assert offloaded.losses == plain.losses
     assert largest_difference(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")) == 0
@@ -168,7 +167,7 @@ def test_memory_is_what_the_model_says(weights, offload):
     stages = [Stage(0, 2, (0,)), Stage(2, 4, (1,))]
     plan = plan_of(chain_of(wide, 4), stages, weights=weights, optimizer="adam")
     plan = kept(plan, offload=offload, bucket_parameters=5000)
-    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), RunOptions(steps=8, lr=0.01))
+    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), uncorrected(steps=8, lr=0.01))
     for state, stage in zip(report.states, plan.allocation.stages, strict=True):
         count = int(plan.chain.sums.parameters[stage.stop] - plan.chain.sums.parameters[stage.start])
         assert state.measured_bytes == state.planned_bytes
@@ -182,7 +181,7 @@ def test_a_device_with_several_stages_has_one_bucket():
     stages = [Stage(0, 1, (0,)), Stage(1, 2, (1,)), Stage(2, 4, (0,))]
     plan = plan_of(chain_of(wide, 4), stages, weights="flush", accumulate=2, optimizer="momentum")
     plan = kept(plan, offload=True, bucket_parameters=2000)
-    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), RunOptions(steps=3, lr=0.01))
+    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), uncorrected(steps=3, lr=0.01))
     first, second = report.states
     assert first.measured_bytes <= first.planned_bytes - 4 * 2000
     assert first.measured_host_bytes == first.planned_host_bytes == 4 * (3400 + 3216)
@@ -197,9 +196,9 @@ def test_optimizers_that_look_at_whole_weights_are_refused(name):
     kind = name.rpartition(":")[2]
     if name == "Muon":
         with pytest.raises(BadInput):  # it takes matrices alone, which says so by itself
-            run_plan(kept(plan, offload=True), MODEL, RunOptions(steps=1, lr=0.1, optimizer=Choice(name)))
+            run_plan(kept(plan, offload=True), MODEL, uncorrected(steps=1, lr=0.1, optimizer=Choice(name)))
         return
     with pytest.raises(BadInput, match=f"{kind} isn't known to step each element by itself, as offloading"):
-        run_plan(kept(plan, offload=True), MODEL, RunOptions(steps=1, lr=0.1, optimizer=Choice(name)))
+        run_plan(kept(plan, offload=True), MODEL, uncorrected(steps=1, lr=0.1, optimizer=Choice(name)))
     with pytest.raises(BadInput, match=f"{kind} isn't known .*, as a coarsening of 2 needs; SGD, "):
-        run_plan(plan, MODEL, RunOptions(steps=1, lr=0.1, optimizer=Choice(name), coarsening=2))
+        run_plan(plan, MODEL, uncorrected(steps=1, lr=0.1, optimizer=Choice(name), coarsening=2))

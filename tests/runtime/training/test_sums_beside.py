@@ -9,13 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import largest_difference, plan_of, zoo_chain
+from cases.runtime import largest_difference, plan_of, uncorrected, zoo_chain
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import check
 from pipeplan.errors import RunFailed
 from pipeplan.problem import Device
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.emulated_link import carried_ns
 from pipeplan.runtime.lowering.instructions import Forward, Norm, PutAside, Reduce, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
@@ -52,7 +51,7 @@ def test_the_pace_is_that_of_the_passes_however_late_updates_are(chain):
     plan = plan_of(chain, [(0, 5, (0,)), (5, 8, (1,))], weights="2bw", accumulate=4)
     plan = replace(plan, policy=replace(plan.policy, clip=True))
     told = []
-    report = run_plan(plan, MODEL, RunOptions(steps=2, lr=0.1, clip_norm=1.0), told.append)
+    report = run_plan(plan, MODEL, uncorrected(steps=2, lr=0.1, clip_norm=1.0), told.append)
     backwards = [x for times in report.times for x in times if (x.activity, x.stage) == ("B", 1)]
     ends = [max(x.end_ns for x in backwards if x.microbatch // 4 == step) for step in range(2)]
     assert told[1].period_ns == pytest.approx((ends[1] - ends[0]) / 4, rel=1e-3)
@@ -158,8 +157,8 @@ def test_bits_are_those_of_sums_that_are_waited_for_also_after_a_checkpoint(chai
     found = {}
     for name, given in (("beside", plan), ("waits", without_room(plan))):
         options = {"lr": 0.05, "checkpoint": tmp_path / name, "every": 2, "link_rate": RATE}
-        first = run_plan(given, MODEL, RunOptions(steps=4, **options))
-        rest = run_plan(given, MODEL, RunOptions(steps=7, resume=True, save=tmp_path / "state", **options))
+        first = run_plan(given, MODEL, uncorrected(steps=4, **options))
+        rest = run_plan(given, MODEL, uncorrected(steps=7, resume=True, save=tmp_path / "state", **options))
         found[name] = (*first.losses, *rest.losses), torch.load(tmp_path / "state"), rest
     assert found["beside"][0] == found["waits"][0]
     assert largest_difference(found["beside"][1], found["waits"][1]) == 0

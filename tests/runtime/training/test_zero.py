@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from cases import half as half_cases
 from cases.patience import SECONDS
-from cases.runtime import chain_of, largest_difference, plan_of, zoo_chain
+from cases.runtime import chain_of, largest_difference, plan_of, uncorrected, zoo_chain
 
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
-from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.replica_sum import SumGroup
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
@@ -39,7 +38,7 @@ def both(plan, model, folder, **options):
     """Run a plan with replicas that share and with such that don't; return both reports and states."""
     found = []
     for zero in (0, 1):
-        report = run_plan(kept(plan, zero=zero), model, RunOptions(save=folder / "s", **options))
+        report = run_plan(kept(plan, zero=zero), model, uncorrected(save=folder / "s", **options))
         found += [report, torch.load(folder / "s")]
     return found
 
@@ -186,7 +185,7 @@ def test_weights_tied_to_another_stage_are_shared_too(weights, tmp_path):
 def test_optimizers_that_look_at_whole_weights_are_refused():
     plan = kept(plan_of(chain_of(half_cases.exploding, 4), [(0, 6, (0, 1))], accumulate=2), zero=1)
     with pytest.raises(BadInput, match=r"Adafactor isn't known to step each .*, as sharing its state between replicas"):
-        run_plan(plan, PLAIN, RunOptions(steps=1, lr=0.1, optimizer=Choice("Adafactor")))
+        run_plan(plan, PLAIN, uncorrected(steps=1, lr=0.1, optimizer=Choice("Adafactor")))
 
 
 def test_a_checkpoint_goes_on_with_any_number_of_replicas(tmp_path):
@@ -198,14 +197,14 @@ def test_a_checkpoint_goes_on_with_any_number_of_replicas(tmp_path):
         settings = {"weights": "flush", "accumulate": 4, "optimizer": "adam"}
         return kept(plan_of(chain, [(0, 6, tuple(range(replicas)))], **settings), zero=zero)
 
-    run_plan(plan(2, 1), PLAIN, RunOptions(steps=2, **options))
+    run_plan(plan(2, 1), PLAIN, uncorrected(steps=2, **options))
     again = {**options, "steps": 4, "resume": True, "checkpoint": None}
     found = {}
     for replicas, zero in ((2, 0), (2, 1), (1, 0), (4, 1)):
         shutil.copytree(tmp_path / "c", tmp_path / f"{replicas}{zero}")
         again["checkpoint"] = tmp_path / f"{replicas}{zero}"
         found[replicas, zero] = (
-            run_plan(plan(replicas, zero), PLAIN, RunOptions(save=tmp_path / "s", **again)),
+            run_plan(plan(replicas, zero), PLAIN, uncorrected(save=tmp_path / "s", **again)),
             (torch.load(tmp_path / "s")),
         )
     first, whole = found[2, 0]

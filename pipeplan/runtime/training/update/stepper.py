@@ -55,6 +55,8 @@ class Stepper:
             delayed(nn.Parameter(x.to(home) if self._mixed else x), delay)
             for x, delay in zip(values, delays, strict=True)
         ]
+        if how.predicts and versions.in_turns:
+            versions.true = self._masters
         self._shapes = [leaf.shape for leaf in leaves]
         self.buckets = cut_into_buckets(leaves, how.bucket, len(leaves) - versions.own)
         self.chunks = None if how.sharing is None else self._chunks_of(how.sharing)

@@ -142,6 +142,11 @@ def correctable(optimizer: torch.optim.Optimizer) -> bool:
     return row is not None and options.get("momentum") != 0 and not any(options[name] for name in row[2])
 
 
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` steps along the gradient alone, so that there is no momentum to correct."""
+    return type(optimizer) is torch.optim.SGD and not optimizer.defaults["momentum"]
+
+
 def compensated(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let ``optimizer``, which is correctable, compensate for delays; its counts are then on the host."""
     optimizer.__class__ = ROWS[type(optimizer)][0]

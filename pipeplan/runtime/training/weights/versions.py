@@ -6,7 +6,7 @@ version, unless passes still need that.
 
 With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
 version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
-the forward but looks them up (:mod:`.newest_weights`).
+the forward but looks them up (:mod:`.newest_weights`). Where forwards read predicted ones it finds ``true`` ones.
 
 What several stages of a rank use belongs to the first of them, its *owner*, which a mini-batch's backwards reach last:
 it keeps versions, gradient and optimizer state, and makes the updates. The others borrow its versions, and add to its
@@ -58,35 +58,45 @@ class Versions:
         self._shared = leaves if shared else None
         self._leaves = {first: [nn.Parameter(leaf.data) for leaf in leaves] if shared else leaves}
         self.newest = self._installed = first  # the newest is the version that was made last
+        self.true: Sequence[nn.Parameter] = ()  # of the newest version, where it is predicted and leaves are shared
+        self._shows_true = False
         self._places: dict[int, int] | None = None
         self._spare: list[list[Tensor]] = []
         self.own = sum(leaf not in last for leaf in leaves)  # weights that no other rank has, which come first
         self.made: list[Tensor] = []  # storage of the version that is being made
         self.most = 1  # versions that were live at once
 
-    def install(self, version: int, lent: Lent = ()) -> None:
+    def install(self, version: int, lent: Lent = (), back: bool = False) -> None:
         """Put ``version`` into the modules. By assignment, which modules that keep lists of their weights notice.
 
-        ``lent`` has the versions of what is borrowed, by owner; without it they have the same number.
+        ``lent`` has the versions of what is borrowed, by owner; without it they have the same number. Passes that go
+        ``back`` read the ``true`` weights where these are told apart.
         """
         for borrowed in self.borrowed:
-            borrowed.install(dict(lent).get(borrowed.owner, version))
+            borrowed.install(dict(lent).get(borrowed.owner, version), back)
             self._places = None
-        if version == self._installed:
+        true = back and bool(self.true)
+        if version == self._installed and true == self._shows_true:
             return
+        assert not true or version == self.newest, "the others' true weights are gone"
         leaves = self._leaves[version]
         if self._shared is None:
             for owner, name, index in self._slots:
                 setattr(owner, name, leaves[index])
         else:
-            for shared, leaf in zip(self._shared, leaves, strict=True):
+            for shared, leaf in zip(self._shared, self.true if true else leaves, strict=True):
                 shared.data = leaf.data
-        self._installed = version
+        self._installed, self._shows_true = version, true
         self._places = None
 
     def install_newest(self) -> None:
         """Put the newest version into the modules, where the run's result is read."""
         self.install(self.newest, tuple((x.owner, x.home.newest) for x in self.borrowed))
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether all versions take turns in one list of parameters."""
+        return self._shared is not None
 
     @property
     def places(self) -> Mapping[int, int]:
@@ -119,7 +129,8 @@ class Versions:
 
     def storages(self) -> set[int]:
         """Return the identities of the storages of all live versions, borrowed ones included."""
-        own = {leaf.untyped_storage()._cdata for leaves in self._leaves.values() for leaf in leaves}
+        every = (*self._leaves.values(), self.true)
+        own = {leaf.untyped_storage()._cdata for leaves in every for leaf in leaves}
         return own.union(*(borrowed.home.storages() for borrowed in self.borrowed))
 
     def released(self, version: int) -> None:
@@ -189,11 +200,11 @@ class Borrowed:
         leaves = self.home.leaves_of(self.version)
         return [leaves[index] for index in self.indices]
 
-    def install(self, version: int) -> None:
-        """Put ``version`` of the home's weights into the modules."""
+    def install(self, version: int, back: bool = False) -> None:
+        """Put ``version`` of the home's weights, or its true ones, into the modules."""
         self.version = version
         if self._shared:
-            self.home.install(version)
+            self.home.install(version, back=back)
             return
         leaves = self.home.leaves_of(version)
         for owner, name, index in self._slots:
