@@ -94,5 +94,5 @@ def play(job: Job, lowered, number: int) -> tuple[Gpu, Ranks]:
             meeting = preparation.meet(job, rank, launcher, ties, masters)
             stages = preparation.build_stages(job, rank, meeting, ties, masters)
             gpu.waits.clear()  # what is waited for before the run is no matter
-            phases.train(job, rank, meeting, stages, launcher, reading.reader_of(job, rank))
+            phases.train(job, rank, meeting, stages, launcher, reading.Reader(job, rank))
     return gpu, ranks

@@ -22,11 +22,14 @@ from cases.runtime import chain_of, plan_of
 from pipeplan.errors import BadInput, CodeFailed, RunFailed
 from pipeplan.report.tables.run import print_run
 from pipeplan.runtime.data.loader import Loader, Span
+from pipeplan.runtime.device import CPU
 from pipeplan.runtime.engine.options import RunOptions, in_epochs
-from pipeplan.runtime.engine.reading import _Feed, _Takers, differing, repeatedly
+from pipeplan.runtime.engine.reading import Reader, _Takers, differing, repeatedly
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.model.network import TensorSpec
+from pipeplan.runtime.model.samples import Samples
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own_processes import has_gone
 from pipeplan.runtime.training.state.checkpoint import folder_of
@@ -54,7 +57,7 @@ def test_workers_read_what_one_process_would_and_a_resumed_run_goes_on_with_it(p
     options = in_epochs(options, plan, model, 2, None)
     assert (options.steps, options.epoch, options.every) == (4, 4, 2)
     whole = run_plan(plan, model, options)
-    here = Loader("m:f", loaders.here, 4).here(Span(3, 0, 8, epoch=4))
+    here = Loader("m:f", loaders.here, 4).read(Span(3, 0, 8, epoch=4))
     assert whole.losses == pytest.approx(losses(read.given for read in here), rel=1e-5)
     shutil.rmtree(tmp_path / "c" / folder_of(4))
     again = run_plan(
@@ -156,12 +159,19 @@ def test_an_epoch_shorter_than_an_update_is_refused(plan):
 
 
 def test_workers_end_with_who_reads_whatever_they_do():
-    feed = _Feed(Loader("m:f", loaders.shuffled, 4), Span(0, 0, 10**6), lambda read: read)
-    assert [feed.get().microbatch for _ in range(3)] == [0, 1, 2]
+    data = Samples(Loader("m:f", loaders.shuffled, 4), lambda index, given: ((given[0],), given[1]))
+    model = SimpleNamespace(data=data, read_by=lambda s: {0: (0, None)}, specs={0: TensorSpec((4, 16), torch.float32)})
+    options = SimpleNamespace(engine="own", seed=0, epoch=None)
+    chain = chain_of(runtime_cases.healthy, 4)
+    lowered = lower_run(plan_of(chain, [(0, 6, (0,))], weights="flush", accumulate=2), 100)
+    rank = SimpleNamespace(lowered=lowered, stages=[0], number=0, stage=lambda s: s, model=model, device=CPU)
+    reader = Reader(SimpleNamespace(options=options), rank)
+    assert reader.begin()[0] == 0
+    assert [reader.take(m)[0][0].shape for m in range(3)] == [(4, 16)] * 3
     workers = active_children()
     assert len(workers) == 2
-    feed.close()
-    assert all(has_gone(worker.pid) for worker in workers)  # of two threads that wait for one, one sees that later
+    assert reader.close().workers == 2
+    assert all(has_gone(worker.pid) for worker in workers)
 
 
 def test_a_worker_that_dies_as_it_hands_over_is_told_of(monkeypatch):
@@ -171,7 +181,7 @@ def test_a_worker_that_dies_as_it_hands_over_is_told_of(monkeypatch):
     monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", torn)
     loader, span = Loader("m:f", loaders.shuffled, 4), Span(0, 0, 8)
     with pytest.raises(CodeFailed, match=r"^m:f: a worker of its DataLoader died, perhaps for want of memory$"):
-        next(loader.by_workers(span, lambda: None, loader.entries(span), lambda: None))
+        next(loader.read(span, by_workers=True))
 
 
 def test_ranks_that_read_otherwise_are_named():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import torch
@@ -28,10 +28,10 @@ from torch.utils.data import (
 
 from ...errors import BadInput, CodeFailed
 from ..model.network import kind_of
-from ..model.randomness import BUILD, DATA, ORDER, OwnRandomness, key_of
+from ..model.randomness import BUILD, ORDER, OwnRandomness, key_of
 from ..model.user_code import RAISED, code_failed, defined_at, user_code
 from ..processes.own_processes import semaphores
-from .loader_workers import Entry, Indexed, Read, Streamed, WorkerStart, as_is, tell_epoch
+from .loader_workers import Entry, Indexed, Read, Streamed, WorkerStart, as_is, iterated, tell_epoch
 
 SAMPLES: Final = (Tensor, tuple, list, Mapping, str, bytes, Iterator)  # no data, but one of them, or read once
 SETTINGS: Final = ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "worker_init_fn")
@@ -95,7 +95,7 @@ class Loader:
 
     def __call__(self, index: int, seed: int) -> Any:
         """Return microbatch ``index``."""
-        return next(self.here(Span(seed, index, index + 1))).given
+        return next(self.read(Span(seed, index, index + 1))).given
 
     @property
     def batches(self) -> int | None:
@@ -111,68 +111,33 @@ class Loader:
     def shares(self) -> int | None:
         """The workers that share what can only be read one after the other, so that their number decides who gives
         which microbatch; None for data whose microbatches are the same with any number."""
-        return None if self.has_entries else self.workers
+        return None if self._source.order is not None else self.workers
 
-    @property
-    def begun(self) -> int:
-        """Microbatches that workers have begun before the first one is there."""
-        return self.workers * int(self._source.settings.get("prefetch_factor") or 0)
-
-    def here(self, span: Span) -> Iterator[Read]:
-        """Yield what ``span`` wants, read in this process, whose random numbers are left alone."""
+    def read(self, span: Span, by_workers: bool = False) -> Iterator[Read]:
+        """Yield what ``span`` wants, read ahead by the loader's workers, or when it is asked for in this process, whose
+        random numbers are left alone."""
         source = self._source
         if source.order is not None:
-            reader = Indexed(source.dataset, source.collate, source.size is not None, span.seed)
-            for entry in self.entries(span):
-                with OwnRandomness(0).installed():
-                    read = reader[entry]
-                yield self._checked(read)
+            reader, entries = Indexed(source.dataset, source.collate, source.size is not None, span.seed), self._entries
+            if by_workers:
+                reads = self._working(reader, key_of(span.seed, 0, ORDER), entries(span))
+            else:
+                reads = map(reader.alone, entries(span))
+            yield from map(self._checked, reads)
             return
 
         def one_pass(epoch: int, begin: int) -> Iterator[Read]:
             source.begin(epoch)
-            reading = iter(Streamed(source.dataset, source.collate, source.size, epoch))
-            for number in count(begin):
-                with OwnRandomness(key_of(span.seed, number, DATA)).installed():
-                    read = next(reading, None)
-                if read is None:
-                    return
-                yield self._checked(read)
+            reader = Streamed(source.dataset, source.collate, source.size, epoch)
+            if by_workers:
+                return map(self._checked, self._working(reader, key_of(span.seed, epoch, ORDER)))
+            return map(self._checked, reader.alone(span.seed, begin))
 
         yield from (read._replace(microbatch=microbatch) for microbatch, _, read in self._passes(span, one_pass))
 
-    def by_workers(
-        self, span: Span, start: Callable[[], None], entries: Iterable[Entry], starting: Callable[[], None]
-    ) -> Iterator[Read]:
-        """Yield what ``span`` wants, read by the loader's workers, each of which begins with ``start``.
-
-        ``entries`` are those of :meth:`entries`, which draws them by the process's random numbers. ``starting()``
-        returns when workers may be started.
-        """
-        source = self._source
-        if source.order is not None:
-            starting()
-            reader = Indexed(source.dataset, source.collate, source.size is not None, span.seed)
-            yield from map(self._checked, self._working(reader, key_of(span.seed, 0, ORDER), start, entries))
-            return
-
-        def one_pass(epoch: int, begin: int) -> Iterator[Read]:
-            starting()
-            source.begin(epoch)
-            streamed = Streamed(source.dataset, source.collate, source.size, epoch)
-            yield from map(self._checked, self._working(streamed, key_of(span.seed, epoch, ORDER), start, None))
-
-        yield from (read._replace(microbatch=microbatch) for microbatch, _, read in self._passes(span, one_pass))
-
-    @property
-    def has_entries(self) -> bool:
-        """Whether workers are told what to read."""
-        return self._source.order is not None
-
-    def entries(self, span: Span) -> Iterator[Entry]:
+    def _entries(self, span: Span) -> Iterator[Entry]:
         """Yield which samples make what ``span`` wants. Its draws are nobody else's."""
         source = self._source
-        assert source.order is not None, "otherwise they are read as they come"
 
         def one_pass(epoch: int, _: int) -> Iterator[Any]:
             randomness = OwnRandomness(key_of(span.seed, epoch, ORDER))
@@ -208,9 +173,7 @@ class Loader:
                 raise BadInput(f"{self.name}: {few} of {self._batch} samples")
             begin, epoch = begin + number, epoch + 1
 
-    def _working(
-        self, dataset: Dataset[Any], key: int, start: Callable[[], None], entries: Iterable[Entry] | None
-    ) -> Iterator[Read]:
+    def _working(self, dataset: Dataset[Any], key: int, entries: Iterable[Entry] | None = None) -> Iterator[Read]:
         settings = dict(self._source.settings)
         users = settings.pop("worker_init_fn")
         settings["multiprocessing_context"] = settings["multiprocessing_context"] or USUAL_START
@@ -219,13 +182,14 @@ class Loader:
             batch_size=None,
             sampler=entries,
             collate_fn=as_is,
-            worker_init_fn=WorkerStart(start, users),
+            worker_init_fn=WorkerStart(users),
             generator=torch.Generator().manual_seed(key),
+            pin_memory=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
             **settings,
         )
         before = semaphores()
         try:
-            for number, read in enumerate(loader, 1):
+            for number, read in enumerate(iterated(loader), 1):
                 if number == self.workers:  # each has opened them, so nothing is left should this process be killed
                     for give_back in set(semaphores()).difference(before):
                         give_back()

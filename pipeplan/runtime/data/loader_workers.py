@@ -5,16 +5,20 @@ The same runs in the process itself where a loader has no workers.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ..model.randomness import DATA, begin_all, key_of
+from ..model.randomness import DATA, OwnRandomness, begin_all, key_of
 from ..model.user_code import RAISED, said
+from ..processes.own_processes import ENDING, follow_parent
 
 Entry = tuple[int, int, Any]  # a microbatch, its pass over the data, and what the sampler gives for it
 Collate = Callable[[Any], Any]
@@ -56,6 +60,11 @@ class Indexed(Dataset[Any]):
             return Read(microbatch, 0, None, said(error))
         return Read(microbatch, time.perf_counter_ns() - begin, given)
 
+    def alone(self, entry: Entry) -> Read:
+        """Return the same, and leave this process's random numbers alone."""
+        with OwnRandomness(0).installed():
+            return self[entry]
+
     def _items(self, index: Any) -> Any:
         if not self._batched:
             return self.dataset[index]
@@ -93,6 +102,16 @@ class Streamed(IterableDataset[Any]):
         except RAISED as error:
             yield Read(-1, 0, None, said(error))
 
+    def alone(self, seed: int, first: int) -> Iterator[Read]:
+        """Yield the same, each drawn by its number, from ``first`` on; this process's random numbers are left alone."""
+        reading = iter(self)
+        for number in count(first):
+            with OwnRandomness(key_of(seed, number, DATA)).installed():
+                read = next(reading, None)
+            if read is None:
+                return
+            yield read
+
 
 def tell_epoch(part: Any, epoch: int) -> None:
     """Tell a dataset or a sampler which pass begins, if it wants to know."""
@@ -102,14 +121,19 @@ def tell_epoch(part: Any, epoch: int) -> None:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker begins with: ``ours``, and then what its user has for it, to whom the dataset is his own."""
+    """What a worker begins with: ours, and then what its user has for it, to whom the dataset is his own.
 
-    ours: Callable[[], None]
+    It ends with its rank, and not by itself: signals may reach all of a run's processes.
+    """
+
     users: Callable[[int], None] | None
 
     def __call__(self, number: int) -> None:
         """Begin worker ``number``."""
-        self.ours()
+        for ending in ENDING:
+            signal.signal(ending, signal.SIG_IGN)
+        sys.excepthook = _unless_cut_off
+        threading.Thread(target=follow_parent, daemon=True).start()
         info = get_worker_info()
         assert info is not None, "this is a worker"
         wrapped: Any = info.dataset
@@ -119,6 +143,21 @@ class WorkerStart:
                 self.users(number)
         except RAISED as error:
             wrapped.failure = said(error)
+
+
+def _unless_cut_off(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Tell of an error as Python does, but not that a rank, which is told of itself, went while it took something."""
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
+
+
+def iterated(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Begin with ``loader``, whose worker that dies is told of where the next microbatch is asked for, not anywhere."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    found = iter(loader)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)
+    return found
 
 
 def as_is(value: Any) -> Any:

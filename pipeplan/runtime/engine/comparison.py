@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...cost.saved import saved_bytes
 from ...units import format_bytes
-from ..data.loader import Loader, Span
+from ..data.loader import Span
 from ..device import FILL, free_bytes, place
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
@@ -26,13 +26,12 @@ from ..model.contract import sample_of
 from ..model.conversion import converted
 from ..model.loaded import LoadedModel, constants_of
 from ..model.network import own_loss
-from ..model.randomness import DATA
 from ..model.samples import Data
 from ..model.structure import mapped, own_memory, tensors_in, tensors_of
 from ..model.trace.compared import Author, Stages, compare
 from ..model.user_code import user_code
-from ..training.draws import begin_draws
 from .job import Job
+from .reading import reads_of
 
 COPIES: Final = 3  # of weights: themselves and the gradients of both steps
 
@@ -42,7 +41,7 @@ def compared(
 ) -> LoadedModel:
     """Return ``model``, fitted to its plan, with a note that says that it was compared, or why not.
 
-    What was read for that is given again when the run asks for it. BadInput names the first difference.
+    BadInput names the first difference.
     """
     begun, chain = time.perf_counter(), job.plan.chain
     needed = COPIES * sum(layer.weight_bytes for layer in chain.layers) + int(saved_bytes(chain, 0, len(chain)))
@@ -62,7 +61,7 @@ def compared(
     if half is not None:
         converted(nn.ModuleList(modules), half, constants_of(whole))
     place(modules, device)
-    data, given = _first(job, whole.data.source)
+    given = _first(job, whole.data.source)
     stages: Stages = [
         (whole.pieces(s), None if s.stop == len(chain) else whole.cut(s.stop)) for s in job.plan.allocation.stages
     ]
@@ -74,7 +73,6 @@ def compared(
     author = Author.of(module, x, whole.loss is own_loss, autocast)
     replicated = [m for s in job.plan.allocation.stages if s.replicas > 1 for m in whole.modules(s)]
     compare(author, stages, whole.loss, tensors_in(x), target, entering, replicated)
-    model = replace(model, data=replace(model.data, source=data))
     seconds = time.perf_counter() - begun
     return replace(model, compared=f"the first microbatch trains as in plain torch: compared in {seconds:.2g} s")
 
@@ -93,23 +91,8 @@ def _at(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     return own_memory(x.to(device, dtype if x.is_floating_point() else None))
 
 
-def _first(job: Job, source: Data) -> tuple[Data, Any]:
-    """Return what ``source`` gives for the first microbatch, and a source that gives it again, once."""
+def _first(job: Job, source: Data) -> Any:
+    """Return what ``source`` gives for the first microbatch."""
     options, first = job.options, job.lowered().first.microbatch
-    if isinstance(source, Loader):
-        (read,) = source.here(Span(options.seed, first, first + 1, options.epoch))
-        return source, read.given
-    begin_draws(options.seed, first, DATA)
     with user_code("data"):
-        given = source(first, options.seed)
-    return _Again(source, first, given), given
-
-
-class _Again:
-    """A source of data that has read one microbatch ahead; called for it, it gives that."""
-
-    def __init__(self, source: Data, index: int, given: Any) -> None:
-        self._source, self._read = source, {index: given}
-
-    def __call__(self, index: int, seed: int) -> Any:
-        return self._read.pop(index) if index in self._read else self._source(index, seed)
+        return next(reads_of(source, Span(options.seed, first, first + 1, options.epoch))).given

@@ -17,17 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import BadInput
-from ..data.loader import Loader, Span
+from ..data.loader import Span
 from ..device import random_state, set_random_state
 from ..exchange.transport import everybodys, exchanging
 from ..measure.held_bytes import HeldBytes
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel
 from ..model.network import LOSS, LayerCode
-from ..model.randomness import DATA
 from ..model.structure import mapped
 from ..model.user_code import user_code
-from ..training.draws import Draws, begin_draws
+from ..training.draws import Draws
 from ..training.rank import Rank
 from ..training.stage import StageModule
 from ..training.state.state import assembled, averaged
@@ -36,6 +35,7 @@ from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job, Launcher
 from .preparation import Meeting, OwnStages, build_model
+from .reading import reads_of
 
 
 class HeldOut:
@@ -188,14 +188,8 @@ def _watched(model: LoadedModel, metrics: Callable[..., Any], name: str, found: 
 
 def _samples(model: LoadedModel, seed: int, count: int) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
     """Yield the first ``count`` microbatches of the first pass over the data: the same ones at every evaluation."""
-    source = model.data.source
-    if isinstance(source, Loader):
-        for read in source.here(Span(seed, 0, count)):
-            yield model.data.enter(read.microbatch, read.given)
-        return
-    for m in range(count):
-        begin_draws(seed, m, DATA)
-        yield model.data(m, seed)
+    for read in reads_of(model.data.source, Span(seed, 0, count)):
+        yield model.data.enter(read.microbatch, read.given)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

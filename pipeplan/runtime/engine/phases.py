@@ -29,7 +29,7 @@ from .executor import RankWork, execute
 from .job import Job, Launcher
 from .minibatch_end import MiniBatchEnd
 from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
-from .reading import Reader, differing, reader_of
+from .reading import Reader, differing
 
 if TYPE_CHECKING:
     from ..exchange.threaded import ThreadedTransport
@@ -54,7 +54,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     if job.options.held_out is not None and not job.options.evaluates:
         held_out = evaluating(job, number, launcher)
     rank, ties, masters = build_model(job, number, launcher)
-    reader = reader_of(job, rank)
+    reader = Reader(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
     with freed_kept(), run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):

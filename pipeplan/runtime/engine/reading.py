@@ -1,60 +1,49 @@
 """Where does a rank have its samples from? It calls for them when it needs them, or workers have read them ahead.
 
 Inputs go to the stages that use them, targets to the last; each rank with such stages reads for itself, and all read
-the same. What workers have read is on its way to the device before it is asked for.
+the same. A GPU's host is ahead of it, so samples are on their way to the device before passes come to them.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing import active_children
-from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
 from statistics import fmean
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import BadInput
 from ..data.loader import Loader, Span
-from ..data.loader_workers import Entry, Read
+from ..data.loader_workers import Read
 from ..device import moved, new_stream
 from ..measure.times import Activity, Reading
 from ..model.network import TensorSpec
 from ..model.randomness import DATA
+from ..model.samples import Data
 from ..model.structure import mapped, tensors_in
 from ..model.user_code import user_code
-from ..processes.own_processes import ENDING, follow_parent
 from ..training.draws import begin_draws
 from ..training.rank import Rank
 from .job import Job
 
-AHEAD: Final = 2  # microbatches that are read and on the device, or on their way there, before they are asked for
 Sample = tuple[Any, Any]  # the network's inputs, and the target; None for what the rank doesn't need
 
 
-class Reader(Protocol):
-    """What gives a rank its samples."""
-
-    activity: Activity
-    """What a rank does until it has one."""
-
-    def begin(self) -> tuple[int, str] | None:
-        """Begin to read ahead; return the first microbatch that was read with a checksum of it, None if none was."""
-
-    def take(self, microbatch: int) -> Sample:
-        """Return inputs and target of a microbatch, once for each stage of the rank that takes any of them."""
-
-    def close(self) -> Reading | None:
-        """Read no further; return how reading went, None where it was no work of a loader's."""
+def reads_of(source: Data, span: Span, by_workers: bool = False) -> Iterator[Read]:
+    """Yield what ``span`` wants of a loader, or of the user's data(index, seed), called for each microbatch."""
+    if isinstance(source, Loader):
+        yield from source.read(span, by_workers)
+        return
+    for microbatch in filter(span.wants, range(span.first, span.last)):
+        epoch, index = divmod(microbatch, span.epoch) if span.epoch else (0, microbatch)
+        begin_draws(span.seed, microbatch, DATA)
+        yield Read(microbatch, 0, source(index, span.seed + epoch))
 
 
 class _Takers:
@@ -79,161 +68,126 @@ class _Takers:
         return min(times, 1) if self._once else times
 
 
-class Called:
-    """Samples that the user's data(index, seed) is called for, once for each microbatch."""
-
-    activity: Activity = "DATA"
-
-    def __init__(self, job: Job, rank: Rank) -> None:
-        self._job, self._rank, self._takers = job, rank, _Takers(job, rank)
-        self._held: dict[int, tuple[int, Sample]] = {}  # what is asked for again, and how often
-
-    def begin(self) -> tuple[int, str] | None:
-        """Call for the run's first microbatch, whoever takes it: files may differ between nodes."""
-        if not self._takers:
-            return None
-        first = self._rank.lowered.first.microbatch
-        return first, _checksum(self._called(first))
-
-    def take(self, microbatch: int) -> Sample:
-        """Call for it, or return what others take of one that was called for."""
-        if microbatch in self._held:
-            left, sample = self._held.pop(microbatch)
-            if left > 1:
-                self._held[microbatch] = left - 1, sample
-            return sample
-        inputs, target = _moved_all(self._called(microbatch), self._rank.device)
-        left = self._takers.times(microbatch) - 1
-        if left > 0:
-            self._held[microbatch] = left, (inputs if len(self._takers.inputs) > 1 else None, target)
-        return inputs, target
-
-    def _called(self, microbatch: int) -> Sample:
-        length, seed = self._job.options.epoch, self._job.options.seed
-        epoch, index = divmod(microbatch, length) if length else (0, microbatch)
-        begin_draws(seed, microbatch, DATA)
-        return self._rank.model.data(index, seed + epoch)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Ready:
-    """A microbatch as the model takes it, on the rank's device once its stream has come to ``there``."""
+    """A microbatch as the model takes it, on the rank's device once its stream has come to ``there``.
+
+    It will be asked for ``left`` times.
+    """
 
     microbatch: int
-    ns: int
     checksum: str
     sample: Sample
     there: Any
+    left: int
 
 
-class Loaded:
-    """Samples of a loader of the user's, of which the rank's stages ``take`` inputs, targets, or both."""
+class Reader:
+    """Gives ``rank`` its samples; BadInput where there are none of its size. Until it has one, ``activity`` goes on.
 
-    def __init__(self, loader: Loader, job: Job, rank: Rank) -> None:
-        lowered = rank.lowered
-        self._rank, self._model, self._device = rank, rank.model, rank.device
-        self._takers = _Takers(job, rank)
-        self._loader, self._stream = loader, new_stream(rank.device)
+    Of data that are called for, all ranks read the run's first microbatch, whoever takes it: files may differ between
+    nodes.
+    """
+
+    def __init__(self, job: Job, rank: Rank) -> None:
+        lowered, options, source = rank.lowered, job.options, rank.model.data.source
+        self._rank, self._takers, self._stream = rank, _Takers(job, rank), new_stream(rank.device)
+        self._loader = source if isinstance(source, Loader) else None
+        first = lowered.first.microbatch
         self._span = Span(
-            job.options.seed, lowered.first.microbatch, lowered.last.microbatch, job.options.epoch, self._wants
+            options.seed,
+            first,
+            lowered.last.microbatch,
+            options.epoch,
+            lambda m: self._takers.times(m) > 0 or (self._loader is None and m == first),
         )
-        self._held: dict[int, _Ready] = {}
-        self._left: dict[int, int] = {}  # of those held, how often they are still asked for
+        self._ready: dict[int, _Ready] = {}
         self._spent_ns: list[int] = []
-        self._first: str | None = None
-        self._feed: _Feed | None = None
-        self._here: Iterator[_Ready] = iter(())
-        if self._takers and loader.batches is not None and loader.batches < lowered.interval:
-            raise BadInput(
-                f"{loader.name}: its {loader.batches} microbatches of {lowered.plan.chain.microbatch} samples are "
-                f"fewer than the {lowered.interval} of one update"
-            )
-        if self._takers and loader.batches is not None and loader.batches < (job.options.epoch or 0):
-            raise BadInput(
-                f"{loader.name}: an epoch is to have {job.options.epoch} microbatches, and it has {loader.batches}"
-            )
-        self.activity: Activity = "WAIT_DATA" if self._takers and loader.workers else "DATA"
+        if self._takers and self._loader is not None:
+            self._check_length(self._loader, options.epoch)
+        self._workers = self._loader.workers if self._takers and self._loader is not None else 0
+        self.activity: Activity = "WAIT_DATA" if self._workers else "DATA"
+        self._others = set(active_children())
+        self._reads = map(self._made_ready, reads_of(source, self._span, self._workers > 0))
 
     def begin(self) -> tuple[int, str] | None:
-        """Start the workers, and wait for the first microbatch."""
-        if not self._takers or not any(map(self._wants, range(self._span.first, self._span.last))):
+        """Start the workers, and wait for the first microbatch; return it with a checksum, None if none is read."""
+        if not self._takers or not any(map(self._span.wants, range(self._span.first, self._span.last))):
             return None
-        if self._loader.workers:
-            self._feed = _Feed(self._loader, self._span, self._ready)
-        else:
-            self._here = map(self._ready, self._loader.here(self._span))
         first = self._next()
         return first.microbatch, first.checksum
 
     def take(self, microbatch: int) -> Sample:
-        """Return what is there, or wait for it; of what comes before it others take."""
-        while microbatch not in self._held:
+        """Return inputs and target of a microbatch, once for each stage of the rank that takes any of them.
+
+        Of what comes before it others take.
+        """
+        while microbatch not in self._ready:
             self._next()
-        ready = self._held[microbatch]
-        self._left[microbatch] -= 1
-        if not self._left[microbatch]:
-            del self._held[microbatch], self._left[microbatch]
+        ready = self._ready[microbatch]
+        sample, ready.left = ready.sample, ready.left - 1
+        if not ready.left:
+            del self._ready[microbatch]
+        elif len(self._takers.inputs) == 1:
+            ready.sample = None, sample[1]
         if ready.there is not None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self._rank.device)
             stream.wait_event(ready.there)
-            for tensor in tensors_in(ready.sample):
+            for tensor in tensors_in(sample):
                 tensor.record_stream(stream)
-        return ready.sample
+        return sample
 
     def close(self) -> Reading | None:
-        """End the workers."""
-        if self._feed is not None:
-            self._feed.close()
+        """End the workers, whatever they do; return how reading went, None where it was no work of a loader's."""
+        for process in set(active_children()) - self._others if self._workers else ():
+            process.kill()
+            process.join()
         spent = self._spent_ns[1:] or self._spent_ns  # the first one opens files, and imports
-        return Reading(self._loader.workers, round(fmean(spent)), len(self._spent_ns)) if spent else None
-
-    def _wants(self, microbatch: int) -> bool:
-        return self._takers.times(microbatch) > 0
+        if self._loader is None or not spent:
+            return None
+        return Reading(self._loader.workers, round(fmean(spent)), len(self._spent_ns))
 
     def _next(self) -> _Ready:
-        ready = next(self._here) if self._feed is None else self._feed.get()
-        self._spent_ns.append(ready.ns)
-        self._held[ready.microbatch] = ready
-        self._left[ready.microbatch] = self._takers.times(ready.microbatch)
+        ready = next(self._reads)
+        if ready.left:
+            self._ready[ready.microbatch] = ready
         return ready
 
-    def _ready(self, read: Read) -> _Ready:
+    def _made_ready(self, read: Read) -> _Ready:
         """Return what was read as the model takes it, as far as the rank's stages do, on its way to the device."""
         begin = time.perf_counter_ns()
-        checksum = "" if self._first is not None else _checksum(read.given)
-        self._first = self._first or checksum
-        x, target = self._model.data.enter(read.microbatch, read.given)
-        self._check(x[0])
+        checksum = "" if self._spent_ns else _checksum(read.given)
+        x, target = self._rank.model.data.enter(read.microbatch, read.given)
+        if self._loader is not None:
+            self._check_size(self._loader, x[0])
         mine = x if self._takers.inputs else None, target if self._takers.targets else None
         there = None
-        if self._stream is None:
-            sample: Sample = _moved_all(mine, self._device)
-        else:
-            torch.cuda.set_device(self._device)  # of this thread
-            with torch.cuda.stream(self._stream):
-                sample = _moved_all(mine, self._device)
+        with torch.cuda.stream(self._stream):  # does nothing without one
+            sample = mapped(lambda tensor: moved(tensor, self._rank.device), mine)
+            if self._stream is not None:
                 there = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 there.record()
-        spent = 0 if self._feed is not None else time.perf_counter_ns() - begin
-        return _Ready(read.microbatch, read.ns + spent, checksum, sample, there)
+        self._spent_ns.append(read.ns + (0 if self._workers else time.perf_counter_ns() - begin))
+        return _Ready(read.microbatch, checksum, sample, there, self._takers.times(read.microbatch))
 
-    def _check(self, x: Tensor) -> None:
+    def _check_length(self, loader: Loader, epoch: int | None) -> None:
+        """Raise BadInput where a pass is too short."""
+        lowered, batches = self._rank.lowered, loader.batches
+        if batches is not None and batches < lowered.interval:
+            raise BadInput(
+                f"{loader.name}: its {batches} microbatches of {lowered.plan.chain.microbatch} samples are fewer than "
+                f"the {lowered.interval} of one update"
+            )
+        if batches is not None and batches < (epoch or 0):
+            raise BadInput(f"{loader.name}: an epoch is to have {epoch} microbatches, and it has {batches}")
+
+    def _check_size(self, loader: Loader, x: Tensor) -> None:
         """Raise BadInput where microbatches have another number of samples than the profile's."""
-        spec, found = self._model.specs[0], TensorSpec(tuple(x.shape), x.dtype)
+        spec, found = self._rank.model.specs[0], TensorSpec(tuple(x.shape), x.dtype)
         if spec.shape[1:] == found.shape[1:] and spec.shape[:1] != found.shape[:1]:
             raise BadInput(
-                f"{self._loader.name}: gives microbatches of {found.shape[0]} samples; the profile's have "
-                f"{spec.shape[0]}"
+                f"{loader.name}: gives microbatches of {found.shape[0]} samples; the profile's have {spec.shape[0]}"
             )
-
-
-def reader_of(job: Job, rank: Rank) -> Reader:
-    """Return what gives ``rank`` its samples; BadInput where there are none of its size."""
-    source = rank.model.data.source
-    return Loaded(source, job, rank) if isinstance(source, Loader) else Called(job, rank)
 
 
 def repeatedly(data: Callable[[int, int], Any]) -> Callable[[], object] | None:
@@ -249,7 +203,7 @@ def repeatedly(data: Callable[[int, int], Any]) -> Callable[[], object] | None:
 
     if not isinstance(data, Loader):
         return call
-    here = data.here(Span(0, 0, sys.maxsize))
+    here = data.read(Span(0, 0, sys.maxsize))
     return None if data.workers else lambda: next(here)
 
 
@@ -272,96 +226,3 @@ def _checksum(given: Any) -> str:
     for tensor in tensors_in(given):
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _moved_all(value: Any, device: torch.device) -> Any:
-    return mapped(lambda tensor: moved(tensor, device), value)
-
-
-# --- ahead ----------------------------------------------------------------------------------------------------------
-
-
-class _Closed(Exception):
-    """Nobody reads any more."""
-
-
-class _Feed:
-    """A thread that takes what workers have read, and makes it ready, until :data:`AHEAD` wait.
-
-    It draws no random numbers, which are the whole process's: whose samples are read is said by who waits for them.
-    Workers are started while he waits.
-    """
-
-    def __init__(self, loader: Loader, span: Span, make: Callable[[Read], _Ready]) -> None:
-        self._changed = threading.Condition()
-        self._ready: deque[_Ready] = deque()
-        self._ended: BaseException | None = None
-        self._waiting = self._closed = False
-        self._others: set[BaseProcess] = set(active_children())
-        self._asked: SimpleQueue[Entry | None] = SimpleQueue()
-        self._to_ask = loader.entries(span) if loader.has_entries else None
-        for _ in range(loader.begun + AHEAD + 2):  # one more is asked for before one is given out
-            self._ask()
-        reads = loader.by_workers(span, _settle_in, iter(self._asked.get, None), self._may_start)
-        threading.Thread(target=self._run, args=(map(make, reads),), daemon=True).start()
-
-    def get(self) -> _Ready:
-        """Return the next one, once it is there."""
-        self._ask()
-        with self._changed:
-            self._waiting = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._ready or self._ended is not None)
-            self._waiting = False
-            if self._ready:
-                self._changed.notify_all()
-                return self._ready.popleft()
-        assert self._ended is not None, "nobody asks for more than there is to come"
-        raise self._ended
-
-    def close(self) -> None:
-        """End the workers, whatever they do."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for process in set(active_children()) - self._others:
-            process.kill()
-            process.join()
-
-    def _ask(self) -> None:
-        if self._to_ask is not None:
-            self._asked.put(next(self._to_ask, None))
-
-    def _may_start(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if self._closed:
-                raise _Closed
-
-    def _run(self, made: Iterator[_Ready]) -> None:
-        try:
-            for ready in made:
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < AHEAD or self._closed)
-                    if self._closed:
-                        return
-                    self._ready.append(ready)
-                    self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._ended = error
-                self._changed.notify_all()
-
-
-def _settle_in() -> None:
-    """Let a worker end with its rank, and not by itself: signals may reach all of a run's processes."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _unless_cut_off
-    threading.Thread(target=follow_parent, daemon=True).start()
-
-
-def _unless_cut_off(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Tell of an error as Python does, but not that a rank, which is told of itself, went while it took something."""
-    if not isinstance(error, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)

@@ -17,7 +17,7 @@ from pipeplan.runtime.data.loader import Loader, Span, data_from
 
 
 def read(made, span, batch=4):
-    return [(x.microbatch, x.given) for x in Loader("m:f", made, batch).here(span)]
+    return [(x.microbatch, x.given) for x in Loader("m:f", made, batch).read(span)]
 
 
 def flat(given):
@@ -72,12 +72,12 @@ def test_an_epochs_order_is_that_of_the_loader_with_its_seed_and_the_epochs_numb
 )
 def test_any_microbatch_is_the_same_from_anywhere_on_and_whatever_others_draw(made):
     one = Loader("m:f", made, 4)
-    whole = list(one.here(Span(5, 0, 12)))
+    whole = list(one.read(Span(5, 0, 12)))
     assert [x.microbatch for x in whole] == list(range(12))
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()[2]
     for first, wants in ((0, lambda m: m % 3 == 1), (7, lambda m: True), (11, lambda m: True)):
-        found = list(one.here(Span(5, first, 12, wants=wants)))
+        found = list(one.read(Span(5, first, 12, wants=wants)))
         assert [x.microbatch for x in found] == [m for m in range(first, 12) if wants(m)]
         for x in found:
             assert torch.equal(flat(x.given), flat(whole[x.microbatch].given))
@@ -85,7 +85,7 @@ def test_any_microbatch_is_the_same_from_anywhere_on_and_whatever_others_draw(ma
     assert torch.equal(torch.get_rng_state(), states[1])
     assert np.random.get_state()[2] == states[2]
     if made is loaders.here:
-        assert not torch.equal(flat(whole[0].given), flat(next(one.here(Span(6, 0, 1))).given))
+        assert not torch.equal(flat(whole[0].given), flat(next(one.read(Span(6, 0, 1))).given))
         assert torch.equal(flat(one(0, 5)), flat(whole[0].given))
 
 
