@@ -121,73 +121,12 @@ class Pipe:
     @cached_property
     def fitting(self) -> list[Ints]:
         """The same, NEVER also where the stage doesn't fit the memory."""
-        found = []
-        for group, table, held in zip(self.groups, self.times, self._held(self.in_flight, True), strict=True):
+        found, kept, peak = [], self.activations.kept, self.activations.peak
+        for group, table, count in zip(self.groups, self.times, self.in_flight, strict=True):
             room = self.tables.problem.platform.slowest(group).memory_bytes // self.share
-            found.append(np.where(held <= room, table, NEVER))
+            fixed = self.tables.weights_bytes(count, len(group)) + self.tables.buffers(len(group))
+            found.append(np.where(fixed + memory_model.held_bytes(kept, peak, count) <= room, table, NEVER))
         return found
-
-    def holding(self, in_flight: Sequence[int]) -> list[Ints]:
-        """Return what each stage takes that holds so many microbatches, none of them in its backward; NEVER where it is
-        none."""
-        return [
-            np.where(table < NEVER, held, NEVER)
-            for table, held in zip(self.times, self._held(in_flight, False), strict=True)
-        ]
-
-    def _held(self, in_flight: Sequence[int], backward: bool) -> Iterator[Ints]:
-        """Yield the bytes of each stage, shape (cuts, cuts), one of its microbatches in its ``backward`` or none."""
-        kept = self.activations.kept
-        for group, count in zip(self.groups, in_flight, strict=True):
-            held = memory_model.held_bytes(kept, self.activations.peak if backward else kept, count)
-            yield self.tables.weights_bytes(count, len(group)) + held + self.tables.buffers(len(group))
-
-    @cached_property
-    def before(self) -> list[int]:
-        """The least that comes before each stage, and behind its last backward: a unit in every stage before it."""
-        found, moved_ns = [], 0
-        for s in range(len(self.groups)):
-            found.append(int(self._bare[min(s, len(self._bare) - 1)]) + moved_ns)
-            moved_ns += int(self.trips[s][1:-1].min(initial=NEVER)) if s < len(self.trips) else 0
-        return found
-
-    @cached_property
-    def arrivals(self) -> list[int]:
-        """The least that comes before each stage's first forward."""
-        relaxed = time_model.relative(self.tables.problem)
-        speed = max(device.speed for device in relaxed.platform.devices)
-        forward = relaxed.chain.sums.forward_ns[self._cuts] * speed.denominator // speed.numerator
-        moves = [int(trip[1:-1].min(initial=NEVER)) // 2 for trip in self.trips]
-        return [int(forward[min(s, len(forward) - 1)]) + sum(moves[:s]) for s in range(len(self.groups))]
-
-    def last_ns(self, stages: int) -> int:
-        """Return the least time of a microbatch on the GPUs of the last stage, which have so many stages.
-
-        More units may take less than one of them, which waits for transfers that are none within a stage.
-        """
-        table = self.times[-1]
-        own, least = int(table[:, -1].min()), int(table.min())
-        return own * (own < NEVER) + (stages - 1) * least * (least < NEVER)
-
-    def summing(self, left: Sequence[tuple[int, int]]) -> list[Ints]:
-        """Return the time of each stage's microbatches and the sum of its gradients, without the forwards and backwards
-        ``left`` when the first stage of its GPUs is over, behind which that may hide; NEVER where it is none."""
-        found = []
-        for group, table, (forwards, backwards) in zip(self.groups, self.times, left, strict=True):
-            forward = self._forward(group)
-            work = np.where(table < NEVER, table, forward)
-            total = self.microbatches * work - forwards * forward - backwards * (work - forward)
-            found.append(np.where(table < NEVER, total + self._sums(group), NEVER))
-        return found
-
-    @staticmethod
-    def least_sum(tables: Sequence[Ints]) -> int | None:
-        """Return the least sum over the stages of a split of what the ``tables`` of the stages say; None if none is."""
-        path = np.full(len(tables[0]), NEVER, dtype=np.int64)
-        path[0] = 0
-        for table in tables:
-            path = np.minimum(path[:, None] + table, NEVER).min(axis=0)
-        return None if path[-1] >= NEVER else int(path[-1])
 
     @cached_property
     def trips(self) -> list[Ints]:

@@ -11,10 +11,11 @@ from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import in_flight
+from pipeplan.schedule.occupancy import most_held
 from pipeplan.schedule.programs.breadth_first import breadth_first
 from pipeplan.schedule.programs.controlled import v_min
 from pipeplan.schedule.programs.dualpipev import dualpipev
-from pipeplan.schedule.programs.interleaved import interleaved, occupancy
+from pipeplan.schedule.programs.interleaved import interleaved
 from pipeplan.schedule.programs.interleaved_zero_bubble import interleaved_zero_bubble
 from pipeplan.schedule.programs.zbv import zbv
 from pipeplan.schedule.programs.zero_bubble import zb1p, zb2p
@@ -79,7 +80,7 @@ def test_what_devices_hold_is_what_the_run_holds():
         timeline = simulate(interleaved(balanced(devices * chunks, 1, 2, homes=looped(devices, chunks)), microbatches))
         lanes = [in_flight(timeline, d) for d in range(devices)]
         counts = [lanes[s % devices][s] for s in range(devices * chunks)]
-        assert list(occupancy(devices, chunks, microbatches).most) == counts
+        assert list(most_held("interleaved", devices, chunks, microbatches)) == counts
 
 
 @pytest.mark.parametrize("homes", [[0, 1, 1, 0], [0, 1, 0]])
@@ -93,11 +94,3 @@ def test_one_stage_with_replicas_is_enough_to_be_refused():
     graph = stage_graph(chain, Platform.flat(3, 10), Policy("flush", 4), [Stage(0, 1, (0, 1)), Stage(1, 2, (2,))])
     with pytest.raises(BadInput, match="equal pipelines side by side; stage 0 of this plan has 2 GPUs, stage 1 has 1"):
         interleaved(graph, 4)
-
-
-def test_what_devices_have_of_their_stages():
-    """Two devices with two chunks each and four microbatches, as drawn in the schedule's own words."""
-    found = occupancy(2, 2, 4)
-    assert found.most == (4, 3, 2, 1)
-    assert found.all == (3, 2, 2, 1)
-    assert found.left == ((0, 2), (0, 2), (0, 0), (0, 0))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
 from ...check.bounds import work_ns
-from ...check.bounds.drained.dealt import looped_bound, split_bound
+from ...check.bounds.drained.proofs import shape_bound
 from ...check.evaluate import evaluate_simulated, fits
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, time_model
@@ -27,7 +26,6 @@ from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long
 from ...schedule.occupancy import homes_of, most_held
-from ...schedule.programs.interleaved import occupancy
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 from .search import climbed, until_ended
@@ -36,6 +34,7 @@ MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, w
 MOST_EVEN = 24
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
 FINALISTS = 4  # grids whose cuts are moved about
+IMPOSSIBLE_NS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +171,9 @@ class BlockSearch:
 
     def chunked_bound(self, config: Config) -> int:
         """Return a time (ns) below which no mini-batch of a configuration with several stages on each GPU is done."""
-        if KINDS[config.kind].splits:
-            found = split_bound(self._pipe(config, Recompute()), config.kind, config.shape)
-        else:
-            found = looped_bound(self._pipes(config), config.shape)
-        return max(config.bound_ns, found)
+        kept = replace(self.problem, checkpointing="none") if KINDS[config.kind].splits else self.problem
+        found = shape_bound(kept, config.kind, config.shape, np.array(self.cuts, dtype=np.int64))
+        return IMPOSSIBLE_NS if found is None else max(config.bound_ns, found)
 
     def bound_ns(self, kind: ScheduleKind | None = None) -> int:
         """Return a time below which no plan of the class runs a mini-batch; with ``kind`` none under that schedule."""
@@ -244,14 +241,8 @@ class BlockSearch:
         if config.kind == "1f1b":
             held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
             return Pipe(self._tables, self._activations[way], groups, count, held, ahead=True)
-        held = occupancy(shape.ranks, shape.chunks, count).most
-        if KINDS[config.kind].splits:
-            held = most_held(config.kind, shape.ranks, shape.chunks, count)
+        held = most_held(config.kind, shape.ranks, shape.chunks, count)
         return Pipe(self._tables, self._activations[way], groups, count, held, share=shape.chunks)
-
-    def _pipes(self, config: Config) -> Iterator[tuple[str, Callable[[], Pipe]]]:
-        """Yield the rules of all ways to recompute, and what makes the pipelines that do."""
-        yield from ((way.rule, partial(self._pipe, config, way)) for way in self._ways(config))
 
     def _try(self, config: Config, way: Recompute, splits: Iterable[tuple[int, ...]]) -> Found | None:
         """Simulate splits; return the last that became the best of its configuration, if one did."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import lru_cache
-
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ..program import Program, pipelines, unequal
@@ -71,35 +67,3 @@ def _passes(devices: int, chunks: int, microbatches: int) -> dict[int, list[Pass
             order += forward[ahead + i : ahead + i + 1]
         passes[d] = order
     return passes
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """What devices have of each stage: the ``most`` microbatches that they hold of it, those that they hold when they
-    hold most in ``all``, and the (forwards, backwards) ``left`` when the first of their stages is over."""
-
-    most: tuple[int, ...]
-    all: tuple[int, ...]
-    left: tuple[tuple[int, int], ...]
-
-
-@lru_cache(maxsize=256)
-def occupancy(devices: int, chunks: int, microbatches: int) -> Occupancy:
-    """Return what each device has of its stages when ``microbatches`` run in all."""
-    stages = range(devices * chunks)
-    most, together, left = [0 for _ in stages], [0 for _ in stages], [(0, 0) for _ in stages]
-    for d, order in _passes(devices, chunks, microbatches).items():
-        own = list(stages)[d::devices]
-        held, fullest = dict.fromkeys(own, 0), 0
-        for kind, stage, _ in order:
-            held[stage] += 1 if kind == "F" else -1
-            most[stage] = max(most[stage], held[stage])
-            if sum(held.values()) > fullest:
-                fullest = sum(held.values())
-                for one, count in held.items():
-                    together[one] = count
-        over = min({stage: at for at, (_, stage, _) in enumerate(order)}.values())
-        rest = Counter((kind, stage) for kind, stage, _ in order[over + 1 :])
-        for stage in own:
-            left[stage] = rest["F", stage], rest["B", stage]
-    return Occupancy(tuple(most), tuple(together), tuple(left))

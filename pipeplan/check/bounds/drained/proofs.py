@@ -3,22 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from ....deadline import OutOfTime
+from ....integers import Ints, ceil_div
 from ....plan import AllocationClass, Bound, ScheduleKind
 from ....problem import Problem
-from ....schedule.kinds import KINDS, loop, vee
-from .loop import loop_bound
+from ....schedule.kinds import KINDS, vee
+from ...targets import Shape
+from .loop import Loop
 from .separate import drained_bound
-from .vee import vee_bound
+from .tables import LeastTables, Placed
+from .vee import Vee
 
-PROOFS: dict[tuple[AllocationClass, object], Callable[[Problem, ScheduleKind], Bound | None]] = {
-    ("any", vee): vee_bound,
-    ("any", loop): loop_bound,
-}  # by the class and how the schedule places stages
+MOST_LOOP, MOST_VEE = 4 * 10**6, 2 * 10**7  # layers to the third, times GPUs, beyond which nothing is bounded
 
 
 def proved(problem: Problem, allocation: AllocationClass, kind: ScheduleKind | None) -> Bound | None:
@@ -27,8 +27,43 @@ def proved(problem: Problem, allocation: AllocationClass, kind: ScheduleKind | N
     if allocation == "contiguous":
         return drained_bound(problem, kind)
     simulated = None if kind is None else KINDS[kind].simulated
-    prove = None if simulated is None else PROOFS.get((allocation, simulated.homes))
-    return None if prove is None or kind is None else prove(problem, kind)
+    placed = allocation == "any" and simulated is not None and simulated.homes is not None
+    return placed_bound(problem, kind) if placed and kind is not None else None
+
+
+def placed_bound(problem: Problem, kind: ScheduleKind) -> Bound | None:
+    """Return the bound on all plans under a ``kind`` that places stages, as many on each GPU as there may be; None
+    where that would take too long, or nothing fits. Every number of ranks and of pipelines is looked at."""
+    simulated, count, gpus = KINDS[kind].simulated, len(problem.chain), len(problem.platform)
+    like_vee, microbatches = simulated is not None and simulated.homes is vee, problem.policy.accumulate or 1
+    if count**3 * gpus > (MOST_VEE if like_vee else MOST_LOOP):
+        return None
+    shapes = [
+        _placed(problem, kind, Shape(ranks, pipelines, chunks, like_vee))
+        for ranks in range(1, min(gpus, count) + 1)
+        for pipelines in range(1, gpus // ranks + 1 if problem.replicas else 2)
+        for chunks in ((2,) if like_vee else range(1, count // ranks + 1))
+        if ranks * chunks <= count
+    ]
+    best: int | None = None
+    for one in sorted(shapes, key=lambda one: (one.floor_ns, one.shape.ranks, one.shape.chunks)):
+        problem.deadline.check()
+        if best is None or one.floor_ns < best:
+            best = one.least(best)
+    if best is None:
+        return None
+    return Bound("any", problem.replicas, problem.checkpointing, ceil_div(best, microbatches), schedule=kind)
+
+
+def shape_bound(problem: Problem, kind: ScheduleKind, shape: Shape, cuts: Ints) -> int | None:
+    """Return a time (ns) below which no stages of a shape between some ``cuts`` run a mini-batch under a kind that
+    places them; None where they fit in no way."""
+    return _placed(problem, kind, shape, cuts).least()
+
+
+def _placed(problem: Problem, kind: ScheduleKind, shape: Shape, cuts: Ints | None = None) -> Placed:
+    microbatches = ceil_div(problem.policy.accumulate or 1, shape.pipelines)
+    return (Vee if shape.vee else Loop)(LeastTables.of(problem, kind, microbatches, cuts), kind, shape)
 
 
 def quoted(problem: Problem, kind: ScheduleKind) -> Iterator[Bound]:

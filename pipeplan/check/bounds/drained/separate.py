@@ -7,13 +7,12 @@ if it has no room for more microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 
 import numpy as np
 import numpy.typing as npt
 
-from ....cost import time_model
 from ....integers import Ints, ceil_div, smallest
 from ....plan import Bound, ScheduleKind
 from ....problem import Problem
@@ -44,13 +43,9 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
     """
     count = len(problem.chain) + 1
     microbatches = problem.policy.accumulate or 1
-    relaxed = time_model.relative(problem)
     anyhow = kind is None or KINDS[kind].written
     splits = anyhow or (kind is not None and KINDS[kind].splits)
-    if not splits:
-        layers = tuple(replace(layer, backward_weight_ns=0) for layer in relaxed.chain.layers)
-        relaxed = replace(relaxed, chain=replace(relaxed.chain, layers=layers))
-    stages = _Separate(relaxed, microbatches, splits, anyhow)
+    stages = _Separate.of(problem, kind, microbatches, None, splits, anyhow)
     if count**2 * len(problem.platform) * len(list(_ranges(microbatches))) > _MOST:
         return None
     high = low = max(1, stages.shared_ns)

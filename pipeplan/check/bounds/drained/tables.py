@@ -5,8 +5,10 @@ All is for the fastest GPU with the most memory, of a problem whose GPUs differ 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,26 +16,42 @@ import numpy.typing as npt
 from ....cost import memory_model, time_model
 from ....cost.saved import first_saved
 from ....cost.stage_tables import StageTables
-from ....integers import Ints, ceil_div
+from ....integers import Ints
 from ....plan import ScheduleKind
 from ....problem import Device, Problem
+from ....schedule.kinds import KINDS
+from ....schedule.occupancy import held_at_first
+from ...targets import Shape
 
 NEVER = 2**58  # several of them fit into an int64
+UNKNOWN: tuple[ScheduleKind, ...] = ("v-limit", "dualpipev")  # whose forwards before the first backward aren't fixed
 _FINE = 1 - 1e-9  # what rounding of ratios can take off
 
 
 @dataclass(frozen=True)
 class LeastTables:
-    """What every stage ``layers[i:j]`` takes at least on any device of a problem, so many of whose microbatches it has;
-    tables have shape (L + 1, L + 1)."""
+    """What every stage between two of the ``cuts`` takes at least on any device of a problem, so many of whose
+    microbatches it has; tables have shape (cuts, cuts)."""
 
     problem: Problem
     microbatches: int
+    cuts: Ints
+
+    @classmethod
+    def of(
+        cls, problem: Problem, kind: ScheduleKind | None, microbatches: int, cuts: Ints | None = None, *more: bool
+    ) -> Self:
+        """Return those of a problem under a kind of schedule, which may have no backwards to split; at every cut."""
+        relaxed = time_model.relative(problem)
+        if kind is not None and not (KINDS[kind].splits or KINDS[kind].written):
+            layers = tuple(replace(layer, backward_weight_ns=0) for layer in relaxed.chain.layers)
+            relaxed = replace(relaxed, chain=replace(relaxed.chain, layers=layers))
+        return cls(relaxed, microbatches, np.arange(len(problem.chain) + 1) if cuts is None else cuts, *more)
 
     @cached_property
     def stages(self) -> StageTables:
         """What every stage takes and holds."""
-        return StageTables.between(self.problem, np.arange(len(self.problem.chain) + 1))
+        return StageTables.between(self.problem, self.cuts)
 
     @cached_property
     def fastest(self) -> Device:
@@ -58,50 +76,52 @@ class LeastTables:
     @cached_property
     def transfer(self) -> Ints:
         """The least time of a transfer over each cut that a plan may have; none where they block."""
-        platform, cut_bytes = self.problem.platform, self.problem.chain.cut_bytes
+        platform = self.problem.platform
         levels = range(0 if platform.blocking else len(platform.levels))
-        inner = [min((platform.transfer_ns(size, k) for k in levels), default=0) for size in cut_bytes[1:-1]]
-        return np.array([0, *inner, 0], dtype=np.int64)
+        return self._between(lambda size: min((platform.transfer_ns(size, k) for k in levels), default=0))
 
     @cached_property
     def held(self) -> Ints:
         """The least for which a microbatch's messages over each cut keep the devices at its ends from computing."""
-        platform, cut_bytes = self.problem.platform, self.problem.chain.cut_bytes
-        inner = [2 * min(platform.held_ns(size, k) for k in range(len(platform.levels))) for size in cut_bytes[1:-1]]
+        platform = self.problem.platform
+        return self._between(lambda size: 2 * min(platform.held_ns(size, k) for k in range(len(platform.levels))))
+
+    def _between(self, cost: Callable[[int], int]) -> Ints:
+        """Return what the bytes of each inner cut cost, nothing at the ends."""
+        inner = [cost(self.problem.chain.cut_bytes[cut]) for cut in self.cuts[1:-1].tolist()]
         return np.array([0, *inner, 0], dtype=np.int64)
 
     @cached_property
     def there(self) -> Ints:
         """What comes before a forward behind each cut."""
-        return self._least_ns(self.problem.chain.sums.forward_ns) + self.transfer
+        return self._least_ns(self.problem.chain.sums.forward_ns[self.cuts]) + self.transfer
 
     @cached_property
     def back(self) -> Ints:
         """What comes behind a gradient at each cut."""
         sums = self.problem.chain.sums
-        return self._least_ns(sums.backward_ns - sums.backward_weight_ns) + self.transfer
+        return self._least_ns((sums.backward_ns - sums.backward_weight_ns)[self.cuts]) + self.transfer
 
     @cached_property
     def saved(self) -> Ints:
         """Bytes that a stage keeps of a microbatch if it recomputes nothing, beside what it received in a buffer."""
         chain = self.problem.chain
-        sums = np.cumsum([0, *first_saved(chain)])
-        received = np.array(chain.cut_bytes, dtype=np.int64) * (self.problem.policy.engine is not None)
+        sums = np.cumsum([0, *first_saved(chain)])[self.cuts]
+        received = np.array(chain.cut_bytes, dtype=np.int64)[self.cuts] * (self.problem.policy.engine is not None)
         return np.asarray(np.maximum(sums[None, :] - sums[:, None] - received[:, None], 0))
 
     @cached_property
     def price(self) -> npt.NDArray[np.float64]:
         """Time (ns) for each byte that a stage doesn't keep, at the best ratio of its layers; inf: it keeps all."""
-        count, speed = len(self.problem.chain), self.fastest.speed
-        table = np.full((count + 1, count + 1), np.inf)
+        layers, saved = self.problem.chain.layers, first_saved(self.problem.chain)
         if self.problem.checkpointing == "none":
-            return table
-        slow = float(1 / speed)
-        layers = zip(self.problem.chain.layers, first_saved(self.problem.chain), strict=True)
-        ratios = np.array([layer.forward_ns * slow / size if size else np.inf for layer, size in layers])
-        for i in range(count):
+            return np.full((len(self.cuts),) * 2, np.inf)
+        slow = float(1 / self.fastest.speed)
+        ratios = [x.forward_ns * slow / size if size else np.inf for x, size in zip(layers, saved, strict=True)]
+        table = np.full((len(layers) + 1,) * 2, np.inf)
+        for i in range(len(layers)):
             table[i, i + 1 :] = np.minimum.accumulate(ratios[i:])
-        return table * _FINE
+        return table[np.ix_(self.cuts, self.cuts)] * _FINE
 
     def sums(self, replicas: int) -> Ints:
         """Return what the sum of a stage's gradients takes."""
@@ -111,77 +131,78 @@ class LeastTables:
 
 
 @dataclass(frozen=True)
-class PlacedTables:
-    """``pipelines`` equal ones over so many ranks under a kind of schedule; tables have shape (L + 1, L + 1), times are
+class Placed:
+    """Stages of a shape that a kind of schedule places, at most so many microbatches of which a pipeline has; times are
     of a mini-batch, ns."""
 
-    problem: Problem
+    tables: LeastTables
     kind: ScheduleKind
-    ranks: int
-    pipelines: int
+    shape: Shape
 
-    @cached_property
-    def count(self) -> int:
-        """The most microbatches of a pipeline."""
-        return ceil_div(self.problem.policy.accumulate or 1, self.pipelines)
-
-    @cached_property
-    def tables(self) -> LeastTables:
-        """What stages take on the fastest GPU."""
-        return LeastTables(self.problem, self.count)
+    def least(self, than: int | None = None) -> int | None:
+        """Return the least time within which stages of this shape may be over, or ``than`` where that is less; None
+        where they fit in no way."""
+        raise NotImplementedError
 
     @cached_property
     def floor_ns(self) -> int:
         """What the work takes, evenly shared."""
-        return self.tables.shared_ns * len(self.problem.platform) // self.ranks
+        return self.tables.shared_ns * len(self.tables.problem.platform) // self.shape.ranks
 
     @cached_property
-    def way_ns(self) -> int:
-        """What a microbatch takes from the first layer to the loss and back."""
-        least = int(self.tables.transfer[1:-1].min(initial=NEVER)) * (self.ranks > 1)
-        return int(self.tables.there[-1] + self.tables.back[-1]) + 4 * (self.ranks - 1) * least
+    def counts(self) -> tuple[int, ...]:
+        """The microbatches of each stage that its device holds at one time."""
+        shape = self.shape
+        if shape.ranks == 1 or self.kind in UNKNOWN:
+            return (1,) * len(shape.groups())
+        return held_at_first(self.kind, shape.ranks, shape.chunks, self.tables.microbatches)
+
+    @cached_property
+    def held(self) -> Ints:
+        """The least for which messages over each cut keep the devices at its ends from computing."""
+        return self.tables.microbatches * self.tables.held * (self.shape.ranks > 1)
 
     @cached_property
     def work(self) -> Ints:
         """The work of a stage, all microbatches."""
-        return self.tables.stages.work(self.tables.fastest, self.pipelines) * self.count
+        return self.tables.stages.work(self.tables.fastest, self.shape.pipelines) * self.tables.microbatches
 
     @cached_property
     def later(self) -> Ints:
         """The part of :attr:`work` that nothing waits for."""
-        return self.tables.stages.later(self.tables.fastest, self.pipelines) * self.count
+        return self.tables.stages.later(self.tables.fastest, self.shape.pipelines) * self.tables.microbatches
 
     @cached_property
     def sums(self) -> Ints:
         """What the sum of a stage's gradients takes."""
-        return self.tables.sums(self.pipelines)
+        return self.tables.sums(self.shape.pipelines)
 
     @cached_property
     def weights(self) -> Ints:
         """Bytes of a stage's weights."""
-        return self.tables.stages.weights_bytes(1, self.pipelines)
+        return self.tables.stages.weights_bytes(1, self.shape.pipelines)
 
     @cached_property
     def shared(self) -> tuple[int, int]:
-        """Bytes, and ns of steps of a mini-batch, that a rank may have once where both of its stages count them."""
-        policy, fastest = self.problem.policy, self.tables.fastest.speed
+        """Bytes, and ns of steps of a mini-batch, that a rank may have once where several of its stages count them."""
+        problem, pipelines = self.tables.problem, self.shape.pipelines
+        policy, speed = problem.policy, self.tables.fastest.speed
         size = steps = 0
-        for one in self.problem.chain.sums.shared:
+        for one in problem.chain.sums.shared:
             more = int(one.holders[-1]) - 1
-            size += more * int(memory_model.weights_bytes(policy, one.weight_bytes, one.parameters, 1, self.pipelines))
-            sharers = policy.sharers(self.pipelines)
-            share = time_model.update_share_ns(policy, one.optimizer_ns, self.pipelines, sharers)
-            steps += more * self.count * (int(time_model.scaled(share, fastest)) + 1)
+            size += more * int(memory_model.weights_bytes(policy, one.weight_bytes, one.parameters, 1, pipelines))
+            share = time_model.update_share_ns(policy, one.optimizer_ns, pipelines, policy.sharers(pipelines))
+            steps += more * self.tables.microbatches * (int(time_model.scaled(share, speed)) + 1)
         return size, steps
 
     @cached_property
     def heads(self) -> list[Ints]:
-        """For each rank, what comes before its first forward, by the layer with which it begins."""
+        """For each rank, what comes before its first forward, by the cut at which it begins."""
         forward = self.tables.there - self.tables.transfer
         trips = np.full(len(forward), NEVER, dtype=np.int64)
         trips[0] = 0
         found = []
-        for _ in range(self.ranks):
+        for _ in range(self.shape.ranks):
             found.append(np.minimum(forward + trips, NEVER))
             before = np.concatenate([[NEVER], np.minimum.accumulate(trips)[:-1]])
             trips = np.minimum(before + self.tables.transfer, NEVER)
@@ -189,8 +210,8 @@ class PlacedTables:
 
     @cached_property
     def price(self) -> float:
-        """The least time (ns of a mini-batch) for each byte of a microbatch that a stage doesn't keep."""
-        return float(self.tables.price[0, -1]) * self.count
+        """The least time for each byte of a microbatch that a stage doesn't keep."""
+        return float(self.tables.price[0, -1]) * self.tables.microbatches
 
     @property
     def room(self) -> int:

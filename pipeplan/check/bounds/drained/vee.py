@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....cost import time_model
 from ....integers import Ints, ceil_div, smallest
-from ....plan import Bound, ScheduleKind
-from ....problem import Problem
-from ....schedule.occupancy import held_at_first
-from .tables import NEVER, PlacedTables
+from .tables import NEVER, Placed
 
-FIXED: tuple[ScheduleKind, ...] = ("zbv", "v-half", "v-min")  # whose forwards before the first backward are known
-MOST = 2 * 10**7  # layers to the third, times ranks, beyond which nothing is bounded
 PRECISION = 4096  # a bound is found to this part
 
 Bools = npt.NDArray[np.bool_]
@@ -31,48 +25,25 @@ Numbers = npt.NDArray[Any]
 _Condition = tuple[Numbers, Numbers, Callable[[Ints], Numbers]]  # of both stages, and the room for them by the budget
 
 
-def vee_bound(problem: Problem, kind: ScheduleKind) -> Bound | None:
-    """Return the bound on all plans under a ``kind`` that places stages like a V; None where that would take too long,
-    or nothing fits. OutOfTime at the problem's deadline.
+@dataclass(frozen=True)
+class Vee(Placed):
+    """Two stages on each rank, placed like a V.
 
     1. A rank begins when a forward has come through all layers before its first stage and as many transfers as there
        are ranks before it; then it has M passes of each of both stages, and the sum of one's gradients. What is no
        weight part is over before the last gradient goes back through the layers before.
     2. When its first backward begins it holds as many microbatches of both stages as the kind's order says, one at
        least. What doesn't fit it recomputes, at the best ratio of bytes to time of any layer.
-
-    Of M microbatches in all each of r pipelines has a share; every number of ranks and pipelines is looked at.
     """
-    relaxed = time_model.relative(problem)
-    count, devices, microbatches = len(problem.chain), len(problem.platform), problem.policy.accumulate or 1
-    if (count + 1) ** 3 * devices > MOST:
-        return None
-    shapes = [
-        _Vee(relaxed, kind, ranks, pipelines)
-        for ranks in range(1, min(devices, count // 2) + 1)
-        for pipelines in range(1, devices // ranks + 1 if problem.replicas else 2)
-    ]
-    best: int | None = None
-    for shape in sorted(shapes, key=lambda one: (one.floor_ns, one.ranks)):
-        best = shape.least(best)
-    if best is None:
-        return None
-    return Bound("any", problem.replicas, problem.checkpointing, ceil_div(best, microbatches), schedule=kind)
-
-
-@dataclass(frozen=True)
-class _Vee(PlacedTables):
-    """Two stages on each rank, placed like a V."""
 
     @cached_property
-    def held(self) -> list[tuple[int, int]]:
-        """For each rank how many microbatches of its first and its second stage it holds at one time."""
-        if self.kind not in FIXED or self.ranks == 1:
-            return [(1, 1)] * self.ranks
-        counts = held_at_first(self.kind, self.ranks, 2, self.count)
-        return [(counts[rank], counts[-1 - rank]) for rank in range(self.ranks)]
+    def way_ns(self) -> int:
+        """What a microbatch takes from the first layer to the loss and back."""
+        ranks, tables = self.shape.ranks, self.tables
+        least = int(tables.transfer[1:-1].min(initial=NEVER)) * (ranks > 1)
+        return int(tables.there[-1] + tables.back[-1]) + 4 * (ranks - 1) * least
 
-    def least(self, than: int | None) -> int | None:
+    def least(self, than: int | None = None) -> int | None:
         """Return the least time (ns) within which stages of this shape may be over, or ``than`` where that is less."""
         if not self._possible(NEVER):
             return than
@@ -90,11 +61,11 @@ class _Vee(PlacedTables):
 
     def _possible(self, total: int) -> bool:
         """Whether all ranks may be over within ``total`` ns, as far as is looked at."""
-        size = len(self.problem.chain) + 1
+        size = len(self.tables.cuts)
         left = np.zeros((size, size), dtype=np.bool_)  # the layers from one cut to another
         left[0, -1] = True
-        for rank in range(self.ranks):
-            self.problem.deadline.check()
+        for rank in range(self.shape.ranks):
+            self.tables.problem.deadline.check()
             left = self._taken(rank, left, total)
         return bool(np.diagonal(left).any())
 
@@ -120,8 +91,7 @@ class _Vee(PlacedTables):
 
     def _ways(self, rank: int) -> list[list[_Condition]]:
         """Return the ways in which a rank may end, each with the conditions that then hold at once."""
-        ends = self.count * self.tables.held * (self.ranks > 1)
-        turn = rank == self.ranks - 1  # between whose stages nothing is sent
+        ends, turn = self.held, rank == self.shape.ranks - 1  # between whose stages nothing is sent
         held = ends[:, None] + ends[None, :] * (not turn), ends[:, None] * (not turn) + ends[None, :]
         one, other = (self.work + messages for messages in held)
         back = self.tables.back
@@ -129,7 +99,7 @@ class _Vee(PlacedTables):
             (one - self.later, _falling(other - self.later), lambda budget: budget - back),
             *self._room(rank, one, other),
         ]
-        if self.pipelines == 1:
+        if self.shape.pipelines == 1:
             return [[(one, _falling(other), lambda budget: budget), *always]]
         return [
             [(one + self.sums, _falling(other), lambda budget: budget), *always],
@@ -139,7 +109,7 @@ class _Vee(PlacedTables):
     def _room(self, rank: int, one: Ints, other: Ints) -> Iterator[_Condition]:
         """Yield what a rank's stages keep and the room for it; where they may keep less, with the time that this takes,
         and their weights alone."""
-        counts = self.held[rank]
+        counts = self.counts[rank], self.counts[-1 - rank]
         first, second = (held * self.tables.saved + self.weights for held in counts)
         room = float(self.room)
         if not np.isfinite(self.price):
