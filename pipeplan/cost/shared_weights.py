@@ -17,9 +17,9 @@ def tied_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...],
 
 
 def summed_stages(chain: Chain, stages: Sequence[Stage]) -> tuple[tuple[int, ...], ...]:
-    """Return of the :func:`tied_stages` those that have copies and sum their gradients: the first on each group of
-    devices, where there are several groups."""
-    return _several(first_on_devices(stages, stages_with(stages, layers)) for layers in connected(chain.tied))
+    """Return of the :func:`tied_stages` those that have copies and sum their gradients: of each weight the first on
+    each group of devices, where there are several groups."""
+    return _several(first_on_devices(stages, stages_with(stages, shared.layers)) for shared in chain.ties)
 
 
 def lending_stages(chain: Chain, stages: Sequence[Stage]) -> list[list[int]]:

@@ -630,6 +630,14 @@ def four_tied(batch):
     return layers, torch.zeros(batch, 16), mean_square
 
 
+def tied_in_the_middle(batch):
+    """Its middle layer shares one weight with the first, and another one with the last."""
+    torch.manual_seed(6)
+    first, one, other, last = (nn.Linear(16, 16) for _ in range(4))
+    one.weight, other.weight = first.weight, last.weight
+    return [first, nn.Sequential(nn.Tanh(), one, nn.Tanh(), other), last], torch.zeros(batch, 16), mean_square
+
+
 def tied_anyhow(batch):
     """The same with weights that differ from process to process."""
     layers, x, loss = tied_writing(batch)

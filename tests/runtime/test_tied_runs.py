@@ -190,6 +190,27 @@ def test_copies_on_devices_with_several_holders_train_as_one_weight_on_one(repli
     assert torch.equal(states[0]["0.weight"], states[0]["6.weight"])
 
 
+@pytest.mark.parametrize("weights", ["flush", "2bw-uniform"])
+def test_each_weight_is_summed_over_its_own_holders(weights, tmp_path):
+    """The third stage has a copy that the first stage, on the same device, doesn't keep for it."""
+    model = ModelSpec("cases.runtime:tied_in_the_middle", "cases.runtime:vectors")
+    chain = chain_of(runtime_cases.tied_in_the_middle, 4)
+    stages, interval = [(0, 1, (0,)), (1, 2, (1,)), (2, 4, (0,))], 2 if weights == "flush" else None
+    several = plan_of(chain, stages, weights=weights, accumulate=interval)
+    single = plan_of(chain, [(0, 4, (0,))], weights=weights, accumulate=several.interval)
+    losses, states = [], []
+    for plan in (several, single):
+        report = run_plan(plan, model, uncorrected(save=tmp_path / "s", steps=4, lr=0.05))
+        losses.append(report.losses)
+        states.append(torch.load(tmp_path / "s"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert largest_difference(*states) <= 1e-5
+    assert torch.equal(states[0]["1.3.weight"], states[0]["2.weight"])
+    unknown = replace(several, chain=replace(chain, shared=None))
+    with pytest.raises(BadInput, match=r"weight of layer 1 \(.*\) is shared by other layers than the plan's profile"):
+        run_plan(unknown, model, uncorrected(steps=1, lr=0.05))
+
+
 def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
     """Copies apart, one weight on one device, copies on one device, apart again: weights, momenta, counts, all bits."""
     folder, saved = tmp_path / "c", tmp_path / "s"

@@ -99,7 +99,7 @@ class Caught:
 
 @dataclass
 class Group:
-    """Weights and all nodes at which they meet the spine, or the graph's ends where it has none."""
+    """Weights and all nodes at which they meet the spine, and the graph's ends that are not on it."""
 
     leaves: list[Tensor]
     caught: list[Caught] = field(default_factory=list)
@@ -162,20 +162,23 @@ class WeightPart:
 def input_part(ends: Sequence[tuple[GradientEdge, Tensor]], entries: Sequence[Tensor], saved: Saved) -> WeightPart:
     """Run the first part of a backward from ``ends``, with the gradients that came there, and return the second.
 
-    The first goes to the leaves ``entries``. A graph in which nothing leads to them has no first part.
+    The first goes to the leaves ``entries``. A graph in which nothing leads to them has no first part, and ends from
+    which nothing does are left for the second.
     """
     targets = [torch.autograd.graph.get_gradient_edge(entry).node for entry in entries]
     children, spine = _walked([edge.node for edge, _ in ends], targets)
     if not spine:
         return WeightPart(later_part(ends), saved)
-    meeting = _meeting(children, spine)
+    apart = [(edge, gradient) for edge, gradient in ends if edge.node in children and edge.node not in spine]
+    meeting = _meeting(children, spine, {edge.node for edge, _ in apart})
     now: list[Tensor] = []
     later: list[Group] = []
     for leaves, nodes in _grouped(meeting):
         if all(leaf.dim() < 2 for leaf in leaves) or (len(nodes) > 1 and _in_a_row(nodes, children, spine)):
             now += leaves
         else:
-            later.append(Group(leaves, [Caught(node) for node in nodes]))
+            own = [(edge, alone(gradient)) for edge, gradient in apart if edge.node in nodes]
+            later.append(Group(leaves, [Caught(node) for node in nodes if node in spine], own))
     edges, gradients = zip(*ends, strict=True)
     _run(edges, gradients, [*entries, *now], keep=True)
     return WeightPart(later, saved)
@@ -240,8 +243,8 @@ def _weight(leaf: Any) -> Tensor:
     return found
 
 
-def _meeting(children: Children, spine: set[Node]) -> dict[Node, list[Any]]:
-    """Return the nodes of the spine above weights, with the leaves of these."""
+def _meeting(children: Children, spine: set[Node], apart: set[Node]) -> dict[Node, list[Any]]:
+    """Return the nodes of the spine above weights, with the leaves of these; and the ends ``apart`` from it."""
     known: dict[Node, list[Any]] = {}
 
     def leaves(top: Node) -> list[Any]:
@@ -269,6 +272,8 @@ def _meeting(children: Children, spine: set[Node]) -> dict[Node, list[Any]]:
             ]
             if own:
                 meeting[node] = list(dict.fromkeys(own))
+        elif node in apart and (own := leaves(node)):
+            meeting[node] = own
     return meeting
 
 

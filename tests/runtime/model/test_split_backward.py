@@ -119,6 +119,40 @@ def test_without_an_entry_all_is_the_second_part():
     assert table.weight.grad.sum() == 2 * D
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_end_from_which_nothing_leads_to_what_entered_is_the_second_part(shared):
+    """Beside one that does, and with the same weights; one end passes on what entered."""
+    torch.manual_seed(0)
+    one = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+    other = one if shared else nn.Linear(D, D)
+    x, constant = torch.randn(3, D), torch.randn(3, D)
+
+    def ends(entered):
+        with nn.utils.parametrize.cached():
+            beside = other(constant).sin()
+            return [one(entered).cos(), beside, beside * 2, entered]
+
+    weights = list({*one.parameters(), *other.parameters()})
+    entered = x.clone().requires_grad_()
+    out = ends(entered * 1)
+    gradients = [torch.randn_like(y) for y in out]
+    torch.autograd.backward(out, gradients)
+    expected = [entered.grad, *(w.grad for w in weights)]
+    for w in weights:
+        w.grad = None
+
+    leaf, saved = x.clone().requires_grad_(), Saved()
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        made = ends(leaf * 1)
+    part = input_part(list(zip(map(get_gradient_edge, made), gradients, strict=True)), [leaf], saved)
+    assert all(w.grad is None for w in weights if w.dim() > 1)
+    del made
+    saved.drop_but(part.needed())
+    part.run()
+    for found, there in zip([leaf.grad, *(w.grad for w in weights)], expected, strict=True):
+        assert torch.allclose(found, there, atol=1e-6)
+
+
 def test_what_was_changed_in_place_is_told():
     x = torch.ones(3, requires_grad=True)
     saved = Saved()

@@ -96,7 +96,10 @@ def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
-    """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks."""
+    """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks.
+
+    BadInput for one whose gradients the plan, whose profile doesn't say which layers have it, would leave unsummed.
+    """
     places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
     for s, stage in enumerate(lowered.plan.allocation.stages):
         for i, layer in enumerate(model.of(stage), stage.start):
@@ -104,7 +107,17 @@ def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
                 if parameter.requires_grad:
                     places.setdefault(parameter, {}).setdefault(s, (i, name))
     ties = [Tie({s: found[s] for s in lowered.homes(found)}) for found in places.values()]
-    return [tie for tie in ties if len(tie.places) > 1]
+    ties = [tie for tie in ties if len(tie.places) > 1]
+    for layer, name in (tie.places[tie.stages[0]] for tie in ties if not _summed(lowered, tie)):
+        raise BadInput(
+            f"model: {name} of layer {layer} ({model.layers[layer].name}) is shared by other layers than the plan's "
+            f"profile {lowered.plan.chain.name} says; profile the model again"
+        )
+    return ties
+
+
+def _summed(lowered: LoweredRun, tie: Tie) -> bool:
+    return any(set(tie.stages) <= set(stages) for stages in lowered.tied)
 
 
 def separated(lowered: LoweredRun, rank: int, model: LoadedModel) -> LoadedModel:
