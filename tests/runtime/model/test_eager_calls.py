@@ -165,7 +165,25 @@ class Borrowing(Parts):
         self.c.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,))
 
 
+class Queued(Parts):
+    """What goes into its queue, at a place that is counted, comes out of nothing; later forwards read it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.ones(9, 4))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        x = self.c(self.b(self.a(x)) @ self.queue.clone().T @ self.queue.clone())
+        with torch.no_grad():
+            place = int(self.place)
+            self.queue[place : place + 3] = x[:3]
+            self.place[0] = (place + 3) % 9
+        return self.d(x)
+
+
 CASES = {
+    "a queue": (Queued, X, ["a", "b", "clone..wrap_with_set_grad_enabled", "d"]),
     "a branch in one line": (OneLine, X, ["a", "forward", "c", "d"]),
     "a whole forward": (Over, X, ["forward"]),
     "a hook with others' weights": (Borrowing, X, ["a", "b", "c", "d"]),

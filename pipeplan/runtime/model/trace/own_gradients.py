@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.fx.node import has_side_effect
 
 from ..structure import refilling, tensors_in
 
@@ -62,5 +63,7 @@ def as_operation(name: str, called: Callable[[Sequence[Tensor]], Any], given: Se
     operation = f"{name}_{next(_NUMBERS)}"
     _LIBRARY[0].define(f"{operation}(Tensor[] x) -> Tensor[]")  # type: ignore[no-untyped-call]  # as above
     _LIBRARY[0].impl(operation, run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]  # as above
-    outputs = getattr(getattr(torch.ops, SPACE), operation)(list(given))
+    called_as = getattr(getattr(torch.ops, SPACE), operation)
+    has_side_effect(called_as.default)  # nobody knows what it does, so no trace may leave it out
+    outputs = called_as(list(given))
     return made[0](outputs)

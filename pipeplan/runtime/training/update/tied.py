@@ -108,16 +108,14 @@ def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
                     places.setdefault(parameter, {}).setdefault(s, (i, name))
     ties = [Tie({s: found[s] for s in lowered.homes(found)}) for found in places.values()]
     ties = [tie for tie in ties if len(tie.places) > 1]
-    for layer, name in (tie.places[tie.stages[0]] for tie in ties if not _summed(lowered, tie)):
-        raise BadInput(
-            f"model: {name} of layer {layer} ({model.layers[layer].name}) is shared by other layers than the plan's "
-            f"profile {lowered.plan.chain.name} says; profile the model again"
-        )
+    for tie in ties:
+        if not any(set(tie.stages) <= set(stages) for stages in lowered.tied):
+            index, name = tie.places[tie.stages[0]]
+            raise BadInput(
+                f"model: {name} of layer {index} ({model.layers[index].name}) is shared by other layers than the "
+                f"plan's profile {lowered.plan.chain.name} says; profile the model again"
+            )
     return ties
-
-
-def _summed(lowered: LoweredRun, tie: Tie) -> bool:
-    return any(set(tie.stages) <= set(stages) for stages in lowered.tied)
 
 
 def separated(lowered: LoweredRun, rank: int, model: LoadedModel) -> LoadedModel:
