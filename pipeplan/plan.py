@@ -5,8 +5,7 @@ Constructing these checks nothing, so that a bad plan can be shown and explained
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -34,27 +33,6 @@ class Stage:
     def replicas(self) -> int:
         """Number of devices that run the stage, each on every ``replicas``-th microbatch."""
         return len(self.devices)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Where it and its recomputed segments begin and end."""
-        return self.start, self.stop, *(end for segment in self.checkpoint for end in segment)
-
-
-def in_order(chain: Chain, stages: Sequence[Stage]) -> tuple[Chain, tuple[Stage, ...]]:
-    """Return ``chain`` with its layers in an order in which ``stages`` are ranges of them, and these ranges."""
-    found, place = chain.through(end for stage in stages for end in stage.ends)
-    if found is chain:
-        return chain, tuple(stages)
-    return found, tuple(
-        replace(
-            x,
-            start=place[x.start],
-            stop=place[x.stop],
-            checkpoint=tuple((place[first], place[last]) for first, last in x.checkpoint),
-        )
-        for x in stages
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +94,9 @@ class Bound:
     """No plan of class ``allocation`` (with these options) has a shorter period than ``period_ns``.
 
     With ``any_interval`` that holds however often weights are updated, else at the plan's own interval; with
-    ``any_order`` in whatever order the layers of a DAG stand, else in the plan's own; with
-    ``schedule`` for plans under that kind alone. ``claimed``
-    says that this is the word of a file, which nothing here has derived. It is never written: whoever reads a file
-    finds out by themselves.
+    ``schedule`` for plans under that kind alone; of a DAG's layers always in the order in which the plan has them.
+    ``claimed`` says that this is the word of a file, which nothing here has derived. It is never written: whoever reads
+    a file finds out by themselves.
     """
 
     allocation: AllocationClass
@@ -129,7 +106,6 @@ class Bound:
     claimed: bool = False
     any_interval: bool = False
     schedule: ScheduleKind | None = None
-    any_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

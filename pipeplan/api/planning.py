@@ -68,10 +68,10 @@ class Question:
 
     def found(self, problem: Problem) -> tuple[Planned, Problem]:
         """Return the plan in the order of layers that is asked for, and the problem in that order."""
-        from ..planner.what_if.layer_orders import planned_in_best_order
+        from ..planner.layer_orders import planned_in_best_order
 
         if self.said["order"] == "best" and self.stated is None and self.said["algorithm"] in (AUTO, "contiguous"):
-            return planned_in_best_order(problem, self.settings, self.effort, self.kind, self.made)
+            return planned_in_best_order(problem, self.settings, self.made)
         return self.made(problem), problem
 
 

@@ -355,17 +355,11 @@ class DagStorages:
     @cached_property
     def least_first(self) -> tuple[int, ...]:
         """Bytes that each layer is the first to keep, at least, wherever stages begin."""
-        return self.least_saved(True)
-
-    def least_saved(self, in_order: bool) -> tuple[int, ...]:
-        """Return :attr:`least_first`, or what holds in any order of the layers: whoever keeps of a storage with views
-        may find any of these alone."""
         least = list(self.facts.private)
         for tree in self._trees:
             keepers = [layer for t in tree for layer in self._keepers[t]]
             if keepers:
-                alone = len(tree) == 1 or in_order
-                entering = [self.facts.sizes[t] for t in tree if t <= min(keepers) or not alone]
+                entering = [self.facts.sizes[t] for t in tree if t <= min(keepers)]
                 least[min(keepers)] += min([self.facts.storages[tree[0]], *entering])
         return tuple(least)
 
@@ -391,12 +385,6 @@ def _once(question: Callable[[Chain], Answer]) -> Callable[[Chain], Answer]:
     return answered
 
 
-def foretell(chain: Chain, found: DagStorages, entering: Any) -> None:
-    """Let ``chain``, whose ranges are others than those between its layers, keep what these keep, and let enter what
-    enters them: tables ``[start, stop]``."""
-    chain.__dict__.update(_storages=found, __entering=entering)
-
-
 @_once
 def storages(chain: Chain) -> ChainStorages | DagStorages:
     """Return which storages ranges of layers keep: what all counts of saved bytes come from."""
@@ -408,13 +396,9 @@ def storages(chain: Chain) -> ChainStorages | DagStorages:
     return ChainStorages(facts) if chain.edges is None else DagStorages(facts)
 
 
-def first_saved(chain: Chain, any_order: bool = False) -> tuple[int, ...]:
-    """Return the bytes that each layer is the first to save, at least, wherever stages begin; each storage once.
-
-    With ``any_order`` also where the layers of a DAG stand in another order: what each saves, of what they share one.
-    """
-    found = storages(chain)
-    return found.least_saved(False) if any_order and isinstance(found, DagStorages) else found.least_first
+def first_saved(chain: Chain) -> tuple[int, ...]:
+    """Return the bytes that each layer is the first to save, at least, wherever stages begin; each storage once."""
+    return storages(chain).least_first
 
 
 def saved_bytes(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:

@@ -67,8 +67,8 @@ DeviceUseFile = form(
 )
 BoundFile = form(
     Bound,
-    ("allocation", "replicas", "checkpointing", "period_ns", "any_interval", "schedule", "any_order"),
-    optional=("any_interval", "schedule", "any_order"),
+    ("allocation", "replicas", "checkpointing", "period_ns", "any_interval", "schedule"),
+    optional=("any_interval", "schedule"),
     rename={"allocation": "class"},
     period_ns=Positive,
 )
@@ -214,7 +214,7 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
     found = []
     for bound in plan.lower_bounds:
         if not bound.claimed:
-            found += overstated(bound, derived_up_to(bounded(plan, bound), bound.period_ns, bound.any_order))
+            found += overstated(bound, derived_up_to(bounded(plan, bound), bound.period_ns))
     expected = plan_form(plan, result)
     source = "the stages and starts give" if plan.pattern is not None else "the simulated run gives"
     for d, (have, want) in enumerate(zip(form.devices, expected.devices, strict=False)):

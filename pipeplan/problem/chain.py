@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from ..integers import IntLike
 from .fields import renumbered
 from .layers import Layer, LayerTimes, SharedWeights
 from .policy import Precision
@@ -164,10 +162,6 @@ class Chain:
         """Prefix sums over the layers."""
         return Sums.of(self.layers, self.shared or ())
 
-    def is_range(self, start: IntLike, stop: IntLike) -> Any:
-        """Whether a stage may have what stands from position ``start`` to ``stop``: any layers at all."""
-        return np.asarray(stop) > start
-
     def reordered(self, order: Sequence[int]) -> Chain:
         """Return the same network with its layers in another order that they may stand in: ``order[i]`` is layer i."""
         if list(order) == list(range(len(self))):
@@ -187,11 +181,6 @@ class Chain:
             shared=self.shared and tuple(replace(x, layers=moved(x.layers)) for x in self.shared),
             order=None if own == tuple(range(len(self))) else own,
         )
-
-    def through(self, ends: Iterable[int]) -> tuple[Chain, Mapping[int, int]]:
-        """Return the same network with its layers in an order that passes through the positions ``ends``, and which
-        position each is there: the same ones, where positions count layers."""
-        return self, {end: end for end in ends}
 
     def in_own_order(self) -> Chain:
         """Return the same network with its layers in the model's own order."""

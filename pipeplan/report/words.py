@@ -29,8 +29,7 @@ def bound_class(bound: Bound) -> str:
     extras += [] if bound.checkpointing == "none" else [f"checkpointing of {bound.checkpointing}"]
     allowed = f" with {' and '.join(extras)}" if extras else ""
     under = f" under {bound.schedule}" if bound.schedule else ""
-    order = ", any order" if bound.any_order else ""
-    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval{order}"
+    return f"{bound.allocation}{under}{allowed}, {'any' if bound.any_interval else 'this'} interval"
 
 
 def distance(bound: Bound, period_ns: int) -> str:
@@ -47,7 +46,6 @@ def bound_figures(plan: Plan) -> list[dict[str, Any]]:
             "replicas": bound.replicas,
             "checkpointing": bound.checkpointing,
             "any_interval": bound.any_interval,
-            "any_order": bound.any_order,
             "schedule": bound.schedule,
             "period_ns": bound.period_ns,
             "checked": not bound.claimed,
@@ -75,12 +73,9 @@ def layer_order(plan: Plan) -> str | None:
     """Return in which order the layers of a DAG stand, and what that was chosen from, in words; None for the own."""
     about = plan.provenance.options.get("layer_order")
     whose = "in the profile's order" if plan.chain.order is None else "in another order than the model's own"
-    if isinstance(about, dict) and isinstance(about.get("orders"), int):
+    if isinstance(about, dict) and isinstance(about.get("orders"), int) and about["orders"] > 1:
         return f"{whose}, the best of {about['orders']} that were tried"
-    if not isinstance(about, dict) or not isinstance(about.get("ideals"), int):
-        return None if plan.chain.order is None else whose
-    which = f"all {about['ideals']} cuts of all" if about.get("all") else f"{about['ideals']} cuts of some"
-    return f"{whose}; contiguous stages were tried at {which} orders"
+    return None if plan.chain.order is None else whose
 
 
 def idle_devices(plan: Plan) -> list[int]:

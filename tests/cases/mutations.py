@@ -232,10 +232,6 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"left out|null",
         "for any schedule, which most bounds are; of a target's class it is then a claim about all its schedules",
     ),
-    r"lower_bounds\[\d+\]\.any_order": (
-        r"left out|flipped",
-        "for plans in this order alone, or a claim about all, which follows where the layers stand in one order",
-    ),
     r"delays": (r"left out|null", "they follow from the versions that passes read, and older files have none"),
     r"groups": (r"left out|null", "they follow from the starts, and older files have none"),
     r"stages\[\d+\]\.checkpoint": (r"a list|empty|null", "no segments, said in the other way"),

@@ -17,9 +17,9 @@ said in words (:data:`PARTS`):
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
 link. Schedules that are no patterns (drained ones, nF1B) are bounded by averages alone, as counts of microbatches
-inside needn't be the same in every period. Where the layers of a DAG may stand in several orders, all that is said of
-runs holds for the problem's own, and ``every_order`` has what holds for all. Bounds of narrower classes come from exact
-algorithms (``contiguous`` is its own bound); the planner assembles them.
+inside needn't be the same in every period. Where the layers of a DAG may stand in several orders, bounds hold for the
+problem's own. Bounds of narrower classes come from exact algorithms (``contiguous`` is its own bound); the planner
+assembles them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...cost import time_model
-from ...cost.layer_orders import several_orders
 from ...plan import Bound, Plan
 from ...problem import Problem
 from .averages import fill_bound, layer_bound, load_bound, memory_bound, work_ns
-from .every_order import every_order_proof
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, deeper, strong_bound
 
 __all__ = [
@@ -56,43 +54,26 @@ __all__ = [
 def any_bound(problem: Problem, up_to: int | None = None) -> Bound:
     """Return the best lower bound for class ``any`` with the replicas and checkpointing that ``problem`` allows.
 
-    Where the policy leaves the update interval open it holds for every interval. Where the layers may stand in several
-    orders it holds for all. ``up_to`` as in :func:`proof`.
+    Where the policy leaves the update interval open it holds for every interval. ``up_to`` as in :func:`proof`.
     """
-    free = several_orders(problem.chain)
-    period = proof(problem, free).period_ns if up_to is None else derived_up_to(problem, up_to, free)
-    return Bound(
-        "any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open, any_order=free
-    )
-
-
-def proof(problem: Problem, any_order: bool = False, up_to: int | None = None) -> Proved:
-    """Return the best lower bound for class ``any`` and what it follows from, or that no plan fits at all.
-
-    It is that of plans whose layers stand in the problem's order, or with ``any_order`` in whatever order. What takes
-    long is left out, but where the bound is below ``up_to`` ns, and then tells no more than that.
-    """
-    known = _proved(problem, any_order)
-    if up_to is None or any_order or known.period_ns >= up_to:
-        return known
-    return _deeper(problem, up_to)
+    period = proof(problem).period_ns if up_to is None else derived_up_to(problem, up_to)
+    return Bound("any", problem.replicas, problem.checkpointing, period, any_interval=problem.policy.open)
 
 
 @lru_cache(maxsize=16)
-def _proved(problem: Problem, any_order: bool) -> Proved:
-    """Remember the bounds of a few problems, which are asked for again and again."""
-    return every_order_proof(problem) if any_order else strong_bound(problem, quick_proof(problem))
+def proof(problem: Problem, up_to: int | None = None) -> Proved:
+    """Return the best lower bound for class ``any`` and what it follows from, or that no plan fits at all; remembered.
+
+    What takes long is left out, but where the bound is below ``up_to`` ns, and then tells no more than that.
+    """
+    if up_to is None:
+        return strong_bound(problem, quick_proof(problem))
+    known = proof(problem)
+    return known if known.period_ns >= up_to else deeper(problem, known, up_to)
 
 
-@lru_cache(maxsize=16)
-def _deeper(problem: Problem, up_to: int) -> Proved:
-    return deeper(problem, _proved(problem, False), up_to)
-
-
-def derived_up_to(problem: Problem, period: int, any_order: bool = False) -> int:
+def derived_up_to(problem: Problem, period: int) -> int:
     """Return a lower bound (ns) for class ``any``: the quick one where that reaches ``period``, else the best."""
-    if any_order:
-        return proof(problem, any_order).period_ns
     quick = quick_proof(problem).period_ns
     return quick if quick >= period else proof(problem, up_to=period).period_ns
 
@@ -117,8 +98,7 @@ def bounded(plan: Plan, bound: Bound) -> Problem:
 
 def follows(bound: Bound, of_any: Bound) -> bool:
     """Whether ``bound`` says less than that of class ``any`` with the same replicas and checkpointing."""
-    wider = (bound.any_interval and not of_any.any_interval) or (bound.any_order and not of_any.any_order)
-    return bound.period_ns < of_any.period_ns and not wider
+    return bound.period_ns < of_any.period_ns and (of_any.any_interval or not bound.any_interval)
 
 
 def overstated(bound: Bound, derived_ns: int) -> list[str]:

@@ -9,13 +9,10 @@ from fractions import Fraction
 from itertools import accumulate
 from math import ceil
 
-import numpy as np
-
 from ...cost import memory_model, time_model
-from ...cost.layer_orders import needed
 from ...cost.saved import first_saved
-from ...integers import Ints, ceil_div, most_in_common, smallest
-from ...problem import Chain, Problem
+from ...integers import ceil_div, most_in_common, smallest
+from ...problem import Problem
 
 
 def work_ns(problem: Problem) -> Fraction:
@@ -66,7 +63,7 @@ def layer_bound(problem: Problem) -> int:
     return ceil(largest / fastest / share)
 
 
-def memory_bound(problem: Problem, any_order: bool = False) -> int:
+def memory_bound(problem: Problem) -> int:
     """Return the least period at which work, memory averaged over time, and communication could all be met.
 
     A tensor that layer i saves first is held at least from the start of F_i to the end of B_i, U(i..L) on the fastest
@@ -74,17 +71,16 @@ def memory_bound(problem: Problem, any_order: bool = False) -> int:
     wholly or in part, takes its forward once more and leaves its tensors held for B_i alone; what to recompute is a
     fractional knapsack over the idle time ``T * sum of speeds - U`` (ALGORITHMS section 5, "a bound for the full
     class"). A plan is one stage on r devices, whose weights are held and synchronised r times, or it has a cut, whose
-    buffers stand on both its ends; the bound is the least over these cases. Weak where peaks exceed averages. With
-    ``any_order`` it holds in whatever order the layers of a DAG stand: behind each are only those that need it.
+    buffers stand on both its ends; the bound is the least over these cases. Weak where peaks exceed averages.
     """
     fastest = max(device.speed for device in problem.platform.devices)
     slowest = min(device.speed for device in problem.platform.devices)
     work = work_ns(problem)
     low = load_bound(problem)
-    menus = _menus(problem, any_order)
+    menus = _menus(problem)
     held = menus[0].held / fastest
     least: int | None = None
-    for case in reversed(cases(problem, any_order)):  # many devices first: they allow the shortest periods
+    for case in reversed(cases(problem)):  # many devices first: they allow the shortest periods
         bound = max(low, case.floor_ns)
         if (case.room_bytes <= 0 and held) or (least is not None and max(bound, ceil(work / case.speed)) >= least):
             continue
@@ -143,7 +139,7 @@ def _ratio(offer: tuple[int, int]) -> int:
     return (saving << 128) // price if price else 1 << 512
 
 
-def cases(problem: Problem, any_order: bool = False) -> list[Case]:
+def cases(problem: Problem) -> list[Case]:
     """Return the kinds of plans that there are: one stage on so many devices, or a cut."""
     platform, policy = problem.platform, problem.policy
     devices = sorted(platform.devices, key=lambda device: device.memory_bytes, reverse=True)
@@ -158,7 +154,7 @@ def cases(problem: Problem, any_order: bool = False) -> list[Case]:
         weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, r)
         cases.append(Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
-        least_cut = _least_made(problem.chain) if any_order else min(problem.chain.cut_bytes[1:-1])
+        least_cut = min(problem.chain.cut_bytes[1:-1])
         levels = range(len(platform.levels))
         load = min(platform.transfer_ns(least_cut, k) * (1 if platform.both_ways(k) else 2) for k in levels)
         floor = ceil_div(load, most_in_common(len(platform)) if problem.replicas else 1)
@@ -167,20 +163,7 @@ def cases(problem: Problem, any_order: bool = False) -> list[Case]:
     return cases
 
 
-def _least_made(chain: Chain) -> int:
-    """Return the bytes that cross every cut at least, in any order: the last layers before it have readers behind."""
-    read = all(readers for readers in chain.readers[1:-1])
-    return min(layer.output_bytes for layer in chain.layers[:-1]) if read else 0
-
-
-def _least_behind(chain: Chain, total: Ints) -> list[int]:
-    """Return the part of the prefix sums ``total`` that a layer and all that need it have."""
-    before = needed(chain)
-    each = np.diff(total).tolist()
-    return [x + sum(each[j] for j in range(i + 1, len(chain)) if before[j] >> i & 1) for i, x in enumerate(each)]
-
-
-def _menus(problem: Problem, any_order: bool) -> list[_Menu]:
+def _menus(problem: Problem) -> list[_Menu]:
     """Return what may be dropped and at what price; each menu gives a valid bound.
 
     In a chain whose layers save their inputs, dropping the input of layer i also needs the forward of layer i - 1, and
@@ -190,8 +173,8 @@ def _menus(problem: Problem, any_order: bool) -> list[_Menu]:
     total = chain.sums.forward_ns + chain.sums.backward_ns
     if problem.policy.drains:  # some schedules leave the gradients of weights for later
         total = total - chain.sums.backward_weight_ns
-    behind = _least_behind(chain, total) if any_order else (total[-1] - total[:-1]).tolist()
-    sizes = first_saved(chain, any_order)
+    behind = (total[-1] - total[:-1]).tolist()
+    sizes = first_saved(chain)
     forwards = [layer.forward_ns for layer in chain.layers]
     prices: list[list[int | None]] = [[None] * len(chain)]
     if problem.checkpointing != "none":

@@ -26,8 +26,9 @@ def shortest_between(
     and a period below which there is none.
 
     With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
-    it ends with what it has, if it has any. Where orders of devices are searched in turn, each for what beats the best
-    of those before, also those near one that did are, and nothing above ``low`` is proved; with ``tolerance`` a few.
+    it ends with what it has, if it has any. Orders of devices are searched in turn, each for what beats the best of
+    those before, and also those near one that did; with ``tolerance`` a few. Where some are left out nothing above
+    ``low`` is proved.
     """
     orders = tables.orders
     if orders is None:
@@ -35,15 +36,16 @@ def shortest_between(
     most = orders.most if tolerance is None else min(FEW, orders.most)
     seen: set[tuple[Device, ...]] = set()
     waiting: Iterator[Order] = orders.first(_devices_of(best))
+    proved = high + 1
     while len(seen) < most and (order := next(waiting, None)) is not None:
         if (kinds := orders.along_kinds(order)) in seen:
             continue
         seen.add(kinds)
-        found, _ = _in_order(tables.in_order(order), least_delay, low, high, best, tolerance)
+        found, reached = _in_order(tables.in_order(order), least_delay, low, high, best, tolerance)
         if found is not best:
             waiting = chained(orders.near(order), waiting)
-        best = found
-    return best, low
+        best, proved = found, min(proved, reached)
+    return best, proved if len(seen) == orders.count else low
 
 
 def _devices_of(best: Allocation | None) -> list[int]:

@@ -9,7 +9,7 @@ from ...cost import memory_model, time_model
 from ...cost.group_bound import group_bound
 from ...cost.stage_graph import stage_graph
 from ...integers import NEVER
-from ...plan import Allocation, Stage, in_order
+from ...plan import Allocation, Stage
 from ...problem import Platform, Problem
 from .tied import longest_sums_ns, sums_bound_periods
 
@@ -48,10 +48,9 @@ def claim(problem: Problem, stages: Sequence[Stage], met: int) -> Allocation:
 
 def claimed(problem: Problem, stages: Sequence[Stage]) -> Allocation | None:
     """Return ``stages`` with their smallest period by the rules of decisions, None where they have none."""
-    chain, ranges = in_order(problem.chain, stages)
     policy = memory_model.without_vertical_sync(problem.policy)
     free = problem.tied == "free"
-    graph = stage_graph(chain, problem.platform, policy, ranges, free_sums=free, sharing=False)
+    graph = stage_graph(problem.chain, problem.platform, policy, stages, free_sums=free, sharing=False)
     period = group_bound(graph)
     return None if period is None else Allocation(on_lowest_devices(problem.platform, stages), period)
 

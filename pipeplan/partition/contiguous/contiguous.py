@@ -175,7 +175,7 @@ def smallest_period(
         return None if best is None or (upper is not None and claimed_ns(best) > upper) else best
     tables = stage_tables(problem)
     if as_listed:
-        tables = tables.as_listed()
+        tables = replace(tables, orders=None)
     high = longest_period_ns(problem) if upper is None else min(upper, longest_period_ns(problem))
     least_delay = plain_delays(tables)
     if high < 1 or device_counts(tables, high, least_delay) is None:

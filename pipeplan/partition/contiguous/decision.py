@@ -15,7 +15,7 @@ import numpy as np
 
 from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...plan import Stage
-from ..devices.device_states import Flags, Step, places
+from ..devices.states import Flags, Step, places
 from ..tables.device_counts import Counts, device_counts
 from ..tables.options import Ranges
 from ..tables.stages import SearchTables, closed, largest_synced_gradients, longest_delay
@@ -41,7 +41,7 @@ class _Sweep:
     """One pass from the last cut to the first.
 
     ``least[i, u, s, c]`` is the smallest delay over all placements of the layers behind cut i that leave the state u of
-    the devices (:mod:`.device_states`) with a label of level s, whose first stage has ``sizes[c]`` devices. A *column*
+    the devices (:mod:`.states`) with a label of level s, whose first stage has ``sizes[c]`` devices. A *column*
     is a way to go on: a cut, and a state that a stage before it finds. For each take and row the tables hold the delay
     seen through the cut's transfers, its group, the group's end, and what the stage may not pass.
     """

@@ -87,11 +87,9 @@ def terms_of(problem: Problem) -> tuple[Terms, ...]:
 def between_layers(tables: SearchTables, best: Allocation | None, low: int, high: int) -> Allocation | None:
     """Return the best allocation that is found from ``low`` to ``high`` ns, or ``best``, what it begins with.
 
-    ``tables`` are over all cuts, or some. Ideals have no layers in a row between them: ``best`` stays.
+    ``tables`` are over all cuts, or some.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
-    if not problem.chain.layers:
-        return best
     terms = terms_of(problem)
     try:
         for turn in range(_ROUNDS):

@@ -1,8 +1,8 @@
 """In which orders can stages take unequal devices, and which of them are worth a search?
 
-Where kinds of devices are few, one search looks at all orders (:mod:`.counted_states`). Else devices are handed out in
-one order after the other. Orders that differ in equal devices alone are one; so are those that differ in whole servers
-with the same devices. An order keeps the units of every level together: a server's devices stay neighbours.
+Devices are handed out in one order after the other, in all of them where they are few. Orders that differ in equal
+devices alone are one; so are those that differ in whole servers with the same devices. An order keeps the units of
+every level together: a server's devices stay neighbours.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from math import factorial, log10, prod
+from itertools import pairwise, product
+from math import factorial, log10
 from typing import Any
 
 from ...problem import Device, Platform, Problem
@@ -21,36 +21,33 @@ from ..cuts import legal_cuts
 Order = tuple[int, ...]  # the device at each position
 
 FEW = 24  # orders that are searched in any case
-_MOST = 400  # and at most
+_MOST = 100  # and at most
 _WORK = 2 * 10**8  # cuts squared times devices squared, over all of them
-_EXACT = 10**9  # cuts squared times pairs of states of devices, or times the kinds in each where stages take one
-_FEW_CUTS = 48  # fewer count as so many: the states have to be made
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders of a platform's devices: all are searched at once where that is ``exact``, else ``most`` in turn."""
+    """The orders of a platform's devices, ``most`` of which are searched."""
 
     platform: Platform
-    exact: bool
     most: int
 
     @staticmethod
     def of(problem: Problem) -> Orders:
         """Return how the orders of a problem's devices are searched."""
-        platform, cuts = problem.platform, len(legal_cuts(problem))
-        most = max(FEW, min(_MOST, _WORK // max(1, cuts * len(platform)) ** 2))
-        kinds = len(set(platform.devices))
-        if kinds == 1:
-            return Orders(platform, True, most)
-        states = most_states(platform)
-        pairs = states * (states if problem.replicas else kinds)
-        return Orders(platform, pairs * max(cuts, _FEW_CUTS) ** 2 <= _EXACT, most)
+        places = len(legal_cuts(problem)) * len(problem.platform)
+        return Orders(problem.platform, max(FEW, min(_MOST, _WORK // max(1, places) ** 2)))
+
+    @property
+    def exact(self) -> bool:
+        """Whether all of them are searched."""
+        return self.count <= self.most
 
     @cached_property
     def count(self) -> int:
         """How many different orders there are."""
-        return 1 if self.kinds == 1 else _count(_tree(self.platform))
+        listed = tuple(range(len(self.platform)))
+        return 1 if self.kinds == 1 else _count(self._look(listed, len(self._sizes) - 1))
 
     @cached_property
     def kinds(self) -> int:
@@ -66,7 +63,7 @@ class Orders:
         return f"best of all {kinds}" if self.exact else f"best of some of {kinds}, {self.most} at most"
 
     def first(self, used: Sequence[int] = ()) -> Iterator[Order]:
-        """Yield the orders to start from, that of the devices ``used`` so far first.
+        """Yield the orders to start from, that of the devices ``used`` so far first; behind them all, if these are few.
 
         As listed and backwards, by memory and by speed: an order and its reverse differ, as what is in flight falls
         towards the chain's end.
@@ -86,6 +83,35 @@ class Orders:
             yield self.along(ranked[::-1])
             yield self.along(ranked)
         yield listed[::-1]
+        if self.exact:
+            yield from self._every(listed, len(self._sizes) - 1)
+
+    def _every(self, unit: Order, level: int) -> Iterator[Order]:
+        """Yield every order of the devices of a unit of ``level``."""
+        if level == 0:
+            yield unit
+        for parts in self._arranged(self._parts(unit, level), level - 1) if level else ():
+            for orders in product(*(self._every(part, level - 1) for part in parts)):
+                yield tuple(d for part in orders for d in part)
+
+    def _arranged(self, parts: list[Order], level: int) -> Iterator[tuple[Order, ...]]:
+        """Yield the arrangements of ``parts`` of ``level``, of which those that look alike are the same."""
+        if not parts:
+            yield ()
+        looks = [self._look(part, level) for part in parts]
+        for i, part in enumerate(parts):
+            if looks[i] not in looks[:i]:
+                yield from ((part, *rest) for rest in self._arranged([*parts[:i], *parts[i + 1 :]], level))
+
+    def _parts(self, unit: Order, level: int) -> list[Order]:
+        size = self._sizes[level - 1]
+        return [unit[i : i + size] for i in range(0, len(unit), size)]
+
+    def _look(self, unit: Order, level: int) -> Any:
+        """Return what units of ``level`` have in common whose orders are the same: kinds of devices, part by part."""
+        if level == 0:
+            return list(dict.fromkeys(self.platform.devices)).index(self.platform.devices[unit[0]])
+        return tuple(sorted(self._look(part, level - 1) for part in self._parts(unit, level)))
 
     def near(self, order: Order) -> Iterator[Order]:
         """Yield the orders in which two units of one unit have changed places, or one has moved before another."""
@@ -122,38 +148,11 @@ class Orders:
         return (1, *self.platform.unit_sizes)
 
 
-_Tree = tuple[Any, ...]  # ("unit", *children), or (kind,) of a device
-
-
-def _count(tree: _Tree) -> int:
-    children = tree[1:]  # none of a device
-    kinds = Counter(children)
-    ways: int = factorial(len(children)) // prod(factorial(n) for n in kinds.values())
-    for child, n in kinds.items():
-        ways *= _count(child) ** n
+def _count(look: Any) -> int:
+    """Return how many orders a unit of this look has."""
+    if isinstance(look, int):
+        return 1
+    ways: int = factorial(len(look))
+    for part, number in Counter(look).items():
+        ways = ways // factorial(number) * _count(part) ** number
     return ways
-
-
-def most_states(platform: Platform) -> int:
-    """Return how many states (:mod:`.counted_states`) a platform's devices have at most."""
-    return _states(_tree(platform))
-
-
-def _states(tree: _Tree) -> int:
-    parts = Counter(tree[1:])
-    inside = sum(_states(part) - 2 for part in parts if len(part) > 1)  # neither all nor none of an open one is left
-    return prod(n + 1 for n in parts.values()) * (1 + inside)
-
-
-def _tree(platform: Platform) -> _Tree:
-    """Return the platform as nested tuples down to kinds of devices, equal units equal."""
-    numbers = {x: i for i, x in enumerate(dict.fromkeys(platform.devices))}
-    sizes = (1, *platform.unit_sizes)
-
-    def unit(start: int, level: int) -> _Tree:
-        if level == 0:
-            return (numbers[platform.devices[start]],)
-        parts = range(start, start + sizes[level], sizes[level - 1])
-        return ("unit", *sorted((unit(i, level - 1) for i in parts), key=repr))
-
-    return unit(0, len(platform.levels))

@@ -146,7 +146,7 @@ def stage_times(tables: StageTables, device: Device) -> tuple[tuple[Ints, ...], 
     """Return :attr:`FewOptions.times` of stages on devices as fast; NEVER: no stage."""
     problem = tables.problem
     waits = tables.waits[0] + tables.waits[1]
-    stage = problem.chain.is_range(tables.start, tables.stop)
+    stage = tables.stop > tables.start
     options = []
     for again in (0, tables.again(device))[: 1 + (problem.checkpointing == "stages")]:
         times = []
@@ -195,6 +195,6 @@ def stage_limits(tables: StageTables, memory: int) -> tuple[tuple[Ints, ...], ..
         for replicas in memory_counts(problem):
             problem.deadline.check()
             limit = in_flight_limit(problem, start, stop, kept, peak, memory, replicas)
-            limits.append(np.where(problem.chain.is_range(start, stop), limit, 0))
+            limits.append(np.where(stop > start, limit, 0))
         options.append(tuple(limits))
     return tuple(options)

@@ -17,10 +17,8 @@ from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, most_in_common
 from ...problem import Device, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
-from ..devices.counted_states import counted
-from ..devices.device_classes import DeviceKinds
-from ..devices.device_states import DeviceStates, Line
 from ..devices.orders import Order, Orders
+from ..devices.states import DeviceKinds, DeviceStates
 from ..in_flight import memory_counts
 from .options import FewOptions, StageOptions, replica_counts, stage_limits, stage_times
 
@@ -30,8 +28,7 @@ SPREAD = 1000  # cuts that are looked at where all are too many
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """How long stages take on the groups of devices of one floor (:mod:`.device_classes`), which are as good as
-    ``device``."""
+    """How long stages take on the groups of devices of one floor (:mod:`.states`), which are as good as ``device``."""
 
     options: StageOptions
     device: Device
@@ -49,9 +46,8 @@ class SearchTables:
     gradients: Ints  # (n + 1, n + 1) bytes that replicas of a stage exchange
     round_trips: Ints  # (levels, n + 1) ns that both directions of a cut take on links, over each level
     work: Ints  # (n + 1,) ns that the layers before each cut take at least on a device of relative speed 1
-    states: DeviceStates  # what stages can take
-    listed: Line  # and what in the platform's order
-    orders: Orders | None  # to search in turn, where the states aren't those of all
+    states: DeviceStates  # what stages can take in one order, the platform's if no other is said
+    orders: Orders | None  # to search in turn, where there are several
     complete: bool = True  # whether all legal cuts are here
 
     def select(self, index: Ints) -> SearchTables:
@@ -69,11 +65,7 @@ class SearchTables:
 
     def in_order(self, order: Order) -> SearchTables:
         """Return the same tables for stages that take devices in ``order``."""
-        return replace(self, states=replace(self.listed, order=order), orders=None)
-
-    def as_listed(self) -> SearchTables:
-        """Return the same tables for stages that take devices in the platform's order."""
-        return replace(self, states=self.listed, orders=None)
+        return replace(self, states=replace(self.states, order=order), orders=None)
 
 
 def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
@@ -112,8 +104,6 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
     trips = np.array(round_trips, dtype=np.int64) * (not platform.blocking)
     relaxed, orders = time_model.relative(problem), Orders.of(problem)
     speeds = tuple(x.speed for x in relaxed.platform.devices)
-    listed = Line(kinds, tuple(range(len(platform))), problem.replicas, speeds)
-    several = orders.count > 1 and orders.exact
     return SearchTables(
         problem,
         cuts,
@@ -123,9 +113,8 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
         stages.gradients,
         trips,
         (relaxed.chain.sums.forward_ns + relaxed.chain.sums.backward_ns)[cuts],
-        counted(platform, problem.replicas, speeds) if several else listed,
-        listed,
-        None if orders.exact else orders,
+        DeviceStates(kinds, tuple(range(len(platform))), problem.replicas, speeds),
+        orders if orders.count > 1 else None,
         complete=count == len(cuts),
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...check.validate import structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
-from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage, in_order
+from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage
 from ...problem import Platform, Problem
 from ...schedule.kinds import KINDS, program_of_kind, refused
 from ...schedule.memory import run_uses
@@ -63,14 +63,7 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
 
 
 def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Run | None:
-    """Do the same, whether or not the stages fit; those of a pattern always do.
-
-    Stages between ideals are run in an order of the layers that goes through them.
-    """
-    chain, ranges = in_order(problem.chain, stages)
-    if chain is not problem.chain:
-        found = any_run(replace(problem, chain=chain), ranges, kind)
-        return None if found is None else replace(found, stages=stages)
+    """Do the same, whether or not the stages fit; those of a pattern always do."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     count = problem.policy.accumulate or 1
     problem.deadline.check(count * len(graph.operations) * STEP_S)

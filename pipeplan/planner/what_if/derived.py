@@ -11,7 +11,6 @@ from ...check.bounds.drained.proofs import proved
 from ...check.targets import TARGETS
 from ...deadline import NEVER, Deadline
 from ...partition.contiguous.contiguous import smallest_period
-from ...partition.layer_orders.layer_order import EFFORTS, best_ordered, orders_matter
 from ...plan import Bound, Plan
 from ...problem import Problem
 from ...schedule.kinds import kind_of
@@ -28,12 +27,6 @@ def _contiguous(problem: Problem) -> int | None:
 def _one_special(problem: Problem) -> int | None:
     plain = not problem.replicas and problem.checkpointing == "none"
     return proved_special(problem) if plain else None
-
-
-def _any_order(problem: Problem) -> int | None:
-    """Return what is proved of contiguous stages in any order of the layers, where their ideals are few enough."""
-    found = best_ordered(problem, EFFORTS["high"]) if orders_matter(problem) else None
-    return found.allocation.lower_bound_ns if found is not None and found.complete else None
 
 
 def _drained(problem: Problem, bound: Bound) -> int | None:
@@ -68,8 +61,6 @@ def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
         prove = partial(_drained, bound=bound)
     elif kind.simulated is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
-    elif bound.any_order:
-        prove = _any_order
     assert prove is not None, "bounds of class any under any schedule are never claimed"
     least_ns = prove(replace(bounded(plan, bound), deadline=deadline))
     if least_ns is None:

@@ -142,7 +142,7 @@ def _bound_lines(plan: Plan, result: Evaluation, bound: Bound, verbose: bool) ->
     verdict = "optimal" if optimal else distance(bound, result.period_ns)
     yield f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}"
     if verbose and bound.allocation == "any" and not bound.schedule:
-        yield f"because     {PARTS[proof(bounded(plan, bound), bound.any_order, bound.period_ns).part]}"
+        yield f"because     {PARTS[proof(bounded(plan, bound), bound.period_ns).part]}"
     yield from _titled("devices", orders_sentence(plan, bound))
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.cost.layer_orders import layers_in, members
 from pipeplan.partition.granularity import articulation_cuts
 from pipeplan.partition.pipedream.levels import (
     Solved,
@@ -155,16 +154,16 @@ def _states(chain: Chain) -> _States:
     sums, outputs, stops = [(0.0, 0.0)], [0.0], [0]
     outgoing = np.array([x.output_bytes for x in chain.layers], dtype=np.float64)
     for done, augmented in zip(found.done, found.augmented, strict=True):
-        inside = layers_in([done], count)[0]
+        inside = _layers_in(done, count)
         sums.append((float(compute[inside].sum()), float(parameters[inside].sum())))
-        outputs.append(float(outgoing[layers_in([augmented], count)[0]].sum()))
+        outputs.append(float(outgoing[_layers_in(augmented, count)].sum()))
         stops.append(int(inside.sum()) + sum(done & sources == sources for sources in dropped.values()))
     stops[-1] = count
     totals = np.array(sums)
     before: list[npt.NDArray[np.int64] | slice] = [slice(1, 1)]
     for stop, earlier in enumerate(found.earlier, start=1):
         every = earlier == (1 << (stop - 1)) - 1  # a slice is a view, much faster than picking
-        before.append(slice(1, stop) if every else np.array(members(earlier), dtype=np.int64) + 1)
+        before.append(slice(1, stop) if every else np.array(_members(earlier), dtype=np.int64) + 1)
     return _States(totals[:, 0], totals[:, 1], np.array(outputs), np.array(stops), before)
 
 
@@ -206,7 +205,7 @@ def _antichains(chain: Chain) -> _Antichains | None:
         descendants[i] |= descendants[j] | 1 << j
     read_by = [sum(1 << j for j in set(targets)) for targets in readers]
     waiting = [
-        sum(1 << p for p in members(ancestors[a]) if read_by[p] & ~(ancestors[a] | 1 << a)) for a in range(count)
+        sum(1 << p for p in _members(ancestors[a]) if read_by[p] & ~(ancestors[a] | 1 << a)) for a in range(count)
     ]
 
     source = 1 << next(i for i in range(count) if i not in dropped)
@@ -214,14 +213,14 @@ def _antichains(chain: Chain) -> _Antichains | None:
     following: dict[int, list[int]] = {}
     queue, queued = [source], {source}
     for antichain in queue:
-        whole = augmented[antichain] = antichain | _union(waiting[a] for a in members(antichain))
+        whole = augmented[antichain] = antichain | _union(waiting[a] for a in _members(antichain))
         found: dict[int, None] = {}
-        for u in members(whole):
+        for u in _members(whole):
             for v in readers[u]:
                 if antichain >> v & 1 or descendants[v] & whole:
                     continue
                 more = whole | 1 << v  # u, which v reads, is no longer maximal
-                found[sum(1 << x for x in members(more) if not descendants[x] & more)] = None
+                found[sum(1 << x for x in _members(more) if not descendants[x] & more)] = None
         following[antichain] = list(found)
         queue += [x for x in found if x not in queued]
         queued |= found.keys()
@@ -236,7 +235,7 @@ def _antichains(chain: Chain) -> _Antichains | None:
     for n, antichain in enumerate(order):
         for x in following[antichain]:
             earlier[index[x]] |= earlier[n] | 1 << n
-    done = [antichain | _union(ancestors[a] for a in members(antichain)) for antichain in order]
+    done = [antichain | _union(ancestors[a] for a in _members(antichain)) for antichain in order]
     return _Antichains(done, [augmented[x] for x in order], earlier)
 
 
@@ -245,3 +244,12 @@ def _union(sets: Iterable[int]) -> int:
     for x in sets:
         result |= x
     return result
+
+
+def _members(bits: int) -> list[int]:
+    """Return the members of a bit set in order."""
+    return [i for i in range(bits.bit_length()) if bits >> i & 1]
+
+
+def _layers_in(bits: int, count: int) -> npt.NDArray[np.bool_]:
+    return np.array([bits >> i & 1 for i in range(count)], dtype=np.bool_)

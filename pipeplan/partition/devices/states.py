@@ -1,24 +1,24 @@
 """What can be left of the devices when the last stages have taken theirs, and what can the stage before them take?
 
-Stages take devices from the chain's last to its first. A *state* is what is left then, as far as it matters for the
-stages before. This file has the states where devices are taken in one order, which is as good as any where they are
-equal; :mod:`.counted_states` has those of all orders of unequal ones.
+Stages take devices from the chain's last to its first, in one order. A *state* is how many are left then. A replicated
+stage runs at the pace of its slowest device and within its smallest memory, so all that counts of a group is its
+:class:`Floor`, beside how many devices it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...integers import NEVER, Ints
-from ...problem import Platform
-from .device_classes import DeviceKinds
+from ...problem import Device, LayerTimes, Platform
 
 Flags = npt.NDArray[np.bool_]
 
@@ -35,6 +35,82 @@ class Take(NamedTuple):
     spans: Ints
 
 
+class Floor(NamedTuple):
+    """The least memory of a group's devices, and of each profile of devices' own the least speed; None: no such
+    device."""
+
+    memory_bytes: int
+    speeds: tuple[Fraction | None, ...]
+
+
+@dataclass(frozen=True)
+class DeviceKinds:
+    """The kinds of a platform's devices, and the floors of the groups that stages can take.
+
+    ``of`` has the kind of each device, numbered by first use. ``eligible`` has for each of the ``floors`` the kinds
+    that a group of that floor may contain: those that are at least as good; a single device is of its own kind.
+    ``profiles`` are those of devices' own, in the order of a floor's speeds.
+    """
+
+    platform: Platform
+    kinds: tuple[Device, ...]
+    of: tuple[int, ...]
+    profiles: tuple[LayerTimes | None, ...]
+    floors: tuple[Floor, ...]
+    eligible: tuple[frozenset[int], ...]
+
+    @staticmethod
+    def on(platform: Platform, replicas: bool) -> DeviceKinds:
+        """Return those of ``platform`` for groups, or for single devices alone."""
+        kinds = tuple(dict.fromkeys(platform.devices))
+        number = {x: i for i, x in enumerate(kinds)}
+        profiles = tuple(sorted(dict.fromkeys(x.times for x in kinds), key=repr))
+        speeds = [[None, *sorted({x.speed for x in kinds if x.times == times})] for times in profiles]
+        alone = {floor_of([x], profiles): frozenset([i]) for i, x in enumerate(kinds)}
+        found: dict[Floor, frozenset[int]] = {}
+        for least in product(*speeds):
+            of_profile = dict(zip(profiles, least, strict=True))
+            for memory in sorted({x.memory_bytes for x in kinds}):
+                floor = Floor(memory, least)
+                good = [
+                    i
+                    for i, x in enumerate(kinds)
+                    if x.memory_bytes >= memory and (pace := of_profile[x.times]) is not None and x.speed >= pace
+                ]
+                if replicas and good and floor_of([kinds[i] for i in good], profiles) == floor:
+                    found[floor] = frozenset(good)
+                elif not replicas and floor in alone:
+                    found[floor] = alone[floor]
+        of = tuple(number[x] for x in platform.devices)
+        return DeviceKinds(platform, kinds, of, profiles, tuple(found), tuple(found.values()))
+
+    def floor(self, kinds: Iterable[int]) -> int:
+        """Return the number of the floor of a group with devices of these ``kinds``."""
+        return self.floors.index(floor_of([self.kinds[i] for i in kinds], self.profiles))
+
+    def slowest(self, floor: int) -> Device:
+        """Return a device that is as good as a group of this floor."""
+        members = [d for d, kind in enumerate(self.of) if kind in self.eligible[floor]]
+        return replace(self.platform.slowest(members), memory_bytes=self.floors[floor].memory_bytes)
+
+    def needed(self, floor: int) -> list[frozenset[int]]:
+        """Return sets of kinds of each of which a group of this floor has a device."""
+        memory, speeds = self.floors[floor]
+        sets = [frozenset(i for i in self.eligible[floor] if self.kinds[i].memory_bytes == memory)]
+        for times, speed in zip(self.profiles, speeds, strict=True):
+            if speed is not None:
+                some = (i for i in self.eligible[floor] if self.kinds[i].times == times)
+                sets.append(frozenset(i for i in some if self.kinds[i].speed == speed))
+        return sets
+
+
+def floor_of(devices: Iterable[Device], profiles: Iterable[LayerTimes | None]) -> Floor:
+    """Return the floor of a group of ``devices``."""
+    group = list(devices)
+    speeds = ([x.speed for x in group if x.times == times] for times in profiles)
+    return Floor(min(x.memory_bytes for x in group), tuple(min(some, default=None) for some in speeds))
+
+
 class Step(NamedTuple):
     """A stage takes a group of one of the takes: the states that it finds and leaves."""
 
@@ -43,60 +119,13 @@ class Step(NamedTuple):
     leaves: int
 
 
-class DeviceStates(Protocol):
-    """The states, in order of the numbers of devices left, from none to all.
+@dataclass(frozen=True)
+class DeviceStates:
+    """Devices are taken in ``order``, from its end: state b has the devices at the positions before b left.
 
     A *label* of a state is what the last stage to take devices leaves beside it: its delay, its number of devices, and
     a level, the lowest of a unit that has all its devices and some of those left. A transfer from the stage before is
     inside that unit where the stage before takes its devices there.
-    """
-
-    @property
-    def uniform(self) -> bool:
-        """Whether only the number of devices left counts."""
-
-    @property
-    def left(self) -> Ints:
-        """How many devices are left in each state."""
-
-    @property
-    def speeds(self) -> tuple[Fraction, ...]:
-        """How fast the devices left are together, in each state; empty where they are equal, and counted."""
-
-    @property
-    def first(self) -> Flags:
-        """In which states the chain's last stage may take its devices."""
-
-    @property
-    def takes(self) -> tuple[Take, ...]:
-        """What stages can take."""
-
-    @property
-    def sizes(self) -> Ints:
-        """How many devices a stage may have."""
-
-    def lower(self, labels: Ints, take: int, rows: slice, found: Ints, values: Ints) -> None:
-        """Lower the ``labels``, shape (states, levels, sizes), to what comes of a take in ``rows`` from the states
-        ``found``: ``values``, shape (rows, found)."""
-
-    def into(self, take: int, state: int, level: int) -> Flags:
-        """Return from which states a take leads to ``state`` with a label of ``level``."""
-
-    def skipped(self, labels: Ints) -> Ints:
-        """Return the least of the ``labels``, shape (levels, sizes, states), that become those of a state when some
-        devices are skipped."""
-
-    def before(self, state: int, level: int) -> Ints:
-        """Return the states whose labels up to ``level`` become labels up to ``level`` of ``state``, itself first."""
-
-    def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
-        """Return the devices of the stages that take ``steps``, both from the chain's first to its last."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """Devices are taken in ``order``, from its end: state b has the devices at the positions before b left.
-
     ``spans[a, b]`` is the level that joins the devices from a to b - 1, ``outer[a, b]`` also joins a - 1 with them;
     without replicas both have the one row of the single devices b - 1.
     """
@@ -179,7 +208,8 @@ class Line:
         return places(self.sizes)
 
     def lower(self, labels: Ints, take: int, rows: slice, found: Ints, values: Ints) -> None:
-        """Lower ``labels``: a take in row a leaves state a."""
+        """Lower the ``labels``, shape (states, levels, sizes), to what comes of a take in ``rows`` from the states
+        ``found``: ``values``, shape (rows, found). A take in row a leaves state a."""
         sizes = self._place[self.takes[take].replicas[rows][:, found]]
         after = np.arange(rows.start, rows.stop)[:, None] if self.replicas else found[None, :] - 1
         np.minimum.at(labels, (np.broadcast_to(after, values.shape), self._outer[rows][:, found], sizes), values)

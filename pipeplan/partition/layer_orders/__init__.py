@@ -1,1 +1,0 @@
-"""In which order do the layers of a DAG stand best?"""
