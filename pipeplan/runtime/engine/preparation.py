@@ -44,7 +44,7 @@ from ..measure.recorder import Recorder, recorder_of
 from ..model.build.fitting import check_model, fitted
 from ..model.build.loading import load_weights, versions_of
 from ..model.build.own_part import OwnPart
-from ..model.deferred.replay import SMALL
+from ..model.deferred import SMALL
 from ..model.loaded import LoadedModel
 from ..model.network import TARGET, TensorSpec
 from ..training.draws import Draws

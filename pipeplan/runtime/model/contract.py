@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from .autocast import Autocast, autocasting
-from .deferred.deferred import mode_of
+from .deferred import mode_of
 from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
 from .structure import tensors_of
 from .trace.adapted import run_uncompiled

@@ -19,8 +19,7 @@ from ....registry import Late
 from ...device import CPU
 from ..autocast import Autocast
 from ..contract import boundaries_of, built_by, example_of, is_whole, sample_of
-from ..deferred.deferred import Deferred
-from ..deferred.replay import NotDeferred
+from ..deferred import Deferred, NotDeferred
 from ..loaded import LOSS_ROOT, LoadedModel, ModelLayer, with_loss_root
 from ..network import Loss, chain_network, kind_of, loss_layer, trained_loss
 from ..samples import Data, Samples

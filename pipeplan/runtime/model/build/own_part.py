@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ....errors import BadInput, PipeplanError
 from ...device import CPU
 from ..autocast import Autocast
-from ..deferred.deferred import Deferred, lacking, parameter
-from ..deferred.replay import SMALL, NotDeferred
+from ..deferred import SMALL, Deferred, NotDeferred, parameter
 from ..loaded import LoadedModel
 from ..structure import substitute, tensors_of
 from ..user_code import said
@@ -48,9 +47,6 @@ class OwnPart:
 
     def load(self) -> LoadedModel:
         """Return the model with large tensors promised; whole, with a note, where it cannot be built so."""
-        lacks = lacking() if self._promised.puts_off else None
-        if lacks is not None:
-            return self._whole(lacks)
         try:
             return self._load(self._promised)
         except Exception as error:

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from ....errors import BadInput
-from ..deferred.torch_operations import is_random
+from ..deferred import is_random
 from ..network import kind_of
 from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
 from ..user_code import defined_at, line_of, place_of, user_code

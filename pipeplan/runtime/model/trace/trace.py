@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ....errors import BadInput
 from ...device import CPU
 from ..autocast import Autocast, autocasting
-from ..deferred.torch_operations import is_random, statistics
+from ..deferred import is_random, statistics
 from ..network import LayerCode, Network, TensorSpec, buffers_kept, unchanged
 from .exported import ROOT, Exported, exported, line_of_node, refuse_changed
 from .own_gradients import SPACE, function_of

@@ -15,7 +15,7 @@ from ....errors import BadInput
 from ..autocast import Autocast
 from ..contract import sample_of
 from ..conversion import as_type, in_type, refuse_converted
-from ..deferred.deferred import mode_of
+from ..deferred import mode_of
 from ..loaded import LoadedModel, grouped, with_loss_root
 from ..network import Loss, Network, TensorSpec, loss_layer, own_loss, trained_loss
 from ..samples import Data, Samples

@@ -1,1 +1,0 @@
-"""How are weights made only where they are needed?"""
