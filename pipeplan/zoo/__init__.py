@@ -20,12 +20,12 @@ HUGGING_FACE = "hf:"  # begins the name of a transformers model
 ZOO = "zoo:"  # begins the name of a zoo model where a module:function could stand
 MODELS = {  # name -> the file that builds it
     **{name: "text.llama" if isinstance(sizes, Llama) else "text.gpt" for name, sizes in TRANSFORMERS.items()},
-    "small-cnn": "images.cnn",
-    "alexnet": "images.alexnet",
-    "vgg16": "images.vgg",
-    "resnet50": "images.resnet",
-    "resnet101": "images.resnet",
-    "densenet121": "images.densenet",
+    "small-cnn": "images.convolutional",
+    "alexnet": "images.convolutional",
+    "vgg16": "images.convolutional",
+    "resnet50": "images.convolutional",
+    "resnet101": "images.convolutional",
+    "densenet121": "images.convolutional",
     "inception-v3": "images.inception",
     "inception-v3-auxiliary": "images.inception",
     "awd-lm": "text.lstm",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeplan import zoo
 from pipeplan.errors import BadInput
 from pipeplan.zoo.data import corpus
-from pipeplan.zoo.images.cnn import convolution
+from pipeplan.zoo.images.convolutional import convolution
 from pipeplan.zoo.model import Data, Factory, Loss, Model, chain, class_loss, mixed_seed
 from pipeplan.zoo.text.gpt import GPTConfig
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..data import pictures_of
 from ..model import Factory, Loss, Model, chain, class_loss
-from .cnn import classifier, convolution, least_image
+from .convolutional import classifier, convolution, least_image
 
 _conv = partial(convolution, epsilon=1e-3)
 _AUXILIARY_SHARE = 0.4  # of the auxiliary loss, against 1 of the main one

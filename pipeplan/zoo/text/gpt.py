@@ -6,7 +6,6 @@ large ones: Myelin, Table I.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +15,9 @@ from torch.nn import functional
 
 from ...errors import BadInput
 from ..data import text_of
-from ..model import Factory, Loss, Model, chain
-from .rank_part import Group, PartEmbedding, head
+from ..model import Loss, Model
+from .rank_part import Group, PartEmbedding, decoder
 from .sizes import TRANSFORMERS, Llama
-from .token_losses import token_loss_named
 
 
 @dataclass(frozen=True)
@@ -126,18 +124,8 @@ class Block(nn.Module):
 
 def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
-
-    def factories() -> Iterator[tuple[str, Factory]]:
-        yield "embedding", partial(Embedding, config)
-        for index in range(config.blocks):
-            yield f"block{index}", partial(Block, config)
-        yield "norm", partial(nn.LayerNorm, config.hidden)
-        yield "head", partial(head, config.hidden, config.vocabulary, config.group)
-
-    layers = chain(factories(), seed)
-    if config.tied:
-        layers.head.weight = layers.embedding.tokens.weight  # type: ignore[union-attr]
-    return layers, config.group.loss(token_loss_named(config.loss))
+    parts = partial(Embedding, config), partial(Block, config), partial(nn.LayerNorm, config.hidden)
+    return decoder(config, seed, *parts)
 
 
 def _model(name: str) -> Model[GPTConfig]:

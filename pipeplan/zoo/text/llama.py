@@ -5,7 +5,6 @@ Sources: Touvron et al., LLaMA (2023); Grattafiori et al., The Llama 3 Herd of M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,10 +14,9 @@ from torch.nn import functional
 
 from ...errors import BadInput
 from ..data import text_of
-from ..model import Factory, Loss, Model, chain
-from .rank_part import Group, PartEmbedding, head
+from ..model import Loss, Model
+from .rank_part import Group, PartEmbedding, decoder
 from .sizes import TRANSFORMERS, Llama
-from .token_losses import token_loss_named
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,7 @@ class Block(nn.Module):
             )
         self.width, self.group = width, config.group
         heads = self.group.share(config.heads, "heads")
-        groups = max(
-            1, config.groups // config.tensor
-        )  # ranks that are more than the groups each have one of their own
+        groups = max(1, config.groups // config.tensor)  # of more ranks than groups each has one of its own
         self.group.share(max(config.groups, config.tensor), "groups of heads")
         inner = self.group.share(config.feed_forward, "columns")
         self.norm1 = nn.RMSNorm(config.hidden, eps=config.epsilon)
@@ -119,35 +115,16 @@ def _embedding(config: LlamaConfig) -> nn.Embedding:
 
 def network(config: LlamaConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
-
-    def factories() -> Iterator[tuple[str, Factory]]:
-        yield "embedding", partial(_embedding, config)
-        for index in range(config.blocks):
-            yield f"block{index}", partial(Block, config)
-        yield "norm", partial(nn.RMSNorm, config.hidden, eps=config.epsilon)
-        yield "head", partial(head, config.hidden, config.vocabulary, config.group)
-
-    layers = chain(factories(), seed)
-    if config.tied:
-        layers.head.weight = layers.embedding.weight  # type: ignore[union-attr]
-    return layers, config.group.loss(token_loss_named(config.loss))
+    parts = partial(_embedding, config), partial(Block, config), partial(nn.RMSNorm, config.hidden, eps=config.epsilon)
+    return decoder(config, seed, *parts)
 
 
 def _model(name: str) -> Model[LlamaConfig]:
     """Return the model whose sizes :data:`~pipeplan.zoo.text.sizes.TRANSFORMERS` has under ``name``."""
     sizes = TRANSFORMERS[name]
     assert isinstance(sizes, Llama)
-    config = LlamaConfig(
-        sizes.layers,
-        sizes.hidden,
-        sizes.heads,
-        sizes.groups,
-        sizes.feed_forward,
-        sizes.vocabulary,
-        sizes.sequence,
-        sizes.rotary_base,
-        tied=sizes.tied,
-    )
+    widths = sizes.hidden, sizes.heads, sizes.groups, sizes.feed_forward
+    config = LlamaConfig(sizes.layers, *widths, sizes.vocabulary, sizes.sequence, sizes.rotary_base, tied=sizes.tied)
     return Model(config, network, text_of)
 
 

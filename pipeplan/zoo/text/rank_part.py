@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import BadInput
-from ..model import Loss
+from ..model import Factory, Loss, chain
+from .token_losses import token_loss_named
 
 
 @torch.library.custom_op("pipeplan::exchange", mutates_args=())
@@ -152,8 +153,16 @@ class PartHead(nn.Linear):
         return self.group.products(x, [self])[0]
 
 
-def head(hidden: int, vocabulary: int, group: Group) -> PartHead:
-    """Return the layer from hidden states to logits."""
-    linear = PartHead(hidden, vocabulary, group)
-    nn.init.normal_(linear.weight, std=0.02)
-    return linear
+def decoder(config: Any, seed: int, embedding: Factory, block: Factory, norm: Factory) -> tuple[nn.Sequential, Loss]:
+    """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration."""
+
+    def head() -> PartHead:
+        linear = PartHead(config.hidden, config.vocabulary, config.group)
+        nn.init.normal_(linear.weight, std=0.02)
+        return linear
+
+    blocks = [(f"block{index}", block) for index in range(config.blocks)]
+    layers: Any = chain([("embedding", embedding), *blocks, ("norm", norm), ("head", head)], seed)
+    if config.tied:
+        layers.head.weight = getattr(layers.embedding, "tokens", layers.embedding).weight
+    return layers, config.group.loss(token_loss_named(config.loss))
