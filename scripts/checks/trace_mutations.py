@@ -56,7 +56,7 @@ FAULTS = (  # file, words, other words, what is wrong then
     ("adapted", "            seen.note()\n            return function(*arguments)",
      "            seen.note()\n            return function(*(x.detach() for x in arguments))",
      "what recomputes by itself passes no gradient on"),
-    ("own_gradients", 'kind.__module__.partition(".")[0] == "torch"', "True", "gradients of one's own are lost"),
+    ("adapted", 'kind.__module__.partition(".")[0] == "torch"', "True", "gradients of one's own are lost"),
     ("eager_calls", "part is not model and", "part is None and", "hooks of modules are lost"),
     ("eager_calls", "setattr(Tensor, HOOK, no_hooks)", "setattr(Tensor, HOOK, lambda x, hook: None)",
      "hooks of tensors are lost"),

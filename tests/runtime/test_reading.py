@@ -28,8 +28,8 @@ from pipeplan.runtime.engine.reading import Reader, _Takers, differing, repeated
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.model.contract import Samples
 from pipeplan.runtime.model.network import TensorSpec
-from pipeplan.runtime.model.samples import Samples
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own_processes import has_gone
 from pipeplan.runtime.training.state.checkpoint import folder_of

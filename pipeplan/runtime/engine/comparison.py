@@ -21,13 +21,11 @@ from ..data.loader import Span
 from ..device import FILL, free_bytes, place
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
-from ..model.build.own_part import OwnPart
-from ..model.contract import sample_of
-from ..model.conversion import converted
+from ..model.build.loading import OwnPart
+from ..model.contract import Data, sample_of
 from ..model.loaded import LoadedModel, constants_of
 from ..model.network import own_loss
-from ..model.samples import Data
-from ..model.structure import mapped, own_memory, tensors_in, tensors_of
+from ..model.structure import converted, mapped, own_memory, tensors_in, tensors_of
 from ..model.trace.compared import Author, Stages, compare
 from ..model.user_code import user_code
 from .job import Job

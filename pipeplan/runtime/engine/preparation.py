@@ -42,8 +42,7 @@ from ..measure.drift import Compared
 from ..measure.held_bytes import HeldBytes, StateBytes
 from ..measure.recorder import Recorder, recorder_of
 from ..model.build.fitting import check_model, fitted
-from ..model.build.loading import load_weights, versions_of
-from ..model.build.own_part import OwnPart
+from ..model.build.loading import OwnPart, load_weights, versions_of
 from ..model.deferred import SMALL
 from ..model.loaded import LoadedModel
 from ..model.network import TARGET, TensorSpec

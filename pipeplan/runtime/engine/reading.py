@@ -23,9 +23,9 @@ from ..data.loader import Loader, Span
 from ..data.loader_workers import Read
 from ..device import moved, new_stream
 from ..measure.times import Activity, Reading
+from ..model.contract import Data
 from ..model.network import TensorSpec
 from ..model.randomness import DATA
-from ..model.samples import Data
 from ..model.structure import mapped, tensors_in
 from ..model.user_code import user_code
 from ..training.draws import begin_draws

@@ -1,4 +1,5 @@
-"""The model contract: is what a build function returned well formed, and what lies between its layers?"""
+"""The model contract: is what a build function returned well formed, what lies between its layers, and what data do
+they train on?"""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from ...errors import BadInput
 from .autocast import Autocast, autocasting
 from .deferred import mode_of
 from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
-from .structure import tensors_of
+from .structure import compact, mapped, tensors_of
 from .trace.adapted import run_uncompiled
 from .user_code import defined_at, user_code
+
+Data = Callable[[int, int], Any]  # (microbatch index, seed) -> what a model trains on, often (input, target)
 
 
 def boundaries_of(
@@ -54,6 +57,35 @@ def boundaries_of(
 def is_whole(layers: Any) -> bool:
     """Whether ``layers`` is a model as one module, which has to be traced, and not its layers."""
     return isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a model trains on, as ``source(index, seed)`` gives it.
+
+    ``entering(index, given)`` makes the network's inputs and the target of that.
+    """
+
+    source: Data
+    entering: Callable[[int, Any], tuple[tuple[Tensor, ...], Any]]
+
+    def __call__(self, index: int, seed: int) -> tuple[tuple[Tensor, ...], Any]:
+        """Return inputs and target of a microbatch."""
+        return self.enter(index, self.source(index, seed))
+
+    def enter(self, index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Return inputs and target of what was ``given`` for a microbatch; none keeps more memory than its own."""
+        inputs, target = self.entering(index, given)
+        return tuple(map(compact, inputs)), mapped(compact, target)
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Samples:
+        """Return the same with inputs changed."""
+
+        def changed(index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
+            inputs, target = self.enter(index, given)
+            return tuple(map(change, inputs)), target
+
+        return Samples(self.source, changed)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
                     twin.set_(storage.untyped_storage(), x.storage_offset(), x.size(), x.stride())
                 self._blanks.add(_storage_of(storage))
                 self._storages[_storage_of(storage)] = storage.untyped_storage()
-                found[id(x)] = parameter(x, twin)
+                found[id(x)] = parameter_like(x, twin)
                 kept.append(x)
             return found[id(x)]
 
@@ -246,7 +246,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         alive = [x for x in alive if any(other is not alive for other in gc.get_referrers(x))]  # none: bases of views
         value = self.values(alive)
         for x in alive:
-            new, more = parameter(x, value(x)), more_of(x)
+            new, more = parameter_like(x, value(x)), more_of(x)
             x.__class__ = type(new)
             vars(x).clear()
             vars(x).update(more)
@@ -395,7 +395,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return made[key]
 
 
-def parameter(like: Tensor, value: Tensor) -> Tensor:
+def parameter_like(like: Tensor, value: Tensor) -> Tensor:
     """Return ``value`` as a parameter where ``like`` is one, with what the program has noted on it."""
     if isinstance(like, torch.nn.Parameter):
         value = hooked_as(like, torch.nn.Parameter(value, like.requires_grad))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import LOSS_NAME
+from .contract import Samples
 from .network import TARGET, LayerCode, Loss, TensorSpec
 from .pieces import Cut, Piece, message_spec, pieces_of
-from .samples import Samples
 
 Roots = tuple[tuple[str, nn.Module], ...]  # modules with the prefixes of their entries in the whole model's state
 LOSS_ROOT = f"{LOSS_NAME}."

@@ -162,6 +162,15 @@ def trained_loss(loss: Loss | None) -> nn.Module | None:
     return loss if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None else None
 
 
+def refuse_converted(loss: Loss | None, dtype: torch.dtype | None) -> None:
+    """Raise BadInput for a ``loss`` with weights in a model that is converted to ``dtype``."""
+    if dtype is not None and trained_loss(loss) is not None:
+        raise BadInput(
+            f"{type(loss).__name__}: a loss with weights is computed in 32 bits, and they would be converted with the "
+            "model; run both under autocast instead (profile --dtype autocast-bfloat16)"
+        )
+
+
 def _one_to_one(index: int, name: str) -> Callable[[nn.Module, Tensor], tuple[Tensor]]:
     def run(module: nn.Module, x: Tensor) -> tuple[Tensor]:
         out = module(x)

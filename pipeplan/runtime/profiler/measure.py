@@ -29,7 +29,6 @@ from ...version import __version__
 from ..clock import clock_of
 from ..device import CPU, FILL, free_bytes, freed_kept, place
 from ..model.contract import Built, built_by, example_of, is_whole
-from ..model.conversion import converted, refuse_converted
 from ..model.network import (
     LayerCode,
     Loss,
@@ -39,11 +38,12 @@ from ..model.network import (
     kind_of,
     named_layers,
     own_loss,
+    refuse_converted,
     scalar_loss,
     shared_weights,
     tied_layers,
 )
-from ..model.structure import mapped, tensors_in
+from ..model.structure import converted, mapped, tensors_in
 from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, with_dense_gradients
 from ..model.trace.compared import Author, apart, compare
 from .beside import at_work

@@ -21,8 +21,9 @@ from ...problem import AUTOCAST
 from ..device import CPU
 from ..model.autocast import Autocast
 from ..model.contract import boundaries_of
-from ..model.conversion import converted, refuse_converted
 from ..model.loaded import LoadedModel, constants_of
+from ..model.network import refuse_converted
+from ..model.structure import converted
 from .update.loss_scale import START, WINDOW, LossScale
 
 Half = Literal["bf16", "fp16"]

@@ -17,8 +17,7 @@ from pipeplan import zoo
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.hugging_face import named
-from pipeplan.runtime.model.build.loading import load_model, load_weights
-from pipeplan.runtime.model.build.own_part import OwnPart
+from pipeplan.runtime.model.build.loading import OwnPart, load_model, load_weights
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.build.state_file import SafetensorsWriter, read_state
 from pipeplan.runtime.model.deferred import Deferred

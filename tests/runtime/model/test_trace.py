@@ -16,8 +16,8 @@ from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.runtime.model.contract import Samples
 from pipeplan.runtime.model.network import final_outputs, tied_layers
-from pipeplan.runtime.model.samples import Samples
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers

@@ -12,7 +12,7 @@ from typing import Any
 
 from ....errors import BadInput
 from ....zoo import HUGGING_FACE, ZOO, load
-from ..samples import Data
+from ..contract import Data
 from ..user_code import said, user_code
 
 

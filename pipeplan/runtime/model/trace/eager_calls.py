@@ -37,8 +37,7 @@ from ..structure import (
     tensors_in,
     tensors_of,
 )
-from .adapted import assigned_in_place
-from .own_gradients import as_operation
+from .adapted import as_operation, assigned_in_place
 from .regions import CALL, HOOK, PART, Region, code_of, forward_of
 
 MOST = 0.8  # share of the weights from which a module is most of its model

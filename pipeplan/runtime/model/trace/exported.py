@@ -27,9 +27,11 @@ from ..network import kind_of
 from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
 from ..user_code import defined_at, line_of, place_of, user_code
 from .adapted import (
+    SPACE,
     as_in_eager,
     assigned_in_place,
     compiled_lines,
+    own_gradients,
     plainly_called,
     run_uncompiled,
     uncompiled,
@@ -37,7 +39,6 @@ from .adapted import (
     without_cache,
 )
 from .eager_calls import EagerCalls, data_dependent, is_transform
-from .own_gradients import SPACE, own_gradients
 
 ROOT = "model"  # what the module is called in the one that is exported
 OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its trace begin with

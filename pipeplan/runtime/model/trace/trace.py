@@ -27,8 +27,8 @@ from ...device import CPU
 from ..autocast import Autocast, autocasting
 from ..deferred import is_random, statistics
 from ..network import LayerCode, Network, TensorSpec, buffers_kept, unchanged
+from .adapted import SPACE, function_of
 from .exported import ROOT, Exported, exported, line_of_node, refuse_changed
-from .own_gradients import SPACE, function_of
 
 TRACED_ON = {"cpu", "cuda"}
 

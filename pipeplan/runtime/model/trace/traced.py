@@ -13,13 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ....errors import BadInput
 from ..autocast import Autocast
-from ..contract import sample_of
-from ..conversion import as_type, in_type, refuse_converted
+from ..contract import Data, Samples, sample_of
 from ..deferred import mode_of
 from ..loaded import LoadedModel, grouped, with_loss_root
-from ..network import Loss, Network, TensorSpec, loss_layer, own_loss, trained_loss
-from ..samples import Data, Samples
-from ..structure import mapped, places_in, tensors_in, tensors_of
+from ..network import Loss, Network, TensorSpec, loss_layer, own_loss, refuse_converted, trained_loss
+from ..structure import as_type, in_type, mapped, places_in, tensors_in, tensors_of
 from .exported import OF_MODULE
 from .trace import trace_module
 
