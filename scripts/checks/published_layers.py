@@ -1,11 +1,11 @@
 """Estimate ten CNNs whose layers PipeDream's authors measured, plan on that, and print what the plans are worth.
 
-    python scripts/checks/published_layers.py [--rates]
+    python scripts/checks/published_layers.py CHECKOUT [--rates]
 
-``published_layers.csv`` has each module, which modules it reads, and ms of its forward and backward, of the profiles
-published with PipeDream (Narayanan et al. 2019; MIT licence): float32 on a V100 of 16 GB, each module timed with the
-GPU waited for. So a module takes the host 0.3 ms; what no module does (sums, concatenations) is timed with the module
-behind; and the first one waits for the pictures to be copied.
+CHECKOUT is of github.com/msr-fiddle/pipedream (Narayanan et al. 2019), whose profiles have each module, which modules
+it reads, and ms of its forward and backward: float32 on a V100 of 16 GB, each module timed with the GPU waited for. So
+a module takes the host 0.3 ms; what no module does (sums, concatenations) is timed with the module behind; and the
+first one waits for the pictures to be copied.
 
 Printed for each network: total time estimated over measured, and the regret of plans on 2, 4 and 8 GPUs, each stage on
 one of them, joined at 12 GB/s: by how much a plan made on the estimate takes longer than one made on the measured
@@ -17,8 +17,6 @@ that the other networks show, then with those and the rates by kinds of kernels 
 from __future__ import annotations
 
 import argparse
-import csv
-from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +44,18 @@ COPY = 12e9  # bytes/s of pictures to the GPU: PCIe 3 x16
 LEAST_SHARE = 0.05  # of modules, that take no longer than the host does
 ROUNDS = 10
 CLEAR = 1.2  # kernels so much above the host's time were what was measured
+PICTURES = {  # of each network: how many in a microbatch, and their pixels
+    "vgg16": (128, 224),
+    "alexnet": (256, 224),
+    "resnet18": (256, 224),
+    "resnet50": (128, 224),
+    "resnet101": (64, 224),
+    "resnext50": (128, 224),
+    "resnext101": (64, 224),
+    "densenet121": (64, 224),
+    "inception_v3": (128, 299),
+    "squeezenet1_0": (256, 224),
+}
 Shape = tuple[int, ...]
 Kinds = dict[str, float]  # kind -> ms of its kernels where all kinds reach the same
 
@@ -136,7 +146,7 @@ def run(module: str, shapes: tuple[Shape, ...], first: bool) -> tuple[Kinds, Kin
     forward, backward = Recorder(device), Recorder(device)
     with FakeTensorMode():
         inputs = [torch.empty(shape, requires_grad=not first) for shape in shapes]
-        layer = eval(module, dict(MODULES)) if module.split("(")[0] in MODULES else None  # our own file
+        layer = eval(module, dict(MODULES)) if module.split("(")[0] in MODULES else None  # of a file that is known
         with forward:
             out = _output(module, layer, inputs)
         wanted = [*([] if first else inputs), *([] if layer is None else layer.parameters())]
@@ -151,63 +161,75 @@ def _output(module: str, layer: nn.Module | None, inputs: Sequence[torch.Tensor]
     if layer is not None:
         found: torch.Tensor = layer(inputs[0])
         return found
-    if module == "Add":
+    if module.startswith("Add"):
         return inputs[0] + inputs[1]
-    if module == "Concat":
+    if module.startswith("Concat"):
         return torch.cat(tuple(inputs), 1)
-    return inputs[0].flatten(1) if module == "View" else inputs[0]
+    return inputs[0].flatten(1) if module.startswith("View") else inputs[0]
 
 
-def read_networks(path: Path) -> list[Network]:
-    """Return the networks of the file."""
-    with path.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
-        found[row["network"]].append(row)
-    return [_network(name, of_network) for name, of_network in found.items()]
+@dataclass
+class Node:
+    """A line of a published profile: a module, ms of its forward and backward, and which nodes it reads."""
+
+    module: str
+    measured: tuple[float, float]
+    reads: tuple[int, ...] = ()
 
 
-def _network(name: str, rows: Sequence[dict[str, str]]) -> Network:
-    """Return a network whose rows are in the order of their calls, the pictures first."""
-    reads = {int(row["node"]): tuple(map(int, row["reads"].split())) for row in rows}
-    by_node = {int(row["node"]): row for row in rows}
-    graph = nx.DiGraph((source, node) for node, sources in reads.items() for source in sources)
+def read_network(checkout: Path, name: str) -> Network:
+    """Return a network of the checkout; its nodes are numbered in the order of their calls, the pictures first."""
+    file = checkout / "profiler" / "image_classification" / "profiles" / name / "graph.txt"
+    nodes: dict[int, Node] = {}
+    edges: list[tuple[int, int]] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        match line.strip().split(" -- "):
+            case [node, module, figures]:
+                forward, backward = (float(x.split("=")[1]) for x in figures.split(", ")[:2])
+                module = module.replace("(inplace)", "()")  # which torch spells otherwise today
+                nodes[int(node[4:])] = Node(module, (0.0, 0.0) if module == "Input" else (forward, backward))
+            case [source, node]:
+                edges.append((int(source[4:]), int(node[4:])))
+    sizes = {node for node, x in nodes.items() if x.module.startswith("Size")}  # of a tensor: no module
+    for source, node in sorted(edges):
+        if source not in sizes and node not in sizes:
+            nodes[node].reads += (source,)
+    count, pixels = PICTURES[name]
+    return _network(name, {node: x for node, x in nodes.items() if node not in sizes}, (count, 3, pixels, pixels))
+
+
+def _network(name: str, nodes: dict[int, Node], shape: Shape) -> Network:
+    graph = nx.DiGraph((source, node) for node, x in nodes.items() for source in x.reads)
     pictures, *order = nx.lexicographical_topological_sort(graph, key=int)
-    shapes: dict[int, Shape] = {pictures: literal_eval(by_node[pictures]["module"].removeprefix("Input"))}
+    shapes: dict[int, Shape] = {pictures: shape}
     kernels: dict[int, tuple[Kinds, Kinds]] = {}
     for node in order:
-        inputs = tuple(shapes[x] for x in reads[node])
-        forward, backward, shapes[node] = run(by_node[node]["module"], inputs, node == order[0])
+        inputs = tuple(shapes[x] for x in nodes[node].reads)
+        forward, backward, shapes[node] = run(nodes[node].module, inputs, node == order[0])
         kernels[node] = forward, backward
     sizes = {node: 4 * prod(shape) for node, shape in shapes.items()}
-    _give_to_next([by_node[x] for x in sorted(order)], kernels)
+    _give_to_next(nodes, sorted(order), kernels)
     modules = tuple(
         Module(
-            f"{by_node[x]['module'].split('(')[0]}-{x}",
+            f"{nodes[x].module.split('(')[0]}-{x}",
             sizes[x],
-            _measured(by_node[x]),
+            nodes[x].measured,
             kernels[x],
             sizes[pictures] / COPY * 1e3 if x == order[0] else 0.0,
         )
         for x in order
     )
     index = {node: i for i, node in enumerate(order)}
-    edges = tuple(sorted((index[x], index[node]) for node in order for x in reads[node] if x in index))
+    edges = tuple(sorted((index[x], index[node]) for node in order for x in nodes[node].reads if x in index))
     return Network(name, modules, None if edges == tuple(pairwise(range(len(order)))) else edges, sizes[pictures])
 
 
-def _measured(row: dict[str, str]) -> tuple[float, float]:
-    return float(row["forward_ms"]), float(row["backward_ms"])
-
-
-def _give_to_next(rows: Sequence[dict[str, str]], kernels: dict[int, tuple[Kinds, Kinds]]) -> None:
+def _give_to_next(nodes: dict[int, Node], order: Sequence[int], kernels: dict[int, tuple[Kinds, Kinds]]) -> None:
     """Move the kernels of what isn't timed by itself to the next module that is."""
     kept: tuple[Kinds, Kinds] = {}, {}
-    for row in rows:
-        node = int(row["node"])
+    for node in order:
         forward, backward = (_sum(a, b) for a, b in zip(kept, kernels[node], strict=True))
-        timed = any(_measured(row))
+        timed = any(nodes[node].measured)
         kernels[node] = (forward, backward) if timed else ({}, {})
         kept = ({}, {}) if timed else (forward, backward)
 
@@ -251,9 +273,10 @@ def fit(networks: Sequence[Network]) -> Fitted:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
     parser.add_argument("--rates", action="store_true", help="print the rates that fit all networks")
     arguments = parser.parse_args()
-    networks = read_networks(Path(__file__).with_suffix(".csv"))
+    networks = [read_network(arguments.checkout, name) for name in PICTURES]
     if arguments.rates:
         found = fit(networks)
         print("host ", ", ".join(f"{ms:.3f} ms" for ms in found.host_ms))
