@@ -88,7 +88,7 @@ def _own(path: str) -> Late:
 
 
 default_limit, most_of_vee = _own("message_driven:default_limit"), _own("v_limit:most_of_vee")
-no_vee, not_interleaved = _own("zbv:no_vee"), _own("interleaved:not_interleaved")
+no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
 unfit: Callable[..., str | None] = Late("schedule.written.program:unfit")
 
 
@@ -156,7 +156,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "interleaved": _ordered(
         ProgramSchedule(
-            _own("interleaved:interleaved"),
+            _own("loops:interleaved"),
             "1F1B with several chunks of the model per GPU, drained",
             "Megatron-LM (Narayanan et al. 2021)",
             homes=loop,
@@ -167,13 +167,13 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "gpipe": _ordered(
         ProgramSchedule(
-            _own("gpipe:gpipe"), "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"
+            _own("one_f_one_b:gpipe"), "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"
         ),
         "GPipe: all forwards, then all backwards",
     ),
     "breadth-first": _ordered(
         ProgramSchedule(
-            _own("breadth_first:breadth_first"),
+            _own("loops:breadth_first"),
             "several chunks of the model per GPU, all microbatches through each of them in turn",
             "Breadth-First (Lamy-Poirier 2023)",
             homes=loop,
@@ -205,7 +205,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "interleaved-zb": _ordered(
         ProgramSchedule(
-            _own("interleaved_zero_bubble:interleaved_zero_bubble"),
+            _own("loops:interleaved_zero_bubble"),
             "interleaved 1F1B with split backward, weight gradients fill the bubble",
             "Zero Bubble (Qi et al. 2024), as in torch",
             homes=loop,
@@ -216,7 +216,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "zbv": _ordered(
         ProgramSchedule(
-            _own("zbv:zbv"),
+            _own("vees:zbv"),
             "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
             "Controllable Memory (Qi et al. 2024)",
             homes=vee,
@@ -246,7 +246,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "dualpipev": _ordered(
         ProgramSchedule(
-            _own("dualpipev:dualpipev"),
+            _own("vees:dualpipev"),
             "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
             "DualPipe (DeepSeek-V3 2024), as in torch",
             homes=vee,

@@ -265,12 +265,21 @@ def shared_devices(graph: StageGraph, schedule: str) -> str | None:
     return None
 
 
+def refuse(found: str | None) -> None:
+    """Raise BadInput where a reason was found."""
+    if found is not None:
+        raise BadInput(found)
+
+
 def pipelines(graph: StageGraph, schedule: str) -> int:
     """Return how many equal pipelines the stages of ``graph`` make; BadInput where replicas differ, as ``schedule``,
     which orders one pipeline, runs them side by side."""
-    found = unequal(graph, schedule)
-    if found is not None:
-        raise BadInput(found)
+    refuse(unequal(graph, schedule))
+    return side_by_side(graph)
+
+
+def side_by_side(graph: StageGraph) -> int:
+    """Return how many equal pipelines the stages of ``graph`` make: the replicas of the first."""
     return graph.resources[graph.stages[0].resource].replicas
 
 

@@ -1,4 +1,4 @@
-"""When does each pass of a microbatch run, if a staircase of unit-time slots says it for every stage?"""
+"""In which order do devices run their passes, if unit-time slots say it for every stage, or a list for every device?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from fractions import Fraction
 from typing import Literal
 
 from ..cost.stage_graph import StageGraph
-from ..errors import BadInput
-from .program import Program, Step, StepKind, make_program, no_pipelines, operations_of
+from .program import Program, Step, StepKind, make_program, operations_of, refuse, side_by_side
 
 Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 Slot = Callable[[Literal["F", "B"], int, int], int]  # (kind, stage, microbatch) -> unit time
@@ -34,27 +33,35 @@ def staircase(graph: StageGraph, microbatches: int, slot: Slot) -> Program:
     return make_program(graph, microbatches, orders)
 
 
-def explicit(
+def listed(
     graph: StageGraph,
     microbatches: int,
-    passes: Callable[[int], dict[int, list[Pass]]],
-    pipelines: int,
+    refused: str | None,
+    order: Callable[[int, int], list[Pass]],
     split: bool = False,
     weight_keeps: Fraction = Fraction(1),
     apart: Set[int] = frozenset(),
 ) -> Program:
-    """Return the program of ``pipelines`` equal pipelines, for each device group of which ``passes`` gives a list.
+    """Return the program of equal pipelines in which devices run their passes in a given order; BadInput where the
+    stages are ``refused``.
 
-    ``passes(count)`` says what a pipeline that runs ``count`` microbatches does, numbered from 0 in each; pipeline j
-    has microbatches j, j + pipelines, .. of all, on device j of every group. The lists of a program that ``split`` s
-    the backward have weight parts, of kind ``W``, and those of stages that recompute ``apart`` that, of kind ``R``.
+    ``order(d, count)`` says what the d-th device group of :func:`homes` does in a pipeline that runs ``count``
+    microbatches, numbered from 0 in each; of several pipelines number j has microbatches j, j + pipelines, .. of all,
+    on device j of every group. The lists of a program that ``split`` s the backward have weight parts, of kind ``W``,
+    and those of stages that recompute ``apart`` that, of kind ``R``.
     """
+    refuse(refused)
     position = {(work.kind, work.stage): at for at, work in enumerate(operations_of(graph, 1, split, apart))}
-    orders = {}
+    pipelines, orders = side_by_side(graph), {}
     for pipeline, count in enumerate(shares(microbatches, pipelines)):
-        for resource, order in passes(count).items():
-            orders[resource, pipeline] = [step_of(position, one, pipelines, pipeline) for one in order]
+        for d, home in enumerate(homes(graph)):
+            orders[home, pipeline] = [step_of(position, one, pipelines, pipeline) for one in order(d, count)]
     return make_program(graph, microbatches, orders, split=split, weight_keeps=weight_keeps, apart=apart)
+
+
+def homes(graph: StageGraph) -> list[int]:
+    """Return the resources of stages in the order of their first ones."""
+    return list(dict.fromkeys(stage.resource for stage in graph.stages))
 
 
 def step_of(position: Mapping[tuple[StepKind, int], int], one: Pass, pipelines: int, pipeline: int) -> Step:
@@ -67,11 +74,3 @@ def step_of(position: Mapping[tuple[StepKind, int], int], one: Pass, pipelines: 
 def shares(microbatches: int, pipelines: int) -> list[int]:
     """Return how many of ``microbatches`` each of equal pipelines runs, which take them in turn."""
     return [len(range(j, microbatches, pipelines)) for j in range(pipelines)]
-
-
-def one_stage_each(graph: StageGraph, schedule: str) -> int:
-    """Return how many equal pipelines the stages make; BadInput unless every stage has its devices for itself."""
-    found = no_pipelines(graph, schedule)
-    if found is not None:
-        raise BadInput(found)
-    return graph.resources[0].replicas

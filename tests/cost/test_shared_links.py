@@ -16,7 +16,7 @@ from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Prob
 from pipeplan.schedule.pattern import starts_of
 from pipeplan.schedule.periodic.ilp import schedule_ilp
 from pipeplan.schedule.periodic.solvers import SolverLimits
-from pipeplan.schedule.programs.gpipe import gpipe
+from pipeplan.schedule.programs.one_f_one_b import gpipe
 from pipeplan.schedule.simulate import simulate
 
 CHAIN = Chain("c", tuple(Layer(f"{i}", 2, 2, 0, 5, 1) for i in range(4)), 0)

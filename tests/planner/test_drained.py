@@ -28,7 +28,7 @@ from pipeplan.planner.simulated.simulation import compare_schedules
 from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Policy, Problem
 from pipeplan.schedule.kinds import kinds_for, plan_timeline
 from pipeplan.schedule.memory import most_held
-from pipeplan.schedule.programs.interleaved import interleaved
+from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.programs.one_f_one_b import forwards_ahead, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns

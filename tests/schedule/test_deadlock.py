@@ -13,8 +13,7 @@ from pipeplan.schedule.deadlock import deadlock, plan_deadlock, program_deadlock
 from pipeplan.schedule.kinds import graph_of
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.program import Action, Program, device_of, lower
-from pipeplan.schedule.programs.gpipe import gpipe
-from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
+from pipeplan.schedule.programs.one_f_one_b import gpipe, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 
 

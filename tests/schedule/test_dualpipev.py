@@ -10,7 +10,7 @@ from cases.schedules import balanced, held, picture, staircase, vee
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.program import Step
-from pipeplan.schedule.programs.dualpipev import dualpipev
+from pipeplan.schedule.programs.vees import dualpipev
 from pipeplan.schedule.simulate import jittered_ns, simulate
 
 

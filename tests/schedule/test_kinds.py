@@ -24,7 +24,7 @@ from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock
 from pipeplan.schedule.kinds import KINDS, kinds_for, plan_timeline, too_long
-from pipeplan.schedule.programs.gpipe import gpipe
+from pipeplan.schedule.programs.one_f_one_b import gpipe
 from pipeplan.schedule.registered import Kind, Limit, ProgramSchedule
 from pipeplan.schedule.timeline import flush_makespan_ns
 

@@ -12,7 +12,7 @@ from cases.schedules import balanced, looped
 from conftest import Command
 
 from pipeplan.schedule.program import Action, lower
-from pipeplan.schedule.programs.interleaved import interleaved
+from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.standstill import SEMANTICS
 from pipeplan.schedule.written.actions import Written, deadlock, incomplete

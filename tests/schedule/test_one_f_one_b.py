@@ -1,4 +1,4 @@
-"""1F1B: staircase, closed form, NOAM, depth, replicas, memory."""
+"""1F1B and GPipe: staircase, closed form, NOAM, depth, replicas, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from pipeplan.schedule.program import unroll
-from pipeplan.schedule.programs.one_f_one_b import noam, one_f_one_b
+from pipeplan.schedule.programs.one_f_one_b import gpipe, noam, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 
 
@@ -151,3 +151,27 @@ def test_as_a_pattern_every_device_runs_the_same_order(seed):
     if noam(graph) > 1:
         with pytest.raises(BadInput, match="fewer than NOAM's"):
             one_f_one_b_pattern(graph, noam(graph) - 1)
+
+
+def test_gpipe_staircase():
+    assert picture(simulate(gpipe(balanced(3, 1, 1), 3))) == staircase("""
+        F0 F1 F2 .  .  .  .  B0 B1 B2
+        .  F0 F1 F2 .  .  B0 B1 B2
+        .  .  F0 F1 F2 B0 B1 B2
+    """)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("devices", [1, 2, 5, 8])
+def test_gpipe_closed_form(devices, microbatches):
+    timeline = simulate(gpipe(balanced(devices, 3, 5), microbatches))
+    assert timeline.makespan_ns == (microbatches + devices - 1) * 8
+    assert held(timeline) == [microbatches] * devices
+
+
+def test_gpipe_runs_any_stages_on_any_devices():
+    rng = random.Random(1)
+    for _ in range(60):
+        plan = random_plan(rng)
+        graph = stage_graph(plan.chain, plan.platform, plan.policy, plan.allocation.stages)
+        assert program_deadlock(gpipe(graph, rng.randint(1, 12))) == []

@@ -7,11 +7,8 @@ from types import SimpleNamespace
 import pytest
 from cases.schedules import balanced, looped, vee
 
-from pipeplan.schedule.programs.breadth_first import breadth_first
-from pipeplan.schedule.programs.dualpipev import dualpipev
-from pipeplan.schedule.programs.interleaved import interleaved
-from pipeplan.schedule.programs.interleaved_zero_bubble import interleaved_zero_bubble
-from pipeplan.schedule.programs.zbv import zbv
+from pipeplan.schedule.programs.loops import breadth_first, interleaved, interleaved_zero_bubble
+from pipeplan.schedule.programs.vees import dualpipev, zbv
 from pipeplan.schedule.simulate import simulate
 
 

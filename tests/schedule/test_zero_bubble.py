@@ -11,7 +11,7 @@ from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import activation_steps
 from pipeplan.schedule.programs import zero_bubble
-from pipeplan.schedule.programs.zbv import zbv
+from pipeplan.schedule.programs.vees import zbv
 from pipeplan.schedule.programs.zero_bubble import zb1p, zb2p
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import longest_span_ns
@@ -62,9 +62,9 @@ def tried(monkeypatch):
     """The (microbatches, shape) of every program that is made of a shape, the last one for the result."""
     made, shaped = [], zero_bubble._shaped
 
-    def recorded(graph, microbatches, pipelines, shape, weight_keeps):
+    def recorded(graph, microbatches, shape, weight_keeps):
         made.append((microbatches, shape))
-        return shaped(graph, microbatches, pipelines, shape, weight_keeps)
+        return shaped(graph, microbatches, shape, weight_keeps)
 
     monkeypatch.setattr(zero_bubble, "_shaped", recorded)
     return made

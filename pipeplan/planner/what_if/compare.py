@@ -17,7 +17,7 @@ from ...partition.balance import balance
 from ...problem import MICROBATCHES_PER_DEVICE, Device, Problem
 from ...schedule.kinds import endless
 from ...schedule.memory import run_uses
-from ...schedule.programs.gpipe import gpipe
+from ...schedule.programs.one_f_one_b import gpipe
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns
 from ...schedule.weight_versions import average_delay

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 
 from ...cost.stage_graph import StageGraph
-from ...errors import BadInput
-from ..program import Program, pipelines
-from ..slots import Pass, explicit
-from .zbv import no_vee
+from ..program import Program
+from ..slots import Pass, homes, listed
+from .vees import no_vee
 
 PERIOD = 6  # slots: what a device runs of one microbatch
 _F, _F2, _B2, _B, _W = range(
@@ -74,15 +74,14 @@ def _half(devices: int) -> list[list[int]]:
 
 
 def _controlled(graph: StageGraph, microbatches: int, weight_keeps: Fraction, name: str, block: Block) -> Program:
+    @cache
+    def orders(count: int) -> list[list[Pass]]:
+        return block_passes(block(len(homes(graph))), count)
+
     refused = no_vee(graph, name)
-    if refused is not None:
-        raise BadInput(refused)
-    homes = list(dict.fromkeys(stage.resource for stage in graph.stages))
-
-    def passes(count: int) -> dict[int, list[Pass]]:
-        return dict(zip(homes, block_passes(block(len(homes)), count), strict=True))
-
-    return explicit(graph, microbatches, passes, pipelines(graph, name), split=True, weight_keeps=weight_keeps)
+    return listed(
+        graph, microbatches, refused, lambda d, count: orders(count)[d], split=True, weight_keeps=weight_keeps
+    )
 
 
 def block_passes(block: Sequence[Sequence[int]], microbatches: int) -> list[list[Pass]]:

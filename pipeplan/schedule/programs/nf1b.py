@@ -12,7 +12,7 @@ from functools import lru_cache
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
-from ..program import Arrival, Decide, Program, make_program, not_one_each
+from ..program import Arrival, Decide, Program, make_program, not_one_each, refuse
 from ..registered import SteadyRun
 from ..simulate import STEP_S, simulate
 from ..timeline import Timeline
@@ -35,9 +35,7 @@ def nf1b(graph: StageGraph, microbatches: int, batch: int = DEFAULT_BATCH, limit
     stage s, both from 1, at W - 1 + k(N + 1) + W - s for b = 1; stage s holds N + (W - s)(b + 1) microbatches at most.
     Source: TiMePReSt section 4.2.
     """
-    refused = not_one_each(graph, "nf1b")
-    if refused is not None:
-        raise BadInput(refused)
+    refuse(not_one_each(graph, "nf1b"))
     if batch < 1 or microbatches % batch:
         raise BadInput(f"nf1b: {microbatches} microbatches are not a whole number of mini-batches of {batch}")
     if limit is not None and limit < 1:

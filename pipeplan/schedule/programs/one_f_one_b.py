@@ -1,4 +1,5 @@
-"""What runs when under 1F1B? A few forwards ahead, then one forward, one backward in turn; PipeDream's, or flushed."""
+"""What runs when under GPipe, and under 1F1B? All forwards, then all backwards; or a few forwards ahead, then one
+forward, one backward in turn, PipeDream's or flushed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,27 @@ from collections.abc import Sequence
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
-from ..program import Arrival, Decide, Program, make_program
+from ..program import Arrival, Decide, Program, make_program, refuse
 from ..slots import staircase
+
+
+def gpipe(graph: StageGraph, microbatches: int) -> Program:
+    """Return GPipe's program for a drained mini-batch, for any stages on any devices.
+
+    With 3 stages and 3 microbatches, one column per slot (balanced stages take (m + p - 1)(F + B))::
+
+        device 0  F0 F1 F2 .  .  .  .  B0 B1 B2
+        device 1  .  F0 F1 F2 .  .  B0 B1 B2
+        device 2  .  .  F0 F1 F2 B0 B1 B2
+
+    Source: Huang et al. 2019 (GPipe), with backwards in the order of the forwards, as torch runs them.
+    """
+    stages = len(graph.stages)
+
+    def slot(kind: str, stage: int, m: int) -> int:
+        return m + stage if kind == "F" else microbatches + 2 * stages - 1 + m - stage
+
+    return staircase(graph, microbatches, slot)
 
 
 def noam(graph: StageGraph) -> int:
@@ -39,9 +59,7 @@ def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) 
     """
     if depth is not None and depth < 1:
         raise BadInput(f"depth: {depth} is not positive")
-    refused = shared_replicas(graph)
-    if refused is not None:
-        raise BadInput(refused)
+    refuse(shared_replicas(graph))
     ahead = _ahead(graph)
     depth = depth or ahead[0]
     if depth < ahead[0]:

@@ -9,10 +9,11 @@ from itertools import permutations
 
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
-from ..program import Arrival, Decide, Program, make_program, pipelines
+from ..program import Arrival, Decide, Program, make_program, refuse, side_by_side
 from ..simulate import simulate
+from ..slots import homes
 from .controlled import v_half, v_half_holds, v_min, v_min_holds
-from .zbv import no_vee, zbv
+from .vees import no_vee, zbv
 
 LEAST = 2  # chunk activations: of a microbatch in both chunks of a device
 SEARCH_STEPS = 10**5  # that the search for a policy may simulate
@@ -52,15 +53,12 @@ def v_limit(
     A heuristic, by durations as they are, equal or not. With r replicas of every stage it is r such pipelines side by
     side. The question is that of Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), section 4.
     """
-    refused = no_vee(graph, "v-limit")
-    if refused is not None:
-        raise BadInput(refused)
+    refuse(no_vee(graph, "v-limit"))
     devices = len(graph.stages) // 2
     limit = most_of_vee(graph) if limit is None else limit
     if limit < LEAST:
         raise BadInput(f"--limit: v-limit holds a microbatch in both chunks of a GPU, 2 chunk activations, not {limit}")
-    count = pipelines(graph, "v-limit")
-    probe = min(microbatches, 4 * devices * count)
+    probe = min(microbatches, 4 * devices * side_by_side(graph))
     builds = _Builds(graph, limit, weight_keeps)
     steps = max(1, probe * (len(graph.operations) + len(graph.stages)))
     best = builds.search(probe, max(4, SEARCH_STEPS // steps))
@@ -124,12 +122,12 @@ class _Builds:
 
     def greedy(self, policy: Precedence) -> Build:
         """Return what makes the programs of a policy."""
-        homes = list(dict.fromkeys(stage.resource for stage in self.graph.stages))
+        own = homes(self.graph)
 
         def build(microbatches: int) -> Program:
             rules = {}
-            for d, home in enumerate(homes):
-                first = self.limit - policy.kept - policy.slope * d // len(homes)
+            for d, home in enumerate(own):
+                first = self.limit - policy.kept - policy.slope * d // len(own)
                 for pipeline in range(self.graph.resources[home].replicas):
                     rules[home, pipeline] = _rule(self.graph, d, policy, self.limit, max(1, first), self.weight_keeps)
             return make_program(self.graph, microbatches, {}, rules=rules, split=True, weight_keeps=self.weight_keeps)

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph
-from ..program import Program
+from ..program import Program, no_pipelines, refuse, side_by_side
 from ..simulate import simulate
-from ..slots import Pass, explicit, one_stage_each, shares
+from ..slots import Pass, listed, shares
 
 SEARCH_STEPS = 10**6  # steps that the search for ZB2P's shape may simulate
 
@@ -27,10 +27,9 @@ def zb1p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction
     With r replicas of every stage it is r such pipelines side by side.
     Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), section 2.1; torch's ``ScheduleZBH1``.
     """
-    pipelines = one_stage_each(graph, "zb1p")
     stages = len(graph.stages)
-    ahead, lag = [stages - s for s in range(stages)], list(range(stages))
-    return _program(graph, microbatches, pipelines, ahead, lag, True, weight_keeps)
+    lags = [stages - s for s in range(stages)], list(range(stages))
+    return _program(graph, microbatches, "zb1p", lags, True, weight_keeps)
 
 
 def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
@@ -48,19 +47,18 @@ def zb2p(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction
     its backward counts ``weight_keeps``, or if that is 1 what the profile says. A heuristic. Source: Qi et al. 2024,
     sections 2.2 and 3.1.
     """
-    pipelines = one_stage_each(graph, "zb2p")
+    refuse(no_pipelines(graph, "zb2p"))
     stages = len(graph.stages)
-    probe = min(microbatches, 4 * stages * pipelines)
+    probe = min(microbatches, 4 * stages * side_by_side(graph))
     budget = max(24, SEARCH_STEPS // max(1, probe * (len(graph.operations) + stages)))
-    shape = _search(graph, probe, pipelines, budget, weight_keeps)
-    return _shaped(graph, microbatches, pipelines, shape, weight_keeps)
+    return _shaped(graph, microbatches, _search(graph, probe, budget, weight_keeps), weight_keeps)
 
 
 Shape = tuple[int, int, bool]  # (10 a, 10 b, whether W goes before F)
 
 
-def _search(graph: StageGraph, microbatches: int, pipelines: int, budget: int, weight_keeps: Fraction) -> Shape:
-    stages, longest = len(graph.stages), max(shares(microbatches, pipelines))
+def _search(graph: StageGraph, microbatches: int, budget: int, weight_keeps: Fraction) -> Shape:
+    stages, longest = len(graph.stages), max(shares(microbatches, side_by_side(graph)))
     keeps = [_kept_share(stage, weight_keeps) for stage in graph.stages]
     scores: dict[Shape, tuple[int, int]] = {}
 
@@ -70,7 +68,7 @@ def _search(graph: StageGraph, microbatches: int, pipelines: int, budget: int, w
             held = max(_most_held(_order(s, longest, ahead[s], lag[s], shape[2]), keeps[s]) for s in range(stages))
             scores[shape] = (10**30, 0)
             if held <= 2 * stages and len(scores) <= budget:
-                timeline = simulate(_shaped(graph, microbatches, pipelines, shape, weight_keeps))
+                timeline = simulate(_shaped(graph, microbatches, shape, weight_keeps))
                 lanes = range(len(timeline.program.lanes))
                 scores[shape] = max(map(timeline.span_ns, lanes)), timeline.makespan_ns
         return scores[shape]
@@ -94,31 +92,25 @@ def _search(graph: StageGraph, microbatches: int, pipelines: int, budget: int, w
     return min(map(descend, starts), key=lambda shape: (score(shape), shape))
 
 
-def _shaped(graph: StageGraph, microbatches: int, pipelines: int, shape: Shape, weight_keeps: Fraction) -> Program:
-    ahead, lag = _ahead_and_lag(len(graph.stages), shape)
-    return _program(graph, microbatches, pipelines, ahead, lag, shape[2], weight_keeps)
+def _shaped(graph: StageGraph, microbatches: int, shape: Shape, weight_keeps: Fraction) -> Program:
+    return _program(graph, microbatches, "zb2p", _ahead_and_lag(len(graph.stages), shape), shape[2], weight_keeps)
 
 
-def _ahead_and_lag(stages: int, shape: Shape) -> tuple[list[int], list[int]]:
+Lags = tuple[list[int], list[int]]  # of each stage how many forwards it runs ahead, and how late its weight gradients
+
+
+def _ahead_and_lag(stages: int, shape: Shape) -> Lags:
     a, b, _ = shape
     return [1 + round(a * (stages - 1 - s) / 10) for s in range(stages)], [round(b * s / 10) for s in range(stages)]
 
 
 def _program(
-    graph: StageGraph,
-    microbatches: int,
-    pipelines: int,
-    ahead: Sequence[int],
-    lag: Sequence[int],
-    weight_first: bool,
-    weight_keeps: Fraction,
+    graph: StageGraph, microbatches: int, name: str, lags: Lags, weight_first: bool, weight_keeps: Fraction
 ) -> Program:
-    def passes(count: int) -> dict[int, list[Pass]]:
-        return {
-            stage.resource: _order(s, count, ahead[s], lag[s], weight_first) for s, stage in enumerate(graph.stages)
-        }
+    def order(s: int, count: int) -> list[Pass]:
+        return _order(s, count, lags[0][s], lags[1][s], weight_first)
 
-    return explicit(graph, microbatches, passes, pipelines, split=True, weight_keeps=weight_keeps)
+    return listed(graph, microbatches, no_pipelines(graph, name), order, split=True, weight_keeps=weight_keeps)
 
 
 def _order(stage: int, microbatches: int, ahead: int, lag: int, weight_first: bool) -> list[Pass]:

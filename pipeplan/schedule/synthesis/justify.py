@@ -44,7 +44,9 @@ def shake(
     """Return how many of ``rounds`` were tried, and the value and the words of the best order that they led to.
 
     In each of them the times of passes within a random part of the run are shaken, and all are justified in the order
-    that results. What is worse is taken as :func:`.local_search.anneal` does.
+    that results. What is worse is taken with a probability that falls while the search cools: at first where it is
+    ``heat`` ns worse in the mean. The same ``seed`` gives the same answer, unless it is ``over`` before; a value of
+    ``enough`` ends it.
     """
     lines = Line(problem, False), Line(problem, True)
     orders = Orders(problem, words)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ...cost.stage_graph import StageGraph
 from ..programs.controlled import PERIOD, block_passes
-from ..programs.zbv import no_vee
+from ..programs.vees import no_vee
 from .problem import OrderProblem, Word
 from .timing import Orders
 

@@ -133,18 +133,9 @@ class OrderProblem:
         """What each machine has to do."""
         return tuple(self.microbatches * sum(self.durations[k] for k in kinds) for kinds in self.on)
 
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """What at least comes behind the last pass of each machine, less when its span begins."""
-        return tuple(min((self.tail[k] for k in kinds), default=0) for kinds in self.on)
-
     def is_weight(self, kind: int) -> bool:
         """Whether a kind of pass computes weight gradients alone."""
         return kind >= self.path and kind not in self.backward_of
-
-    def is_backward(self, kind: int) -> bool:
-        """Whether a kind of pass, or the transfer, is on the way back."""
-        return self.path // 2 <= kind < self.path
 
     def one_by_one(self, machine: int) -> Word:
         """Return the passes of a machine for one microbatch, those of weight gradients as soon as they can be, and

@@ -9,15 +9,12 @@ from itertools import count
 
 from ...cost.stage_graph import StageGraph
 from ...deadline import Deadline, OutOfTime
-from ...errors import PipeplanError
 from ...integers import ceil_div
 from ...status import Status
 from ..periodic.solvers import Solver, SolverLimits
 from ..program import Program
 from .bounds import NARROW, WIDE, bearable, floor, raised, slots_of
-from .greedy import greedy, rules
 from .justify import justified, shake
-from .local_search import anneal
 from .patterns import lengthened, repeated
 from .problem import OrderProblem, Word
 from .time_indexed import ask
@@ -25,13 +22,8 @@ from .timing import Orders
 from .words import words_of
 
 EFFORT = 4 * 10**7  # operations that moves may time anew, unless more or less is asked for
-SHAKE = 48  # moves that take as long as one round of shaking
-ROUNDS = (  # how to search, heat over the mean work of a microbatch, and the start: -1 is the best so far
-    (shake, SHAKE, 0.06, 0),
-    (anneal, 1, 0.015, -1),
-    (shake, SHAKE, 0.06, 1),
-    (anneal, 1, 0.03, -1),
-)
+SHAKE = 48  # moves of passes that take as long as one round of shaking
+ROUNDS = ((0.06, 0), (0.03, -1), (0.06, 1), (0.015, -1))  # heat over a microbatch's mean work, start: -1 is the best
 JUSTIFIED, MOST_JUSTIFIED = 2 * 10**5, 40  # operations, and orders, that are justified at the beginning
 FEW = 2  # microbatches per device that are enough to show a steady middle
 WHOLE_COUNTS = 1_500  # of an integer program
@@ -106,12 +98,12 @@ class Search:
             if self._over() or (number >= len(ROUNDS) and not endless):
                 break
             self._say(f"moves in orders of {self.problem.microbatches} microbatches")
-            search, each, warm, start = ROUNDS[number % len(ROUNDS)]
+            warm, start = ROUNDS[number % len(ROUNDS)]
             words = self.found[0][1] if start < 0 else starts[start % len(starts)]
-            steps = max(endless, ceil_div(budget, len(ROUNDS) * each)) << (number // len(ROUNDS))
+            steps = max(endless, ceil_div(budget, len(ROUNDS) * SHAKE)) << (number // len(ROUNDS))
             seed = self.seed + number
-            tried, value, words = search(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
-            self.tried += tried * each
+            tried, value, words = shake(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
+            self.tried += tried * SHAKE
             self._add(value, words)
 
     def _from_fewer(self, budget: int, endless: bool) -> None:
@@ -158,12 +150,8 @@ class Search:
             self._begin_with(words)
             if self.found and self._over():
                 return
-        for rule in rules(self.plain):
-            if self.found and self._over():
-                return
-            self._begin_with(greedy(self.plain, rule))
-        if not self.found:
-            raise PipeplanError("no order was found that stays within memory and ends")
+        machines = range(len(self.plain.on))
+        self._begin_with([self.plain.one_by_one(machine) * self.plain.microbatches for machine in machines])
         operations = len(self.problem.durations) * self.problem.microbatches
         self._justify(min(MOST_JUSTIFIED, max(1, JUSTIFIED // operations)))
 

@@ -1,8 +1,8 @@
 """Which order of a drained mini-batch is best for given stages, and how good could one be?
 
-Known schedules, repeated blocks and greedy rules give orders to begin with, and an order of fewer microbatches one of
-many; justification and local search better them; linear programs bound what is possible; and where that is small, an
-integer program looks for an order that meets the bound.
+Known schedules and repeated blocks give orders to begin with, or microbatches one by one, and an order of fewer
+microbatches one of many; justification and local search better them; linear programs bound what is possible; and where
+that is small, an integer program looks for an order that meets the bound.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def synthesize(
     the bound is a plain one. ``status`` says what is going on. A KeyboardInterrupt ends it with the best order so
     far, if there is one. BadInput where replicas differ, or no order fits the memory.
     """
-    side_by_side = pipelines(graph, "a synthesised order")
-    alone = graph.first_replicas()
+    alone, side_by_side = graph.first_replicas(), pipelines(graph, "a synthesised order")
     share = max(shares(microbatches, side_by_side))
     stated: dict[str, Any] = {"barrier": barrier, "split": split, "weight_keeps": weight_keeps, "limit": limit}
     problem = order_problem(alone, share, **stated)

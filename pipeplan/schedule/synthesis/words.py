@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Set
 from fractions import Fraction
 
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
-from ..program import Program, operations_of, pipelines
+from ..program import Program, operations_of, unequal
 from ..simulate import simulate
-from ..slots import Pass, explicit
+from ..slots import Pass, homes, listed
 from .problem import OrderProblem, Word
 
 
@@ -25,20 +26,17 @@ def program_of_words(
     microbatches leaves the last out."""
     works = operations_of(graph, 1, split, apart)
 
-    def passes(most: int) -> dict[int, list[Pass]]:
-        found = {}
-        for machine in dict.fromkeys(stage.resource for stage in graph.stages):
-            seen = dict.fromkeys(words[machine], 0)
-            order: list[Pass] = []
-            for kind in words[machine]:
-                if seen[kind] < most:
-                    order.append((works[kind].kind, works[kind].stage, seen[kind]))
-                seen[kind] += 1
-            found[machine] = order
+    def order(d: int, most: int) -> list[Pass]:
+        seen: Counter[int] = Counter()
+        found: list[Pass] = []
+        for kind in words[homes(graph)[d]]:
+            if seen[kind] < most:
+                found.append((works[kind].kind, works[kind].stage, seen[kind]))
+            seen[kind] += 1
         return found
 
-    side_by_side = pipelines(graph, "a synthesised order")
-    return explicit(graph, microbatches, passes, side_by_side, split, weight_keeps if split else Fraction(1), apart)
+    refused = unequal(graph, "a synthesised order")
+    return listed(graph, microbatches, refused, order, split, weight_keeps if split else Fraction(1), apart)
 
 
 def words_of(program: Program, problem: OrderProblem, deadline: Deadline = NEVER) -> list[Word]:

@@ -9,8 +9,8 @@ from functools import lru_cache
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...names import shown
-from ..program import Action, Program, Step, pipelines, unequal
-from ..slots import Pass, explicit
+from ..program import Action, Program, Step, refuse, side_by_side, unequal
+from ..slots import Pass, listed
 from .actions import Written, deadlock, incomplete
 
 ACTION = re.compile(r"([0-9]{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|R|B|I|W)([0-9]{1,6})")
@@ -32,7 +32,7 @@ def order_of_program(program: Program) -> Order:
     """Return the order of a program: a row for each device of the first pipeline that has passes, in the order of
     these."""
     graph = program.graph
-    pipelines = graph.resources[graph.stages[0].resource].replicas
+    pipelines = side_by_side(graph)
     first = {resource.devices[0] for resource in graph.resources if not resource.is_link}
     rows: dict[int, str] = {}
     for lane in program.lanes:
@@ -84,8 +84,8 @@ def unfit(graph: StageGraph, order: Order, microbatches: int) -> str | None:
     if stored:
         return f"the order recomputes stage {stored[0]}, which recomputes nothing here"
     uneven = unequal(graph, "a written order")
-    if uneven is None and written.microbatches * graph.resources[graph.stages[0].resource].replicas != microbatches:
-        count = graph.resources[graph.stages[0].resource].replicas
+    if uneven is None and written.microbatches * side_by_side(graph) != microbatches:
+        count = side_by_side(graph)
         each = f" in each of {count} pipelines" if count > 1 else ""
         return f"the order is of {written.microbatches} microbatches{each}, the mini-batch of {microbatches}"
     return uneven
@@ -99,15 +99,10 @@ def ranks_of(graph: StageGraph) -> list[int]:
 
 def written_program(graph: StageGraph, microbatches: int, order: Order) -> Program:
     """Return the program in which every GPU runs its passes in the ``order``; BadInput says why it cannot."""
-    refused = unfit(graph, order, microbatches)
-    if refused is not None:
-        raise BadInput(refused)
-    written, homes = written_of(order), ranks_of(graph)
-    passes = {
-        graph.stages[homes.index(rank)].resource: _passes(row, written.split) for rank, row in enumerate(written.rows)
-    }
-    count = pipelines(graph, "a written order")
-    return explicit(graph, microbatches, lambda _: passes, count, split=written.split, apart=written.apart)
+    refuse(unfit(graph, order, microbatches))
+    written, ranks = written_of(order), dict.fromkeys(ranks_of(graph))  # in the order of their first stages
+    rows = [_passes(written.rows[rank], written.split) for rank in ranks]
+    return listed(graph, microbatches, None, lambda d, _: rows[d], split=written.split, apart=written.apart)
 
 
 def _passes(row: Sequence[Action], split: bool) -> list[Pass]:

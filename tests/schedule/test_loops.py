@@ -1,9 +1,9 @@
-"""Interleaved 1F1B: staircase, closed form, uneven groups; and pipelines side by side under every such schedule."""
+"""Chunks round and round: staircases, closed forms, memory, uneven groups; and pipelines side by side."""
 
 from __future__ import annotations
 
 import pytest
-from cases.schedules import balanced, looped, picture, staircase, vee
+from cases.schedules import balanced, held, looped, picture, staircase, vee
 
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
@@ -12,12 +12,9 @@ from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.occupancy import most_held
-from pipeplan.schedule.programs.breadth_first import breadth_first
 from pipeplan.schedule.programs.controlled import v_min
-from pipeplan.schedule.programs.dualpipev import dualpipev
-from pipeplan.schedule.programs.interleaved import interleaved
-from pipeplan.schedule.programs.interleaved_zero_bubble import interleaved_zero_bubble
-from pipeplan.schedule.programs.zbv import zbv
+from pipeplan.schedule.programs.loops import breadth_first, interleaved, interleaved_zero_bubble
+from pipeplan.schedule.programs.vees import dualpipev, zbv
 from pipeplan.schedule.programs.zero_bubble import zb1p, zb2p
 from pipeplan.schedule.simulate import simulate
 
@@ -85,8 +82,14 @@ def test_what_devices_hold_is_what_the_run_holds():
 
 @pytest.mark.parametrize("homes", [[0, 1, 1, 0], [0, 1, 0]])
 def test_other_placements_are_refused(homes):
-    with pytest.raises(BadInput, match="stage s on GPU s mod p"):
-        interleaved(balanced(len(homes), 1, 1, homes=homes), 4)
+    graph = balanced(len(homes), 1, 2, homes=homes)
+    for build, name in (
+        (interleaved, "interleaved 1F1B"),
+        (breadth_first, "breadth-first"),
+        (interleaved_zero_bubble, "interleaved-zb"),
+    ):
+        with pytest.raises(BadInput, match=f"{name} puts stage s on GPU s mod p"):
+            build(graph, 4)
 
 
 def test_one_stage_with_replicas_is_enough_to_be_refused():
@@ -94,3 +97,52 @@ def test_one_stage_with_replicas_is_enough_to_be_refused():
     graph = stage_graph(chain, Platform.flat(3, 10), Policy("flush", 4), [Stage(0, 1, (0, 1)), Stage(1, 2, (2,))])
     with pytest.raises(BadInput, match="equal pipelines side by side; stage 0 of this plan has 2 GPUs, stage 1 has 1"):
         interleaved(graph, 4)
+
+
+def test_breadth_first_staircase():
+    assert picture(simulate(breadth_first(balanced(4, 1, 1, homes=looped(2, 2)), 3))) == staircase("""
+        F0 F1 F2 f0 f1 f2 .  .  b2 b1 b0 B2 B1 B0
+        .  F0 F1 F2 f0 f1 f2 b2 b1 b0 B2 B1 B0
+    """)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_breadth_first_closed_form_and_every_activation_held(devices, chunks):
+    graph = balanced(devices * chunks, 2, 3, homes=looped(devices, chunks))
+    for microbatches in range(1, 2 * devices + 2):
+        program = breadth_first(graph, microbatches)
+        timeline = simulate(program)
+        least = (chunks * microbatches + devices - 1) * 5
+        assert timeline.makespan_ns == least if microbatches >= devices else timeline.makespan_ns >= least
+        assert held(timeline) == [chunks * microbatches] * devices
+        assert program_deadlock(program, timeline) == []
+
+
+def test_the_period_is_that_of_microbatches_as_they_leave():
+    timeline = simulate(breadth_first(balanced(2, 2, 3), 8))
+    assert (timeline.fill_ns, timeline.makespan_ns) == (10 * 2 + 2 * 3 - 2, 45)
+    assert timeline.steady_period_ns() == 3
+
+
+def test_zero_bubble_staircase():
+    graph = balanced(4, 1, 2, weight_part=1, homes=looped(2, 2))
+    assert picture(simulate(interleaved_zero_bubble(graph, 4))) == staircase("""
+        F0 F1 f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
+        .  F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
+    """)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_zero_bubble_closed_form_and_no_deadlock_for_any_number_of_microbatches(devices, chunks):
+    graph = balanced(devices * chunks, 2, 4, weight_part=2, homes=looped(devices, chunks))
+    for microbatches in range(1, 3 * devices + 2):
+        program = interleaved_zero_bubble(graph, microbatches)
+        timeline = simulate(program)
+        least = (3 * chunks * microbatches + devices - 1) * 2
+        assert timeline.makespan_ns >= least
+        if microbatches % devices == 0:
+            assert timeline.makespan_ns == least
+            assert max(held(timeline)) == min(chunks * devices, chunks * microbatches)
+        assert program_deadlock(program, timeline) == []
