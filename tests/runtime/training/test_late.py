@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.runtime import emulated, largest_difference, plan_of, zoo_chain
+from cases.half import exploding
+from cases.runtime import chain_of, emulated, largest_difference, plan_of, vectors, zoo_chain
 from torch import nn
 
 from pipeplan.check.delays import plan_delays
@@ -15,9 +16,12 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.problem import Platform
 from pipeplan.runtime.engine.job import job_of
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.options import RunOptions, clipping
+from pipeplan.runtime.lowering.instructions import Forward
+from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions
 from pipeplan.runtime.training.update.optimizers import Choice
 from pipeplan.runtime.training.weights.late import compensated, correctable, delayed, predicted
 from pipeplan.schedule.kinds import graph_of
@@ -68,26 +72,28 @@ def test_figures_are_those_of_the_formulas(case):
 
 
 class Loop:
-    """Each weight by itself, with the formulas as they are written down."""
+    """Each weight by itself, with the formulas as they are written down; ``rates`` are those of the updates."""
 
-    def __init__(self, weights, name, rate, delay, correction):
-        self.weights, self.name, self.rate, self.delay = weights, name, rate, delay
-        self.share = 0.9**delay if correction in ("sc", "both") else 1.0
-        self.ahead = delay if correction in ("predict", "both") else 0.0
-        self.mean = {w: torch.zeros_like(w.data) for w in weights}
-        self.square = {w: torch.zeros_like(w.data) for w in weights}
+    def __init__(self, delays, name, rates, correction):
+        self.delays, self.name, self.rates, self.correction = delays, name, rates, correction
+        self.mean = {w: torch.zeros_like(w.data) for w in delays}
+        self.square = {w: torch.zeros_like(w.data) for w in delays}
         self.count = 0
 
     def step(self):
+        self.rate = self.rates[self.count]
         self.count += 1
-        for w in self.weights:
+        for w in self.delays:
             (self.momentum if self.name == "sgd" else self.adam)(w, w.grad)
+
+    def share(self, w):
+        return 0.9 ** self.delays[w] if self.correction in ("sc", "both") else 1.0
 
     def momentum(self, w, g):
         self.mean[w] = 0.9 * self.mean[w] + g
-        w.data = torch.add(w.data, self.mean[w], alpha=-self.rate * self.share)
-        if self.share < 1:
-            w.data = torch.add(w.data, g, alpha=-self.rate * (1 - self.share) / (1 - 0.9))
+        w.data = torch.add(w.data, self.mean[w], alpha=-self.rate * self.share(w))
+        if self.share(w) < 1:
+            w.data = torch.add(w.data, g, alpha=-self.rate * (1 - self.share(w)) / (1 - 0.9))
 
     def adam(self, w, g):
         w.data = w.data * (1 - self.rate * 0.01)
@@ -95,18 +101,54 @@ class Loop:
         self.square[w] = torch.addcmul(self.square[w] * 0.999, g, g, value=1 - 0.999)
         root = self.square[w].sqrt() / sqrt(1 - 0.999**self.count) + 1e-8
         scale = 1 - 0.9**self.count
-        w.data = torch.addcdiv(w.data, self.mean[w], root, value=-self.rate * self.share / scale)
-        if self.share < 1:
-            w.data = torch.addcdiv(w.data, g, root, value=-self.rate * (1 - self.share))
+        w.data = torch.addcdiv(w.data, self.mean[w], root, value=-self.rate * self.share(w) / scale)
+        if self.share(w) < 1:
+            w.data = torch.addcdiv(w.data, g, root, value=-self.rate * (1 - self.share(w)))
 
     def read(self, w):
-        if not self.ahead:
+        if self.correction not in ("predict", "both") or not self.delays[w]:
             return w
         along = self.mean[w]
         if self.name != "sgd":
             root = self.square[w].sqrt() / sqrt(1 - 0.999**self.count) + 1e-8
             along = torch.add(along / (1 - 0.9**self.count) / root, w.data, alpha=0.01)
-        return torch.add(w.data, along, alpha=-self.ahead * self.rate)
+        return torch.add(w.data, along, alpha=-self.delays[w] * self.rates[self.count])
+
+
+def looped(legs, loop, interval=6, half=None, clip=None, scale=1.0):
+    """Train ``exploding``, whose gradients don't here, in one process, by plans one after the other, from one number of
+    updates to another each; return (losses, state)."""
+    layers, _, loss = exploding(4)
+    net = nn.Sequential(*layers)
+    own = {w: nn.Parameter(w.detach().clone()) for w in net.parameters()}
+    net.to(half)
+    losses = []
+    for plan, first, last in legs:
+        listings = lower_run(plan, last, first=Position(first, first * interval)).instructions
+        told = {(x.stage, x.microbatch): x.version for listing in listings for x in listing if isinstance(x, Forward)}
+        delays, stages = [x.mean for x in plan_delays(plan, graph_of(plan))], plan.allocation.stages
+        at = {w: s for s, x in enumerate(stages) for layer in layers[x.start : x.stop] for w in layer.parameters()}
+        loop.delays.update((own[w], delays[s]) for w, s in at.items())
+        for w in own.values():
+            loop.mean.setdefault(w, torch.zeros_like(w.data))
+            loop.square.setdefault(w, torch.zeros_like(w.data))
+        history = {first: {w: x.data.clone() for w, x in own.items()}}
+        for update in range(first, last):
+            net.zero_grad()
+            for m in range(update * interval, (update + 1) * interval):
+                for w, s in at.items():
+                    w.data.copy_(history[told[s, m]][w])
+                x, target = vectors(m, 0)
+                value = loss(net(x.to(half)).float(), target)
+                losses.append(float(value.detach()))
+                value.backward(torch.tensor(scale / interval))
+            for w, x in own.items():
+                x.grad = w.grad.float() / scale
+            if clip is not None:
+                nn.utils.clip_grad_norm_(own.values(), clip)
+            loop.step()
+            history[update + 1] = {w: loop.read(x).detach().clone() for w, x in own.items()}
+    return losses, dict(zip(net.state_dict(), (x.detach() for x in own.values()), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +181,7 @@ def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, co
     report = run_plan(plan, ModelSpec(GPT), options)
 
     def late(own, stage):
-        return Loop(own, name, rate, delays[stage], correction or "both")
+        return Loop(dict.fromkeys(own, delays[stage]), name, [rate] * 9, correction or "both")
 
     losses, state = emulated(plan, GPT, 2, steps=5, optimizer=kind, lr=rate, seed=2, late=late)
     assert list(report.losses) == losses
@@ -165,7 +207,7 @@ def test_it_goes_on_with_the_delays_of_another_plan_to_the_bit(name, chain, tmp_
         delays = [x.mean for x in plan_delays(plan, graph_of(plan))]
 
         def make(own, stage):
-            loops.append(loop := Loop(own, name, rate, delays[stage], "both"))
+            loops.append(loop := Loop(dict.fromkeys(own, delays[stage]), name, [rate] * 9, "both"))
             for w in own if remembered else ():
                 loop.mean[w], loop.square[w] = remembered.pop(0)
                 loop.count = 3
@@ -174,10 +216,44 @@ def test_it_goes_on_with_the_delays_of_another_plan_to_the_bit(name, chain, tmp_
         return make
 
     expected, state = emulated(one, GPT, 2, steps=3, late=late(one), **about)
-    remembered += [(loop.mean[w], loop.square[w]) for loop in loops for w in loop.weights]
+    remembered += [(loop.mean[w], loop.square[w]) for loop in loops for w in loop.delays]
     more, state = emulated(two, GPT, 2, steps=6, late=late(two), first=3, before=state, **about)
     assert losses == [*expected, *more]
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("also", ["clipped", "in bf16", "warming up"])
+def test_it_goes_with_clipping_16_bits_and_rates_that_change_and_on_another_plan(name, also, tmp_path):
+    """To the bit, but for the order in which a norm's squares are summed. Rates rise over three updates, and are halved
+    after every second of the others."""
+    kind, rate = ("momentum", 0.5) if name == "sgd" else ("adam", 0.01)
+    half, clip, scale = (torch.bfloat16, None, 1024.0) if also == "in bf16" else (None, None, 1.0)
+    if also == "clipped":
+        clip = 0.05  # below the norms of most updates
+    chain = chain_of(exploding, 4, dtype=half, data=vectors)
+    about = {"weights": "2bw", "accumulate": 6, "optimizer": kind}
+    plans = [
+        plan_of(chain, x, **about) for x in ([(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))], [(0, 3, (0,)), (3, 6, (1,))])
+    ]
+    if half is not None:
+        plans = [replace(x, policy=replace(x.policy, precision="mixed")) for x in plans]
+    plans = [clipping(x, clip is not None) for x in plans]
+    options = options_of(name, rate, steps=8, clip_norm=clip, checkpoint=tmp_path / "c", save=tmp_path / "s")
+    options = replace(options, seed=0, half=HalfOptions(loss_scale=scale) if half else AS_PROFILED)
+    if also == "warming up":
+        options = replace(options, warmup=3, scheduler=Choice("StepLR", (("step_size", 2), ("gamma", 0.5))))
+    model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
+    losses = [*run_plan(plans[0], model, replace(options, steps=4)).losses]
+    losses += run_plan(plans[1], model, replace(options, resume=True)).losses
+    rates = [1 / 3, 2 / 3, 1, 1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4] if also == "warming up" else [1] * 9
+    loop = Loop({}, name, [rate * x for x in rates], "both")
+    expected, state = looped([(plans[0], 0, 4), (plans[1], 4, 8)], loop, half=half, clip=clip, scale=scale)
+    near = 1e-6 if also == "clipped" else 0
+    assert losses == pytest.approx(expected, abs=near)
+    assert largest_difference(torch.load(tmp_path / "s"), state) <= near
+    alone, _ = looped([(plans[0], 0, 8)], Loop({}, name, loop.rates, "none"), half=half, scale=scale)
+    assert abs(alone[-1] - losses[-1]) > 1e-4
 
 
 @pytest.mark.parametrize(("zero", "offload"), [(0, False), (1, False), (0, True)])
