@@ -18,7 +18,7 @@ from ...names import SENTENCE, shown
 from ...units import parse_bandwidth
 from .. import completed
 from ..grouped import GroupedCommand
-from ..options import DEBUG, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
+from ..options import DEBUG, FILE, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
 from ..progress import status
 from .model import trained_model
 
@@ -280,6 +280,12 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     default=True,
     help="Don't compare the first microbatch of a traced model with plain training before it trains.",
 )
+@click.option(
+    "--beside",
+    metavar="PLAN",
+    type=FILE,
+    help="Then train the same from this plan, such as one with --weights flush, and compare losses and times.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
 @DEBUG
@@ -289,6 +295,7 @@ def command(
     data: str | None,
     log_dir: Path | None,
     trace: str | None,
+    beside: str | None,
     dry_run: bool,
     as_json: bool,
     callback: str | None,
@@ -299,8 +306,9 @@ def command(
     Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
     update goes to standard error.
     """
-    _refuse(trace, log_dir, given)
+    _refuse(trace, log_dir, beside, given)
     refuse_two_documents(as_json, trace=trace)
+    other = None if beside is None else _beside(beside, plan, given)
     loaded = _run_otherwise(plan, given)
     spec = trained_model(model, data, plan, loaded.chain.name)
     options = replace(_options(loaded, spec, given), traced=trace is not None)
@@ -351,16 +359,25 @@ def command(
     for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
         _note(words)
     write_trace(report)
+    again = None
+    if other is not None:
+        alone = {"save": None, "checkpoint": None, "every": None, "keep": None, "traced": False}
+        again = run_plan(other, spec, replace(options, **alone), None, _note, None if as_json else status())
     if trace != "-":
-        print_report(loaded, report, options.evaluates, as_json)
+        print_report(loaded, report, options.evaluates, as_json, None if again is None else (other, again))
 
 
 def _note(words: str) -> None:
     click.echo(f"note: {shown(words, SENTENCE)}", err=True)
 
 
-def _refuse(trace: str | None, log_dir: Path | None, given: Mapping[str, Any]) -> None:
+def _refuse(trace: str | None, log_dir: Path | None, beside: str | None, given: Mapping[str, Any]) -> None:
     """Raise UsageError for options that don't go together, whatever the plan."""
+    if beside is not None and (given["resume"] or given["evaluates"] or trace == "-" or "RANK" in os.environ):
+        raise click.UsageError(
+            "--beside trains twice from the start, by processes of its own; it goes without --resume, --evaluate, "
+            "--trace - and torchrun"
+        )
     if given["steps"] is not None and given["epochs"] is not None:
         raise click.UsageError("say either --steps or --epochs")
     if given["epoch_length"] is not None and given["epochs"] is None:
@@ -372,6 +389,19 @@ def _refuse(trace: str | None, log_dir: Path | None, given: Mapping[str, Any]) -
     for name in ("eval_every", "eval_batches", "metrics", "patience"):
         if given["eval_data"] is None and given[name] is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --eval-data")
+
+
+def _beside(name: str, first: str, given: Mapping[str, Any]) -> Plan:
+    """Return the plan to train from again; BadInput where its updates aren't those of the ``first``."""
+    from ...files.plans import load_plan
+
+    one = load_plan(first)
+    other = _run_otherwise(name, {**given, "vertical_sync": False, "schedule": None, "limit": None})
+    found = [(plan.chain.microbatch, plan.interval) for plan in (one, other)]
+    if found[0] != found[1]:
+        words = " and ".join(f"{count} microbatches of {size} samples" for size, count in found)
+        raise BadInput(f"--beside {name}: updates of the two plans are of {words}; plan both for one --batch")
+    return other
 
 
 def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:

@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +21,7 @@ from ...units import format_bytes, format_ns
 from ..looks import console, make_table, print_fitted
 
 WAITS = 0.02  # of a period; what is waited for less is noise
+SETTLED = 0.6  # of a run, after which the loss that it stays below is compared
 QUICK_NS = 10**9  # a line of progress at most so often
 _EXCHANGES = {  # of messages, and of sums
     ("nccl", "nccl"): "tensors travelled over NCCL",
@@ -95,17 +96,71 @@ def progress_printer(plan: Plan, as_json: bool, away: bool) -> Callable[[StepPro
     return tell
 
 
-def print_report(plan: Plan, report: RunReport, evaluates: bool, as_json: bool) -> None:
-    """Print what came of a run, all figures as JSON or what they say."""
+def print_report(
+    plan: Plan, report: RunReport, evaluates: bool, as_json: bool, beside: tuple[Plan, RunReport] | None = None
+) -> None:
+    """Print what came of a run, and of the same one from another plan, all figures as JSON or what they say."""
     if as_json:
         figures = asdict(report)
         del figures["times"]  # for every operation of every rank: thousands
         mean = {"mean_loss": fmean(report.losses)} if evaluates else {}
-        print(json.dumps({**figures, "samples_per_s": report.samples_per_s, **mean}, indent=1))
+        other = {} if beside is None else {"beside": [asdict(x) for x in learnt((plan, report), beside)]}
+        print(json.dumps({**figures, "samples_per_s": report.samples_per_s, **mean, **other}, indent=1))
     elif evaluates:
         print_evaluation(report)
     else:
         print_run(plan, report)
+        if beside is not None:
+            print_beside(*learnt((plan, report), beside))
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What became of the loss under one of two plans: its ``curve``, smoothed; its level is the ``updates`` and the
+    ``seconds`` after which it stays at most where the second plan's is from :data:`SETTLED` of the run on, if it does.
+    """
+
+    plan: str
+    curve: list[float]
+    level: float
+    updates: int | None
+    seconds: float | None
+
+
+def learnt(*runs: tuple[Plan, RunReport]) -> list[Learnt]:
+    """Compare runs of as many updates by the last one's loss."""
+    curves = [smoothed(report.step_losses, max(1, report.steps // 10)) for _, report in runs]
+    level = max(curves[-1][int(SETTLED * len(curves[-1])) :])
+    found = []
+    for (plan, report), curve in zip(runs, curves, strict=True):
+        updates, period = stays_below(curve, level), report.measured_period_ns
+        seconds = None if updates is None or period is None else updates * plan.interval * period / 1e9
+        found.append(Learnt(plan.policy.weights, curve, level, updates, seconds))
+    return found
+
+
+def smoothed(losses: Sequence[float], window: int) -> list[float]:
+    """Return the mean of each loss and up to ``window`` - 1 before it."""
+    return [fmean(losses[max(0, t + 1 - window) : t + 1]) for t in range(len(losses))]
+
+
+def stays_below(curve: Sequence[float], level: float) -> int | None:
+    """Return the number of updates after which ``curve`` is at most ``level`` to its end, None where it never is."""
+    above = next((t for t in reversed(range(len(curve))) if not curve[t] <= level), -1)
+    return above + 2 if above + 2 <= len(curve) else None
+
+
+def print_beside(one: Learnt, other: Learnt) -> None:
+    """Print two curves beside each other, and when each has come to the same level."""
+    print(f"\n{'loss after':>12}  {one.plan:29}{other.plan}")
+    most, count = max(*one.curve, *other.curve), len(one.curve)
+    for update in dict.fromkeys(max(1, count * tenth // 10) for tenth in range(11)):
+        cells = (f"{x.curve[update - 1]:7.4f} {'#' * round(20 * x.curve[update - 1] / most)}" for x in (one, other))
+        print(f"{update:12}  {next(cells):29}{next(cells)}".rstrip())
+    print(f"loss {other.level:.4f}, below which {other.plan} stays from {SETTLED:.0%} of the run on")
+    for x in (one, other):
+        took = "" if x.seconds is None else f", {x.seconds:.3g} s by the measured period"
+        print(f"  {x.plan}: " + ("not in this run" if x.updates is None else f"after {x.updates} updates{took}"))
 
 
 def print_evaluation(report: RunReport, width: int | None = None) -> None:
