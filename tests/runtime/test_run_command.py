@@ -28,7 +28,7 @@ from pipeplan.errors import BadInput
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Problem
-from pipeplan.report.tables.run import print_run
+from pipeplan.report.tables.run import Learnt, print_beside, print_run, smoothed, stays_below
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory
@@ -43,9 +43,12 @@ MODEL = ["--model", "cases.runtime:dropping", "--data", "cases.runtime:vectors",
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    made = plan_of(chain_of(runtime_cases.dropping, 4), [(0, 2, (0,)), (2, 5, (1,))], weights="stash")
+    return written(tmp_path_factory.mktemp("plan") / "plan.json", weights="stash")
+
+
+def written(path, **policy):
+    made = plan_of(chain_of(runtime_cases.dropping, 4), [(0, 2, (0,)), (2, 5, (1,))], **policy)
     bound = any_bound(Problem(made.chain, made.platform, made.policy))
-    path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(plan_text(replace(made, lower_bounds=(bound,))))
     return str(path)
 
@@ -54,6 +57,33 @@ def run(*arguments):
     done = CliRunner().invoke(group, ["run", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done
+
+
+def test_losses_are_put_beside_those_of_another_plan(plan, tmp_path):
+    drained, larger = (written(tmp_path / name, accumulate=k) for name, k in (("one.json", 1), ("two.json", 2)))
+    figures = json.loads(run(plan, *MODEL, "--steps", 20, "--beside", drained, "--json").stdout)
+    alone = json.loads(run(drained, *MODEL, "--steps", 20, "--json").stdout)
+    one, other = figures["beside"]
+    assert (one["plan"], other["plan"]) == ("stash", "flush")
+    curves = [smoothed(losses, 2) for losses in (figures["losses"], alone["losses"])]
+    assert [one["curve"], other["curve"]] == [pytest.approx(curve) for curve in curves]
+    assert one["level"] == other["level"] == pytest.approx(max(curves[1][12:]))
+    assert other["updates"] == stays_below(curves[1], other["level"]) <= 13
+    assert other["seconds"] > 0
+    with pytest.raises(BadInput, match="are of 1 microbatches of 4 samples and 2 microbatches of 4 samples; plan both"):
+        run(plan, *MODEL, "--beside", larger)
+    done = CliRunner().invoke(group, ["run", plan, *MODEL, "--beside", drained, "--evaluate"])
+    assert "--beside trains twice from the start" in done.output
+
+
+def test_a_level_is_reached_where_the_curve_stays_below_it(capsys):
+    curve = smoothed([4.0, 2.0, 2.0, 5.0, 1.0, 1.0], 2)
+    assert curve == [4.0, 3.0, 2.0, 3.5, 3.0, 1.0]
+    assert [stays_below(curve, x) for x in (0.5, 1.0, 3.2, 4.0)] == [None, 6, 5, 1]
+    print_beside(Learnt("2bw", curve, 3.0, None, None), Learnt("flush", curve[::-1], 3.0, 1, 2.5))
+    out = capsys.readouterr().out
+    assert "           1   4.0000 ####################  1.0000 #####" in out
+    assert out.endswith("  2bw: not in this run\n  flush: after 1 updates, 2.5 s by the measured period\n")
 
 
 def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):

@@ -359,12 +359,14 @@ def command(
     for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
         _note(words)
     write_trace(report)
-    again = None
+    second = None
     if other is not None:
-        alone = {"save": None, "checkpoint": None, "every": None, "keep": None, "traced": False}
-        again = run_plan(other, spec, replace(options, **alone), None, _note, None if as_json else status())
+        alone = replace(options, save=None, checkpoint=None, every=None, keep=None, traced=False)
+        again = run_plan(other, spec, alone, None, _note, None if as_json else status())
+        assert again is not None, "no other rank reports"
+        second = other, again
     if trace != "-":
-        print_report(loaded, report, options.evaluates, as_json, None if again is None else (other, again))
+        print_report(loaded, report, options.evaluates, as_json, second)
 
 
 def _note(words: str) -> None:
