@@ -37,21 +37,6 @@ class Transformer:
         return 2 * self.hidden
 
     @property
-    def mask_bytes(self) -> int:
-        """What the embedding saves of a token for its backward: the mask of its dropout."""
-        return self.hidden
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Parameters of one layer's matrices, by each of which every token is multiplied."""
-        return 12 * self.hidden**2
-
-    @property
-    def saved_bytes(self) -> int:
-        """What one layer saves of a token for its backward in half precision: 34 h + 5 a s (Korthikanti et al., 1)."""
-        return 34 * self.hidden + 5 * self.heads * self.sequence
-
-    @property
     def parameters(self) -> int:
         """All parameters, a shared table once."""
         head = 0 if self.tied else self.table_parameters
@@ -69,19 +54,10 @@ class Llama(Transformer):
     rotary_base: float = 10_000.0
 
     @property
-    def key_width(self) -> int:
-        """Width of the keys, and of the values."""
-        return self.groups * self.hidden // self.heads
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Parameters of one layer's matrices: 2 h^2 + 2 h k of attention, 3 h f of the feed-forward part."""
-        return self.hidden * (2 * self.hidden + 2 * self.key_width + 3 * self.feed_forward)
-
-    @property
     def block_parameters(self) -> int:
-        """Parameters of one layer: its matrices and two norms."""
-        return self.matrix_parameters + 2 * self.hidden
+        """Parameters of one layer: 2 h^2 + 2 h k of attention, 3 h f of the feed-forward part, 2 h in two norms."""
+        keys = self.groups * self.hidden // self.heads
+        return self.hidden * (2 * self.hidden + 2 * keys + 3 * self.feed_forward + 2)
 
     @property
     def embedding_parameters(self) -> int:
@@ -92,17 +68,6 @@ class Llama(Transformer):
     def norm_parameters(self) -> int:
         """Parameters of the last norm."""
         return self.hidden
-
-    @property
-    def mask_bytes(self) -> int:
-        """Nothing: there is no dropout."""
-        return 0
-
-    @property
-    def saved_bytes(self) -> int:
-        """What one layer saves of a token: inputs of two norms and of what follows them, queries, keys, values and what
-        attention gives, 12 h + 4 k; gate, its activation, the other part and their product, 8 f; scores, 2 a s."""
-        return 12 * self.hidden + 4 * self.key_width + 8 * self.feed_forward + 2 * self.heads * self.sequence
 
 
 TRANSFORMERS = {

@@ -18,7 +18,7 @@ from pipeplan.cost.memory_model import gradient_bytes, held_bytes, host_bytes, w
 from pipeplan.errors import BadInput
 from pipeplan.integers import ceil_div
 from pipeplan.problem import Policy
-from pipeplan.zoo.text.sizes import Transformer
+from pipeplan.zoo.text.sizes import Llama, Transformer
 
 MIXED = Policy("flush", optimizer="adam", precision="mixed")  # Myelin's training: 20 bytes per parameter
 
@@ -105,6 +105,23 @@ def stage_layers(layers: int, inter: int) -> list[int]:
 
 
 # Activations: what one microbatch leaves on a GPU.
+def matrix_parameters(model: Transformer) -> int:
+    """Return the parameters of one layer's matrices, by each of which every token is multiplied."""
+    return model.block_parameters - (2 if isinstance(model, Llama) else 13) * model.hidden
+
+
+def saved_bytes(model: Transformer) -> int:
+    """Return what one layer saves of a token for its backward in half precision: 34 h + 5 a s (Korthikanti et al., 1).
+
+    A Llama's: inputs of two norms and of what follows them, queries, keys, values and what attention gives, 12 h + 4 k;
+    gate, its activation, the other part and their product, 8 f; scores, 2 a s.
+    """
+    if not isinstance(model, Llama):
+        return 34 * model.hidden + 5 * model.heads * model.sequence
+    keys = model.groups * model.hidden // model.heads
+    return 12 * model.hidden + 4 * keys + 8 * model.feed_forward + 2 * model.heads * model.sequence
+
+
 def output_bytes(model: Transformer, microbatch: int) -> int:
     """Return the bytes of one layer's output in half precision: 2 b s h."""
     return 2 * microbatch * model.sequence * model.hidden
@@ -112,7 +129,7 @@ def output_bytes(model: Transformer, microbatch: int) -> int:
 
 def block_bytes(model: Transformer, microbatch: int) -> int:
     """Return what one layer saves for its backward: of a GPT s b h (34 + 5 a s / h) (Korthikanti et al., eq. 1)."""
-    return microbatch * model.sequence * model.saved_bytes
+    return microbatch * model.sequence * saved_bytes(model)
 
 
 def paper_checkpoint(layers: int, inter: int) -> int:
@@ -209,7 +226,9 @@ def stage_memories(model: Transformer, grid: Grid, policy: Policy) -> list[Memor
         parameters = layers * model.block_parameters
         if first:
             parameters += model.embedding_parameters
-            activations += in_flight * tokens * model.mask_bytes
+            activations += (
+                in_flight * tokens * (0 if isinstance(model, Llama) else model.hidden)
+            )  # the mask of its dropout
         if last:
             parameters += model.norm_parameters
             parameters += 0 if model.tied and first else model.table_parameters
@@ -250,7 +269,7 @@ def batch_flops(model: Transformer, samples: int, recompute: bool = True) -> int
 def layer_flops(model: Transformer, samples: int, recompute: bool = True) -> int:
     """Return the flops of one layer's forward and backward, and of its recomputation."""
     tokens = samples * model.sequence
-    return (4 if recompute else 3) * tokens * (2 * model.matrix_parameters + 4 * model.sequence * model.hidden)
+    return (4 if recompute else 3) * tokens * (2 * matrix_parameters(model) + 4 * model.sequence * model.hidden)
 
 
 def head_flops(model: Transformer, samples: int) -> int:
