@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -210,10 +209,17 @@ def inputs_of(kind: Any, config: Any, batch: int, sequence: int, generator: torc
         made[main] = torch.randn(batch, config.num_mel_bins, frames, generator=generator)
     else:
         raise BadInput(f"hf: {name} reads {main}, for which nothing can be made up; {_STEP}")
-    for ending, labels in _LABELS.items():
-        if ending in name:
-            return made | labels(_Labels(numbers, batch, sequence, words, config, made[main]))
-    raise BadInput(f"hf: {name} has no head whose labels are known ({', '.join(_LABELS)}); {_STEP}")
+    labels = next((make for ending, make in _LABELS.items() if ending in name), None)
+    if labels is None:
+        raise BadInput(f"hf: {name} has no head whose labels are known ({', '.join(_LABELS)}); {_STEP}")
+    if labels == "same":
+        return made | {"labels": made[main].clone()}
+    if labels == "answer":
+        return made | {x: numbers(batch, below=sequence) for x in ("start_positions", "end_positions")}
+    if labels == "word":
+        return made | {"labels": numbers(batch, sequence, below=words or 2)}
+    shape = {"sample": (), "token": (sequence,), "pixel": _image(config)}[labels]
+    return made | {"labels": numbers(batch, *shape, below=config.num_labels)}
 
 
 _STEP = "write a build(batch) that returns (model, example batch), and name it as module:build"
@@ -228,44 +234,16 @@ def _image(config: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """What labels are made from."""
-
-    numbers: Callable[..., Tensor]
-    batch: int
-    sequence: int
-    words: int | None
-    config: Any
-    main: Tensor
-
-    def same(self) -> dict[str, Tensor]:
-        """Return the input as labels: what comes next is what is predicted."""
-        return {"labels": self.main.clone()}
-
-    def tokens(self) -> dict[str, Tensor]:
-        """Return a word for each place."""
-        return {"labels": self.numbers(self.batch, self.sequence, below=self.words or 2)}
-
-    def classes(self, *shape: int) -> dict[str, Tensor]:
-        """Return a class for each sample, or each place of a ``shape`` in it."""
-        return {"labels": self.numbers(self.batch, *shape, below=self.config.num_labels)}
-
-    def answers(self) -> dict[str, Tensor]:
-        """Return where an answer begins and ends."""
-        return {x: self.numbers(self.batch, below=self.sequence) for x in ("start_positions", "end_positions")}
-
-
-_LABELS: dict[str, Callable[[_Labels], dict[str, Tensor]]] = {
-    "CausalLM": _Labels.same,
-    "LMHeadModel": _Labels.same,
-    "MaskedLM": _Labels.tokens,
-    "ConditionalGeneration": _Labels.tokens,
-    "Seq2SeqLM": _Labels.tokens,
-    "SequenceClassification": _Labels.classes,
-    "ImageClassification": _Labels.classes,
-    "AudioClassification": _Labels.classes,
-    "TokenClassification": lambda made: made.classes(made.sequence),
-    "QuestionAnswering": _Labels.answers,
-    "SemanticSegmentation": lambda made: made.classes(*_image(made.config)),
+_LABELS = {  # by a part of a class's name, of what its labels are classes: the input itself predicts what comes next
+    "CausalLM": "same",
+    "LMHeadModel": "same",
+    "MaskedLM": "word",
+    "ConditionalGeneration": "word",
+    "Seq2SeqLM": "word",
+    "SequenceClassification": "sample",
+    "ImageClassification": "sample",
+    "AudioClassification": "sample",
+    "TokenClassification": "token",
+    "QuestionAnswering": "answer",
+    "SemanticSegmentation": "pixel",
 }
