@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from traceback import walk_tb
 from types import CodeType
 from typing import Any
@@ -116,10 +115,6 @@ class EagerCalls:
             if inside and module is not None and self._add(module, said):
                 return True
         return False
-
-    def lines(self) -> list[str]:
-        """Return a line for each kind of calls that says so."""
-        return list(self.why.values())
 
     def _add(self, module: nn.Module, said: str) -> bool:
         own = type(module).__module__.startswith("torch.nn.")
@@ -286,7 +281,7 @@ class EagerCalls:
             passed = [*given, *(own[i] for i in chosen)]
             others = [i for i, x in enumerate(passed) if x._version != versions.get(id(x), x._version)]
             changed = {i: passed[i].requires_grad for i in others}
-            self._noted.append(_Noted.of(name, output, passed, changed, chosen, alone))
+            self._noted.append(_Noted(name, output, passed, changed, chosen, alone))
             return output
         noted = self._noted[self._at]
         self._at += 1
@@ -318,43 +313,27 @@ class EagerCalls:
         yield from dict.fromkeys(owner[id(x)] for x in leaves if id(x) in owner)
 
 
-@dataclass(frozen=True)
 class _Noted:
-    """What a call gave: its tensors, its other values, what makes its result of these, and what it changed in place,
-    with whether gradients come to that then."""
+    """What a call gave: its tensors, its other values, what makes its result of these, and what it ``changed`` in
+    place, with whether gradients come to that then; of its modules' own tensors those ``chosen``, and of those
+    ``alone``, are the last ``given``."""
 
-    name: str
-    made: Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype, bool, int | None, int]]
-    others: Sequence[Any]
-    restored: Callable[[Sequence[Tensor]], Any]
-    changed: Mapping[int, bool]
-    chosen: Sequence[int]
-    alone: Sequence[nn.Module]
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         name: str,
         output: Any,
         given: Sequence[Tensor],
         changed: Mapping[int, bool],
         chosen: Sequence[int],
         alone: Sequence[nn.Module],
-    ) -> _Noted:
-        """Note ``output`` of a call with the tensors ``given``, of which it ``changed`` some; those ``chosen`` of its
-        modules' own, and of those ``alone``, are the last of them."""
+    ) -> None:
+        self.name, self.changed, self.chosen, self.alone = name, changed, chosen, alone
+        self._others, self._restored = _plain(output), refilling(output)
         place = {x.untyped_storage()._cdata: i for i, x in reversed(list(enumerate(given)))}
-        made = [
-            (
-                x.size(),
-                x.stride(),
-                x.dtype,
-                x.requires_grad,
-                place.get(x.untyped_storage()._cdata),
-                int(x.storage_offset()),
-            )
+        self._made = [
+            (x.size(), x.stride(), x.dtype, x.requires_grad, place.get(x.untyped_storage()._cdata), x.storage_offset())
             for x in tensors_in(output)
         ]
-        return _Noted(name, made, _plain(output), refilling(output), changed, chosen, alone)
 
     def alike(self, given: Sequence[Tensor]) -> Any:
         """Return the result for tensors without values."""
@@ -363,27 +342,27 @@ class _Noted:
             if trains and torch.is_grad_enabled() and not given[i].requires_grad:
                 given[i].requires_grad_()
         made = []
-        for size, stride, dtype, trains, place, offset in self.made:
+        for size, stride, dtype, trains, place, offset in self._made:
             if place is not None and given[place].dtype == dtype:
                 made.append(given[place].as_strided(size, stride, offset))
                 continue
             made.append(given[0].new_empty_strided(size, stride, dtype=dtype))
             if trains and torch.is_grad_enabled():
                 made[-1].requires_grad_()
-        return self.restored(made)
+        return self._restored(made)
 
     def checked(self, output: Any) -> Any:
         """Return ``output``; BadInput where it has other shapes or other values that aren't tensors."""
         sizes = [x.size() for x in tensors_in(output)]
-        expected = [size for size, *_ in self.made]
+        expected = [size for size, *_ in self._made]
         if sizes != expected:
             raise BadInput(
                 f"{self.name} gave tensors of shapes {_shapes(sizes)}, and of {_shapes(expected)} for the example; put "
                 "what depends on values and all that reads it into one module whose results always have one shape"
             )
-        if _plain(output) != self.others:
+        if _plain(output) != self._others:
             raise BadInput(
-                f"{self.name} gave {_plain(output)}, and {self.others} for the example; let it return tensors"
+                f"{self.name} gave {_plain(output)}, and {self._others} for the example; let it return tensors"
             )
         return output
 

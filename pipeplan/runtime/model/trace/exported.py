@@ -288,7 +288,7 @@ def _graph(
         graph.graph.eliminate_dead_code(_acts)
         untold = data_dependent(graph)
         if not untold:
-            return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.lines()]
+            return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.why.values()]
         reason = _untold(untold[0]) + line_of_node(untold[0])
         if not eager.widened_by(untold, reason):
             raise BadInput(f"{name} cannot be traced: {reason}. {ADVICE}")
