@@ -114,6 +114,7 @@ def stage_cost(
                 chain.cut_bytes[stop] * (sends or everywhere),
                 r,
             )
+            + chain.working_bytes(start, stop)
         ),
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),

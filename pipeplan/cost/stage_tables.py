@@ -90,8 +90,9 @@ class StageTables:
         return np.asarray(memory_model.weights_bytes(self.problem.policy, *self.weights, in_flight, replicas))
 
     def buffers(self, replicas: int = 1) -> Ints:
-        """Return the buffers of messages."""
-        return np.asarray(memory_model.message_bytes(self.problem.policy, *self.crossing, replicas))
+        """Return the buffers of messages, and what passes work with."""
+        working = self.problem.chain.working_bytes(self.start, self.stop)
+        return np.asarray(memory_model.message_bytes(self.problem.policy, *self.crossing, replicas) + working)
 
     def forward(self, device: Device) -> Ints:
         """Return the forward."""

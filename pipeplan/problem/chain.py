@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..integers import IntLike, Ints, plain
 from .fields import renumbered
 from .layers import Layer, LayerTimes, SharedWeights
 from .policy import Precision
@@ -161,6 +162,24 @@ class Chain:
     def sums(self) -> Sums:
         """Prefix sums over the layers."""
         return Sums.of(self.layers, self.shared or ())
+
+    def working_bytes(self, start: IntLike, stop: IntLike) -> IntLike:
+        """Return the most that a pass through one of ``layers[start:stop]`` takes beside what is kept, in bytes."""
+        if not self._working[0].any():
+            return 0
+        last = len(self) - 1
+        level = np.frexp(np.maximum(np.asarray(stop) - start, 1))[1] - 1  # of two runs that cover the range
+        first, second = np.minimum(start, last), np.clip(np.asarray(stop) - (1 << level), 0, last)
+        return plain(np.maximum(self._working[level, first], self._working[level, second]))
+
+    @cached_property
+    def _working(self) -> Ints:
+        """The most of ``working_bytes`` in 2^k layers from each on, shape (k, L)."""
+        rows = [np.array([layer.working_bytes for layer in self.layers], dtype=np.int64)]
+        while 2 ** len(rows) <= len(self.layers):
+            ahead = np.roll(rows[-1], -(2 ** (len(rows) - 1)))
+            rows.append(np.maximum(rows[-1], ahead))
+        return np.stack(rows)
 
     def reordered(self, order: Sequence[int]) -> Chain:
         """Return the same network with its layers in another order that they may stand in: ``order[i]`` is layer i."""

@@ -35,6 +35,11 @@ def total(values: Sequence[Any]) -> Any:
     return made(columns) if made is tuple else made(*columns)
 
 
+def largest(values: Sequence[int]) -> int:
+    """Merge into the largest."""
+    return max(values)
+
+
 def total_known(values: Sequence[Any]) -> Any:
     """Merge into the sum of those that are known; None where none is."""
     known = [x for x in values if x is not None]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from .fields import first, said, total, total_known
+from .fields import first, largest, said, total, total_known
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
@@ -88,7 +88,8 @@ class Layer:
     ranks of a group send each other in it, where the layer is one rank's part and its times are without them;
     ``idle_ns`` is how long an estimated device waits for its host in the forward and in the backward meanwhile.
     ``matrix_state`` is how many numbers each optimizer of :data:`..choices.BY_MATRIX` keeps, None where that is
-    unknown.
+    unknown. ``working_bytes`` is the most that one of its passes takes beside what the forward keeps: gradients of what
+    it made and read, and what its operations need meanwhile.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Layer:
     exchanges: tuple[Exchange, ...] = field(default=(), metadata=said(merge=_exchanged))
     idle_ns: tuple[int, int] | None = field(default=None, metadata=said(merge=total_known))
     matrix_state: tuple[int, ...] | None = field(default=None, metadata=said(merge=total))
+    working_bytes: int = field(default=0, metadata=said(merge=largest, scale="size"))
 
     @property
     def parameter_count(self) -> int:

@@ -33,6 +33,8 @@ def instance(seed: int, most_layers: int = 4) -> Problem:
     if seed % 4 != 3:  # activations count more than weights
         layers = tuple(replace(x, weight_bytes=x.weight_bytes // 4) for x in chain.layers)
         chain = replace(chain, layers=layers)
+    if seed % 5 == 2:  # passes work with memory of their own
+        chain = replace(chain, layers=tuple(replace(x, working_bytes=rng.randint(0, 6)) for x in chain.layers))
     need = 3 * int(chain.sums.weight_bytes[-1]) + int(storages(chain).totals[-1])
     shares = (2, 3, 4, 6, 9) if seed % 5 > 2 else (rng.choice((2, 3, 4, 5, 6, 9)),)
     devices = tuple(replace(x, memory_bytes=max(8, need * rng.choice(shares) // 6)) for x in problem.platform.devices)

@@ -72,6 +72,8 @@ def varied_problem(seed: int) -> Problem:
         policy = replace(policy, zero=1, optimizer=rng.choice(("sgd", "adam", "adam")))
         timed = (replace(x, optimizer_ns=rng.choice((0, 2, 9))) for x in chain.layers)
         chain = replace(chain, layers=tuple(timed))
+    if seed % 3 == 1:  # passes work with memory of their own
+        chain = replace(chain, layers=tuple(replace(x, working_bytes=rng.randint(0, 15)) for x in chain.layers))
     return replace(problem, chain=chain, policy=policy, platform=replace(problem.platform, devices=larger))
 
 

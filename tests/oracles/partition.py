@@ -212,7 +212,7 @@ class ContiguousJudge:
             group = -(-delay // step)
             memory = memory_model.weights_bytes(policy, weights, parameters, group, len(stage.devices))
             memory += memory_model.held_bytes(kept, peak, group)
-            memory += self.waiting(stage)
+            memory += self.waiting(stage) + most_worked_with(chain, stage.start, stage.stop)
             if k > 0:
                 memory += 2 * chain.cut_bytes[stage.start]
             if k < len(stages) - 1:
@@ -309,12 +309,18 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
                     group = -(-delay // (r * period))
                     memory = memory_model.weights_bytes(problem.policy, weights, parameters, group, r)
                     memory += memory_model.held_bytes(kept, peak, group)
+                    memory += most_worked_with(chain, start, stop)
                     memory += 2 * (chain.cut_bytes[start] if start else 0)
                     memory += 2 * (chain.cut_bytes[stop] if stop < layers else 0)
                     key = start, used + r, r
                     if memory <= platform.devices[0].memory_bytes and delay < best.get(key, delay + 1):
                         best[key] = delay
     return any(start == 0 for start, _, _ in best)
+
+
+def most_worked_with(chain: Chain, start: int, stop: int) -> int:
+    """Return what the pass of one layer works with that takes most."""
+    return max(layer.working_bytes for layer in chain.layers[start:stop])
 
 
 def pairs(one: int, other: int) -> int:

@@ -259,8 +259,9 @@ class Facts:
 
     def _fixed(self, spread: Spread, size: Ints, count: Ints) -> Ints:
         cuts = np.array(self._cuts, dtype=np.int64)
-        found: Ints = self.held_by_weights(spread, size, count) + self.buffer_bytes(
-            spread, cuts[:, None], cuts[None, :]
+        buffers = self.buffer_bytes(spread, cuts[:, None], cuts[None, :])
+        found: Ints = (
+            self.held_by_weights(spread, size, count) + buffers + self.problem.chain.working_bytes(*self._ranges)
         )
         return found
 

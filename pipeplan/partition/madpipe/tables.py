@@ -142,7 +142,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
         elsewhere = sum(x.optimizer_ns for x in sums)
         work = time_model.work_ns(timed, policy, first, last, speed=device.speed, elsewhere_ns=elsewhere)
-        return int(work), int(none), int(one - none)
+        return int(work), int(none) + int(chain.working_bytes(first, last)), int(one - none)
 
     return MadPipeTables(
         policy=policy,
@@ -154,7 +154,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         duplex=platform.full_duplex,
         work=tables.work(device).tolist(),
         limit=np.where(parting(problem, cuts), 0, limit).tolist(),
-        fixed=none.tolist(),
+        fixed=(none + chain.working_bytes(start, stop)).tolist(),
         version=(one - none).tolist(),
         saved=saved.tolist(),
         holds=holds.tolist(),

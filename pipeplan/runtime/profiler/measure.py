@@ -49,6 +49,7 @@ from ..model.trace.compared import Author, apart, compare
 from .beside import at_work
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
+from .working import working_bytes
 
 Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
 
@@ -225,6 +226,8 @@ def profile_network(
         options.note(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
         if author is not None:
             _compare(author, whole, loss, target, options, one)
+        working = working_bytes(network, device, one)
+        layers = [replace(layer, working_bytes=size) for layer, size in zip(layers, working, strict=True)]
         clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)

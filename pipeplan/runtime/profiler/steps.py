@@ -241,7 +241,7 @@ def _step(
     made: list[Sequence[Tensor]] = []
     gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:
-        _begin_sums(layer.module)
+        begin_sums(layer.module)
     for index, layer in enumerate(network.layers):
         inputs = [values[v] for v in layer.reads]
         start = clock.mark()
@@ -313,7 +313,7 @@ def _backward(
     return start, end
 
 
-def _begin_sums(module: nn.Module) -> None:
+def begin_sums(module: nn.Module) -> None:
     """Set the sums of gradients to 0: to these a backward adds, as those of all microbatches but an update's first."""
     for parameter in trained_parameters(module):
         if parameter.grad is None:

@@ -41,6 +41,7 @@ def main() -> int:
     folder = Path(arguments.work).resolve()
     os.environ |= {"CHECKED_FOLDER": str(folder), "CHECKED_DEVICE": arguments.device}
     os.environ |= {"CHECKED_SMALL": "1"} if arguments.small else {}  # both before models are chosen by them
+    sys.path.append(str(Path(__file__).resolve().parents[3]))  # pipeplan, where it isn't installed
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -32,10 +33,10 @@ MEMORY, BANDWIDTH = 1 << 50, 12 * 10**9  # of a machine where time alone counts:
 
 def entry_of(check: Check) -> tuple[str, Accelerator]:
     """Return the entry of the table that is of this GPU; of a rehearsal any."""
-    name = torch.cuda.get_device_name().lower() if check.kind == "cuda" else "h200"
-    found = [key for key in accelerators() if key.split("-")[0] in name]
+    name = torch.cuda.get_device_name().lower().replace("-", " ") if check.kind == "cuda" else "h200"
+    found = max((key for key in accelerators() if key.split("-")[0] in name.split()), key=len, default="")
     needed(bool(found), f"the table has no entry for a {name}")
-    return found[0], accelerators()[found[0]]
+    return found, accelerators()[found]
 
 
 def median_ns(check: Check, work: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -75,8 +76,7 @@ def constants(check: Check) -> Outcome:
     figures["compute_share"] = statistics.median(
         row["share"] / row["shape_share"] for row in figures["products"]["bfloat16"].values()
     )
-    few = torch.ones(64, device=check.device)
-    figures["kernel_ns"] = median_ns(check, lambda: [few.add_(1) for _ in range(SMALL_OPERATIONS)]) / SMALL_OPERATIONS
+    figures["kernel_ns"] = _kernel_ns(check)
     figures |= _host(check)
     proposed = {
         "compute_share": _share(figures["compute_share"]),
@@ -89,6 +89,23 @@ def constants(check: Check) -> Outcome:
     data = {key: getattr(entry, key) for key in ("name", "memory", "bandwidth", "link", "units", "tflops")}
     file.write_text(json.dumps(data | proposed | {"rates": {}, "source": "measured"}))
     return Outcome(f"{name}: {proposed}", figures)
+
+
+def _kernel_ns(check: Check) -> float:
+    """Return what a kernel takes that does next to nothing, behind others, so that no host is waited for."""
+    few, large = torch.ones(64, device=check.device), torch.randn(8192 if check.kind == "cuda" else 64, 64)
+    large = (large @ large.T).to(check.device)
+    clock, times = clock_of(check.device), []
+    for _ in range(REPEATS):
+        for _ in range(8):
+            large @ large
+        start = clock.mark()
+        for _ in range(SMALL_OPERATIONS):
+            few.add_(1)
+        end = clock.mark()
+        clock.settle()
+        times.append(clock.between(start, end) / SMALL_OPERATIONS)
+    return statistics.median(times)
 
 
 def _share(found: float) -> float:
@@ -187,7 +204,8 @@ def rates(check: Check) -> Outcome:
         def again(index: int, seed: int, x: Tensor = x) -> tuple[Tensor, Tensor]:
             return x, torch.zeros(())
 
-        measured = pp.profile(model, x, loss, device=check.kind, steps=check.steps, data=again).chain
+        with as_usual():
+            measured = pp.profile(model, x, loss, device=check.kind, steps=check.steps, data=again).chain
         estimated = pp.profile(model, x, loss, gpu=str(file)).chain
         rows = {}
         for way in ("forward_ns", "backward_ns"):
@@ -201,13 +219,26 @@ def rates(check: Check) -> Outcome:
     return Outcome(f"forward/backward of the estimate without rates: {text}", figures)
 
 
+@contextmanager
+def as_usual() -> Iterator[None]:
+    """Let cuDNN choose kernels as it does for users, and not those alone whose sums come in one order."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = False, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32 = before
+
+
 def profiling(check: Check, name: str) -> Outcome:
-    """Are layer times those of whole steps, and estimates those of layers?"""
+    """Are estimates those of layers?"""
     from checked_models import MODELS
 
-    measured = check.profile(name).chain
-    label, _ = entry_of(check)
-    estimated = pp.profile(f"zoo:{MODELS[name][0]}", microbatch=MODELS[name][1], gpu=label).chain
+    (model, batch), (label, _) = MODELS[name], entry_of(check)
+    with as_usual():
+        asked: dict[str, Any] = {"device": check.kind, "steps": check.steps, "seconds": 15.0}
+        measured = pp.profile(f"zoo:{model}", microbatch=batch, **asked).chain
+    estimated = pp.profile(f"zoo:{model}", microbatch=batch, gpu=label).chain
     return compared(name, measured, estimated)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from checked_models import MODELS
 from checking import ACCUMULATE, FLUSH, Check, Figures, Outcome, Part, must, needed
+from constant_parts import entry_of
 
 import pipeplan as pp
 from pipeplan.errors import PipeplanError
@@ -50,16 +51,17 @@ def filled(check: Check) -> Outcome:
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory
     model, wanted = MODELS["gpt"][0], int(FULL * whole)
-    batch = MODELS["gpt"][1]
-    while True:  # the largest microbatch whose plan is below that
-        chain = pp.profile(f"zoo:{model}", microbatch=2 * batch, gpu="h200").chain
+    batch = step = MODELS["gpt"][1]
+    more = True
+    while step >= max(1, batch // 16):  # the largest microbatch whose plan is below that, nearly
+        chain = pp.profile(f"zoo:{model}", microbatch=batch + step, gpu=entry_of(check)[0]).chain
         try:
-            pp.plan(chain, gpus=1, mem=wanted, accumulate=1, **FLUSH)
+            plan = pp.plan(chain, gpus=1, mem=f"{wanted}B", accumulate=1, **FLUSH)
         except PipeplanError:
-            break
-        batch *= 2
-    chain = pp.profile(f"zoo:{model}", microbatch=batch, gpu="h200").chain
-    plan = pp.plan(chain, gpus=1, mem=wanted, accumulate=1, **FLUSH)
+            more = False
+        else:
+            batch += step
+        step = batch if more else step // 2
     file = check.folder / "filled.json"
     plan.save(file)
     figures: Figures = {"samples": batch, "planned_bytes": max(x.peak_bytes for x in plan.stages), "whole_bytes": whole}

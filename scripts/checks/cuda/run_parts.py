@@ -37,7 +37,7 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.training.half import HalfOptions
 
-EXITS = 10  # runs under torchrun that have to end well
+EXITS = 5  # runs under torchrun that have to end well
 Options = Mapping[str, Any]
 NOTHING: Options = {}
 
