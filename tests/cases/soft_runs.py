@@ -73,9 +73,20 @@ def loader(batch):
     return DataLoader(data, batch, num_workers=1)
 
 
+def classes(batch):
+    torch.manual_seed(2)
+    return [*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 8)], torch.zeros(batch, 16), nn.CrossEntropyLoss()
+
+
+def mislabelled(index, seed):
+    """A label of microbatch 5 is that of no class."""
+    x, _ = runtime.vectors(index, seed)
+    return x, torch.full((4,), 100 if index == 5 else index % 8)
+
+
 MODELS = {
     "linears": on_gpu.linears, "tied": on_gpu.tied, "mixture": mixture, "dropping": runtime.dropping,
-    "exploding": half.exploding,
+    "exploding": half.exploding, "classes": classes,
 }  # fmt: skip
 
 
@@ -169,6 +180,14 @@ MODES: dict[str, Callable[[], Mode]] = {
     "zbv": lambda: Mode(planned("linears", BACK, kind="zbv", split=True, accumulate=4), "linears"),
 }  # fmt: skip
 
+FAULTS: dict[str, Callable[[], Mode]] = {
+    f"a label of no class, {weights}": lambda weights=weights: Mode(
+        planned("classes", [(0, 2, (0,)), (2, 5, (1,))], weights=weights, accumulate=4), "classes",
+        "cases.soft_runs:mislabelled",
+    )
+    for weights in ("flush", "2bw")
+}  # fmt: skip
+
 
 # --- the process that makes them ---
 
@@ -202,7 +221,7 @@ def on_cpus(name):
 
 def on_gpus(name, left, knobs):
     """Train on GPUs in software, and compare with CPUs; ``left`` is the folder where ranks leave what they did."""
-    mode, expected = MODES[name](), on_cpus(name)
+    mode, expected = (MODES | FAULTS)[name](), {} if name in FAULTS else on_cpus(name)
     for path in left.iterdir():
         path.unlink()
     (left / "knobs").write_text(json.dumps({"devices": mode.gpus or mode.ranks, **knobs}))
@@ -270,7 +289,7 @@ def main():
     left = Path(os.environ["SOFTGPU_FOLDER"])
     for line in sys.stdin:
         what, knobs = json.loads(line)
-        answer = (on_gpus if what in MODES else alone)(what, left, knobs)
+        answer = (on_gpus if what in MODES | FAULTS else alone)(what, left, knobs)
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.soft_runs import MODES, Soft
+from cases.soft_runs import FAULTS, MODES, Soft
 from softgpu.build import NotBuilt, environment
 
 from scripts.checks.gpu_faults import PLANTS, WITHIN, told
@@ -41,6 +41,14 @@ def test_every_mode_equals_cpus(soft, name, late_us):
         if kind == "wait" and "executor.py:carry_out" in where and not any(x in where for x in SETTLED)
     ]
     assert [x for x in waits if MODES[name]().model != "exploding" or "forward" not in x[1]] == []
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_gpus_own_fault_is_told_of_its_rank(soft, name, gpus):
+    """Late, and in one sentence, although whoever frees memory of such a GPU dies."""
+    (told,) = soft.run(name, devices=gpus, delay_us=200)["told"]
+    assert re.match(r"rank 1 failed in or before .*: CUDA error: Target 100 is out of bounds", told)
 
 
 # --- what the device itself sees ---
@@ -82,6 +90,11 @@ SEEN = {
         "torch.nn.functional.embedding(torch.tensor([99], device='cuda'), torch.ones(10, 4, device='cuda'))\n"
         "print('issued', flush=True); torch.cuda.synchronize()",
         "(?s)issued.*CUDA error: index out of range",
+    ),
+    "frees after a fault": (
+        "torch.nn.functional.embedding(torch.tensor([99], device='cuda'), torch.ones(10, 4, device='cuda'))\n"
+        "import time; time.sleep(1); del one",
+        "softgpu: freed after index out of range",
     ),
     "mixes devices": ("one + torch.ones(1000)", "Expected all tensors to be on the same device"),
 }  # fmt: skip

@@ -39,7 +39,11 @@ inline char* real_address(const void* address, int device) {
   return address ? memory.real + ((char*)address - memory.base) : nullptr;
 }
 
-inline void give_back(void* context) {
+inline void give_back(void* context) {  // torch aborts a process that frees memory of a GPU that has failed
+  {
+    std::lock_guard held(fault_lock);
+    if (!fault.empty() && fault.rfind("race", 0)) { dprintf(2, "softgpu: freed after %s\n", fault.c_str()); abort(); }
+  }
   auto* block = (Block*)context;
   auto recorded = block->recorded;
   { std::lock_guard held(clocks.lock); clocks.give_back(*block); }

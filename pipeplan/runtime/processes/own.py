@@ -196,13 +196,13 @@ def _rank_main(
     settle_in()
     threading.Thread(target=follow_parent, args=(ends,), daemon=True).start()
     launcher = OwnRank(rank, world, store_path, progress, begun, pipe)
-    found: RunReport | Failure | None
     try:
         found = run_rank(job, rank, launcher)
-    except BaseException as error:
-        found = failure_of(rank, error)
+    except BaseException as error:  # which keeps its tensors: torch aborts who frees one of a GPU that has failed
+        launcher.over(failure_of(rank, error))
+        leave(1)
     launcher.over(found)
-    leave(int(isinstance(found, Failure)))
+    leave(0)
 
 
 # --- who started them -------------------------------------------------------------------------------------------------
@@ -322,6 +322,8 @@ class Ranks:
 
     def _root(self) -> Failure:
         root = root_cause(self._failures)
+        if root.kind == "lost" and self._by_itself:
+            root = self._by_itself[0]
         if root.kind != "lost" or not self._silent:
             return root
         still = [rank for rank in sorted(self._silent) if is_stopped(self._processes[rank].pid)]
