@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from checked_models import FOLDER, dying, gpt  # noqa: F401  # under these names runs find data here
+from checked_models import FOLDER, dying, gpt, watched  # noqa: F401  # under these names runs find data here
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
