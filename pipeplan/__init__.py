@@ -18,13 +18,13 @@ from .version import __version__ as __version__
 TYPE_CHECKING = False  # as typing says it, which takes longer to load than all of this
 if TYPE_CHECKING:
     from .api.comparing import Comparison as Comparison
+    from .api.door import compare as compare
+    from .api.door import grid as grid
+    from .api.door import plan as plan
+    from .api.door import profile as profile
+    from .api.door import read_plan as read_plan
+    from .api.door import read_profile as read_profile
     from .api.profiles import Profile as Profile
-    from .api.public import compare as compare
-    from .api.public import grid as grid
-    from .api.public import plan as plan
-    from .api.public import profile as profile
-    from .api.public import read_plan as read_plan
-    from .api.public import read_profile as read_profile
     from .api.result import PlanResult as PlanResult
     from .errors import BadInput as BadInput
     from .errors import Infeasible as Infeasible
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .runtime.processes.launch import run_plan as run_plan
 else:
     _HOMES = {
-        **dict.fromkeys(("plan", "grid", "compare", "profile", "read_plan", "read_profile"), "api.public"),
+        **dict.fromkeys(("plan", "grid", "compare", "profile", "read_plan", "read_profile"), "api.door"),
         "Profile": "api.profiles",
         "Comparison": "api.comparing",
         "PlanResult": "api.result",

@@ -16,21 +16,21 @@ PACKAGE = Path(__file__).parents[1] / "pipeplan"
 COMMANDS = "cli/__init__.py"
 LIFTED = {  # feature -> its files, and the file and the rows that name it
     "calibrate": (
-        "cli/training/calibrate.py planner/calibrate report/tables/calibrations.py files/measured_runs.py",
+        "cli/calibrate.py planner/calibrate report/tables/calibrations.py files/measured_runs.py",
         COMMANDS,
         r'    "calibrate": .*\n',
     ),
     "diff": (
-        "cli/plans/diff.py report/tables/differences.py report/tables/trace_diff.py",
+        "cli/diff.py report/tables/differences.py report/tables/trace_diff.py",
         COMMANDS,
         r'    "diff": .*\n',
     ),
     "synthesize": (
-        "cli/planning/synthesize.py api/plans/synthesizing.py report/tables/synthesis.py",
+        "cli/synthesize.py api/synthesizing.py report/tables/synthesis.py",
         COMMANDS,
         r'    "synthesize": .*\n',
     ),
-    "doctor": ("cli/about/doctor.py api/doctor.py", COMMANDS, r'    "doctor": .*\n'),
+    "doctor": ("cli/doctor.py", COMMANDS, r'    "doctor": .*\n'),
     "models of images": ("zoo/images", "zoo/__init__.py", r'    "[\w-]+": "images\.\w+",\n'),
 }
 CORE = """

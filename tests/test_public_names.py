@@ -57,7 +57,7 @@ def test_the_package_is_imported_at_once():
 
 def test_plan_stays_the_function_when_the_file_of_that_name_is_imported():
     import pipeplan.plan
-    from pipeplan.api.public import plan
+    from pipeplan.api.door import plan
 
     assert pipeplan.plan is plan
     assert sys.modules["pipeplan.plan"].Plan.__module__ == "pipeplan.plan"

@@ -1,7 +1,8 @@
 """What does Python's caller get where the command line has options? Keywords by name and type, refused in their names.
 
-:func:`door` stands before each public function. A value of another type is BadInput that names its keyword, before
-anything is computed; sentences that speak of ``--no-replicas`` speak of ``no_replicas`` here.
+:func:`door` stands before each public function that ``import pipeplan as pp`` gives. A value of another type is
+BadInput that names its keyword, before anything is computed; sentences that speak of ``--no-replicas`` speak of
+``no_replicas`` here.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from functools import cache, wraps
 from math import isfinite
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Platform
-from .asked import LEAST_SIZE, Word
+from . import comparing, planning, profiles
+from .asked import LEAST_SIZE, WORDS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,10 +83,10 @@ def _allowed(function: Callable[..., Any]) -> dict[str | None, Any]:
     any other name is allowed."""
     found: dict[str | None, Any] = {}
     kinds = {x.name: x.kind for x in inspect.signature(function).parameters.values()}
-    for name, kind in get_type_hints(function, localns=NAMES, include_extras=True).items():
+    for name, kind in get_type_hints(function, localns=NAMES).items():
         if get_origin(kind) is Unpack:
             (noun,) = get_args(kind)
-            words: dict[str | None, Any] = dict(get_type_hints(noun, localns=NAMES, include_extras=True).items())
+            words: dict[str | None, Any] = dict(get_type_hints(noun, localns=NAMES).items())
             found = words | found
         elif name != "return":
             found[None if kinds[name] is inspect.Parameter.VAR_KEYWORD else name] = kind
@@ -93,12 +95,10 @@ def _allowed(function: Callable[..., Any]) -> dict[str | None, Any]:
 
 def _check(name: str, value: Any, kind: Any) -> None:
     """Raise BadInput unless ``value`` may be what ``name`` says."""
-    word = None
-    if get_origin(kind) is Annotated:
-        kind, word = get_args(kind)[:2]
+    word = WORDS.get(name)
     if not _fits(value, kind):
         raise BadInput(f"{name}: '{shown(str(value), 40)}' is not {_written(kind)}")
-    if isinstance(word, Word) and isinstance(value, int | float) and not isinstance(value, bool):
+    if word is not None and isinstance(value, int | float) and not isinstance(value, bool):
         if not isfinite(value):
             raise BadInput(f"{name}: {value} is not a number to compute with")
         if word.unit.startswith(("SIZE", "RATE")):
@@ -155,3 +155,11 @@ def _written(kind: Any) -> str:
     if origin is not None and issubclass(origin, Callable):  # type: ignore[arg-type]  # an abstract class of callables
         return "a function"
     return f"a {getattr(kind, '__name__', kind)}"
+
+
+plan = door(planning.plan)
+grid = door(planning.grid)
+read_plan = door(planning.read_plan)
+compare = door(comparing.compare)
+profile = door(profiles.profile)
+read_profile = door(profiles.read_profile)

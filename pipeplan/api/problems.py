@@ -12,8 +12,7 @@ from ..choices import OPTIMIZERS
 from ..cost.collectives import with_exchanges
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
-from ..files.machines.equal_gpus import platform_of_gpus
-from ..files.machines.platforms import grouped, read_platform, reserving
+from ..files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
 from ..names import shown
 from ..partition.merging import AUTO, merging
 from ..problem import CLIPPED_TOGETHER, MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Platform, Policy, Problem, Weights

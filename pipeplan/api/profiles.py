@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BadInput
-from ..files.examples import PREFIX, located
 from ..files.machines.accelerators import accelerator, constants_of
 from ..files.profile_rules import MOST_DEGREE
-from ..files.profiles import profile_text
+from ..files.profiles import PREFIX, located, profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
 from ..names import shown
 from ..partition.merging import AUTO, merging
 from ..problem import AUTOCAST, Chain, Layer, Variant
+from ..registry import Late
 from ..units import format_bytes, format_ns
 from ..zoo import HUGGING_FACE, ZOO
-from .models import build_named, data_to_read, named_model
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
@@ -301,7 +300,7 @@ def _measuring(
         autocast=Autocast(half, where) if half is not None and casts else None,
         optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
         device=where,
-        read=None if batches is None or gpu is not None else _read_beside(batches),
+        read=None if batches is None or gpu is not None else Late("runtime.engine.reading:repeatedly")(batches),
         others=None if beside == 1 else Others(beside - 1, partial(measured_again, source.elsewhere, source.batch)),
         **{"steps": STEPS, "seconds": SECONDS, **measuring},
     )
@@ -363,8 +362,37 @@ def degrees(tensor: str | int) -> tuple[int, ...] | None:
     return tuple(sorted(set(map(int, parts))))
 
 
-def _read_beside(batches: Any) -> Any:
-    """Return what reads ``batches`` again and again; imported only where something is measured."""
-    from ..runtime.engine.reading import repeatedly
+# --- models by their names: only what is typed is imported, never what a file names -----------------------------------
 
-    return repeatedly(batches)
+
+def data_to_read(data: Any, batch: int) -> Callable[[int, int], Any]:
+    """Return ``data``, or what it names, as data(index, seed); that of a loader gives ``batch`` samples.
+
+    Names are looked up from the working folder too.
+    """
+    from ..runtime.data.loader import data_from
+    from ..runtime.model.build.spec import named_data
+
+    try:
+        return named_data(data, batch) if isinstance(data, str) else data_from(data, "data", batch)
+    except BadInput as error:
+        raise BadInput(f"--data: {error}") from error
+
+
+def build_named(text: str, batch: int) -> Callable[..., Any]:
+    """Return the build function of the model that ``text`` names, in another process too."""
+    return named_model(text, batch)[0]
+
+
+def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
+    """Return (build, data) of the model that ``text`` names; data is None for a user's own function."""
+    from ..runtime.model.build.spec import ModelSpec, brings_data, builder_of
+
+    spec = ModelSpec(text)
+    if not text.startswith(ZOO) and spec.of_zoo:
+        raise BadInput(f"MODEL: {text!r} is not of the form zoo:NAME, hf:CONFIG or module:function")
+    try:
+        build = builder_of(spec)
+    except BadInput as error:
+        raise error if text.startswith(ZOO) else BadInput(f"MODEL: {error}") from error
+    return build, build.data(batch) if brings_data(build) else None

@@ -108,7 +108,7 @@ class PlanResult:
 
         BadInput says why it cannot run so.
         """
-        from .plans.simulating import refuse_unknown, simulations
+        from .plans import refuse_unknown, simulations
 
         names = () if schedule is None else (schedule,)
         refuse_unknown([name for name in names if not name.endswith(".csv")])
@@ -116,7 +116,7 @@ class PlanResult:
 
     def schedules(self, *names: str, microbatches: int | None = None, **options: Any) -> list[Simulation]:
         """Return its runs under the schedules that are named, or all that it can run under, best first."""
-        from .plans.simulating import ALL, simulations
+        from .plans import ALL, simulations
 
         return simulations(self.plan, names or (ALL,), microbatches, **options)[0]
 
@@ -125,7 +125,7 @@ class PlanResult:
     ) -> int:
         """Write it as one self-contained HTML page, under its own schedule, or several side by side; with ``trace`` the
         run that it has the times of as well. Return how many microbatches of its run the page shows."""
-        from .plans.reporting import report_page
+        from .plans import report_page
 
         text, count = report_page(self.plan, schedules, microbatches, None if trace is None else str(trace))
         write_text(str(path), text)
@@ -136,7 +136,7 @@ class PlanResult:
 
         ``options`` as in :func:`.exporting.exported`. CannotExpress says what the target has no words for.
         """
-        from .plans.exporting import exported
+        from .plans import exported
 
         made = exported(self.plan, target, "-" if path is None else str(path), **options)
         if path is not None:

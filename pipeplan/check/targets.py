@@ -2,7 +2,7 @@
 
 There a stage is a range of whole units (an embedding, a block, a head with its loss), all stages have as many replicas,
 which makes equal pipelines side by side, and what is recomputed is one rule for all of them. A new target is a row of
-:data:`TARGETS` and a writer of the same name in ``files.export``.
+:data:`TARGETS` and a writer of the same name in ``files.frameworks``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Target:
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
     the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
     ``tensor``: it runs layers on groups of GPUs, with ``parts_groups`` those alone that divide the heads of keys and
-    values.
+    values. ``stores_traced``: nothing is recomputed of models that it traces.
     """
 
     what: str
@@ -113,6 +113,11 @@ class Target:
     engine: Engine | None = None
     tensor: bool = False
     parts_groups: bool = False
+    stores_traced: bool = False
+
+    def of(self, chain: Chain) -> Target:
+        """Return what it can express of a chain."""
+        return replace(self, rules=("none",)) if self.stores_traced and chain.edges is not None else self
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
         """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
@@ -137,7 +142,7 @@ class Expressed:
 def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
     """Return ``stages`` in the terms of the target ``name``; CannotExpress says what it has no words for."""
     refuse_chain(chain, name)
-    target = TARGETS[name]
+    target = TARGETS[name].of(chain)
     shape = _shape(name, stages)
     units = target.units(chain)
     ends = {0, *(unit.stop for unit in units)}
@@ -417,6 +422,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: True,
         refuses=_torch,
         engine="torch",
+        stores_traced=True,
     ),
 }
 

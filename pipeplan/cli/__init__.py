@@ -21,27 +21,27 @@ from ..status import Status
 from ..version import __version__
 from .progress import STATUS, LiveLine, status
 
-# name -> (module, one line for --help); each module has the click command as ``command``
+# name -> (module and its click command, one line for --help)
 COMMANDS = {
-    "plan": ("planning.plan", "Split a profiled network over GPUs and prove the split good."),
-    "grid": ("planning.grid", "Plan stages x equal pipelines that share every batch."),
-    "check": ("plans.check", "Judge a plan: every rule, every reported figure."),
-    "show": ("plans.show", "Draw one period of a plan as a Gantt chart."),
-    "simulate": ("plans.simulate", "Run a plan in simulation, under its own schedule or any other."),
-    "synthesize": ("planning.synthesize", "Find the best order of passes within memory, with a lower bound."),
-    "report": ("plans.report", "Write a plan as one self-contained HTML page."),
-    "export": ("plans.export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
-    "import": ("planning.importing", "Judge today's Megatron-LM or torchtitan arguments, and find better ones."),
-    "compare": ("planning.compare", "Put algorithms side by side over GPUs and memories."),
-    "run": ("training.run", "Train a model from a plan on torch processes."),
-    "profile": ("training.profile", "Measure a torch model layer by layer, or estimate it for a GPU."),
-    "estimate": ("planning.estimate", "Estimate memory and training time of a model on GPUs that you name."),
-    "calibrate": ("training.calibrate", "Fit the constants of estimates to a few measured iterations."),
-    "diff": ("plans.diff", "Compare two profiles, and judge a plan of one on the other."),
-    "list": ("about.listing", "List the names of GPUs, models, schedules and algorithms."),
-    "schema": ("about.schema", "Print the JSON Schema of a file."),
-    "doctor": ("about.doctor", "Show what this machine has for planning and training, and what is missing."),
-    "completion": ("about.completion", "Print or install shell completion."),
+    "plan": ("planning:plan", "Split a profiled network over GPUs and prove the split good."),
+    "grid": ("planning:grid", "Plan stages x equal pipelines that share every batch."),
+    "check": ("plans:check", "Judge a plan: every rule, every reported figure."),
+    "show": ("plans:show", "Draw one period of a plan as a Gantt chart."),
+    "simulate": ("plans:simulate", "Run a plan in simulation, under its own schedule or any other."),
+    "synthesize": ("synthesize:command", "Find the best order of passes within memory, with a lower bound."),
+    "report": ("plans:report", "Write a plan as one self-contained HTML page."),
+    "export": ("plans:export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
+    "import": ("importing:command", "Judge today's Megatron-LM or torchtitan arguments, and find better ones."),
+    "compare": ("planning:compare", "Put algorithms side by side over GPUs and memories."),
+    "run": ("run:command", "Train a model from a plan on torch processes."),
+    "profile": ("profile:command", "Measure a torch model layer by layer, or estimate it for a GPU."),
+    "estimate": ("planning:estimate", "Estimate memory and training time of a model on GPUs that you name."),
+    "calibrate": ("calibrate:command", "Fit the constants of estimates to a few measured iterations."),
+    "diff": ("diff:command", "Compare two profiles, and judge a plan of one on the other."),
+    "list": ("about:listing", "List the names of GPUs, models, schedules and algorithms."),
+    "schema": ("about:schema", "Print the JSON Schema of a file."),
+    "doctor": ("doctor:command", "Show what this machine has for planning and training, and what is missing."),
+    "completion": ("about:completion", "Print or install shell completion."),
 }
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130
@@ -71,7 +71,8 @@ class LazyGroup(click.Group):
         """Import and return a command, or None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f".{COMMANDS[cmd_name][0]}", __name__).command
+        module, function = COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(import_module(f".{module}", __name__), function)
         command.name = cmd_name  # not that of the function
         return command
 

@@ -1,24 +1,93 @@
-"""Where do profile and platform come from, and what may a plan use? Options that several commands share."""
+"""How are options said? In rows of text, or as words of a question; values have types, and names that are completed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from ..api.asked import LARGEST_SEED, Said, words
+from ..api.asked import LARGEST_SEED, Said, Word, rows_of, word_of, words
+from ..choices import BEST, PLANNED
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
 from ..units import MOST_COUNT, gpu_counts, parse_counts, parse_time
-from . import TRACEBACK, completed
+from . import TRACEBACK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**9  # of anything that is counted, where nothing else says how many there may be
+
+
+class Named(click.ParamType[str]):
+    """A text that is one of ``names``, or with ``files`` a file; none is refused here. ``lists``: several by commas."""
+
+    name = "text"
+
+    def __init__(self, names: Callable[[], Iterable[str]], *, files: bool = False, lists: bool = False) -> None:
+        self.names, self.files, self.lists = names, files, lists
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return what ``incomplete`` may become: names where any begin so, else a file."""
+        before, comma, last = incomplete.rpartition(",") if self.lists else ("", "", incomplete)
+        if last or not self.files:
+            found = [CompletionItem(f"{before}{comma}{name}") for name in self.names() if name.startswith(last)]
+            if found or not self.files:
+                return found
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _gpus() -> Iterable[str]:
+    from ..files.machines.accelerators import accelerators
+
+    return accelerators()
+
+
+def _models() -> Iterable[str]:
+    from ..zoo import MODELS, ZOO
+
+    return (f"{ZOO}{name}" for name in MODELS)
+
+
+def _profiles() -> Iterable[str]:
+    from ..files.profiles import PREFIX, examples
+
+    return (*_models(), *(f"{PREFIX}{name}" for name in examples()))
+
+
+def _schedules() -> Iterable[str]:
+    from ..schedule.kinds import schedules
+
+    return schedules()
+
+
+def _algorithms() -> Iterable[str]:
+    from ..api.comparing import NAMES
+
+    return NAMES
+
+
+def _knobs_known(tuning: Iterable[str] = ()) -> Iterable[str]:
+    """Return what -O may say: names that tune a search, and the options of algorithms with their values."""
+    from ..partition import ALGORITHMS
+
+    of_algorithms = {
+        (name, str(value).lower()) for x in ALGORITHMS.values() for name, of in x.options.items() for value in of
+    }
+    return (*(f"{name}=" for name in tuning), *(f"{name}={value}" for name, value in sorted(of_algorithms)))
+
+
+FILE = Named(tuple, files=True)
+GPU = Named(_gpus, files=True)
+MODEL = Named(_models)
+SCHEDULE = Named(_schedules)
+RUN_SCHEDULE = Named(lambda: (*PLANNED, "pipedream", BEST), files=True)
+WRITTEN = Named(lambda: (*_schedules(), "all", BEST), files=True)
 
 
 class Count(click.IntRange):
@@ -59,24 +128,16 @@ class Number(click.FloatRange):
         return number
 
 
-class Batch(Count):
-    """Samples of an update, or ``any``."""
+class CountOr(Count):
+    """A number, or a ``word`` that stands for ``value``."""
 
-    name = "N|any"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or ``any`` as it is."""
-        return value if value == "any" else super().convert(value, param, ctx)
-
-
-class Pipelines(Count):
-    """A number of equal pipelines, None for ``auto``."""
-
-    name = "auto|N"
+    def __init__(self, word: str, value: str | None, least: int = 1, most: int = MOST) -> None:
+        super().__init__(least, most)
+        self.word, self.value, self.name = word, value, f"N|{word}"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, or None."""
-        return None if value == "auto" else super().convert(value, param, ctx)
+        """Return the number, or what the word stands for."""
+        return self.value if value == self.word else super().convert(value, param, ctx)
 
 
 class Counts(click.ParamType[list[int]]):
@@ -102,6 +163,27 @@ class Output(click.ParamType[str]):
         return str(value)
 
 
+class Share(click.ParamType[float]):
+    """A share such as ``5%``, as a fraction of one."""
+
+    name = "PERCENT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return ``0.05`` for ``5%``."""
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        if not text.endswith("%"):
+            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
+        try:
+            number = float(text[:-1])
+        except ValueError:
+            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
+        if not 0 <= number <= 100:
+            self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
+        return number / 100
+
+
 class Time(click.ParamType[int]):
     """A time such as ``60s``, in nanoseconds; ``above`` 0 or from 0."""
 
@@ -124,8 +206,48 @@ def _name(option: click.Parameter | None) -> str:
     return "value" if option is None else option.opts[0]
 
 
-FILE = completed.Named(tuple, files=True)
-SEED = Count(0, LARGEST_SEED)
+BY_UNIT: dict[str, click.ParamType[Any]] = {  # types of values
+    "X": Number(),
+    "PERCENT": Share(),
+    "COLUMNS": Count(40, 10**4),
+    "SEED": Count(0, LARGEST_SEED),
+    "OUT": Output(),
+    "FILE": FILE,
+    "DIR": click.Path(path_type=Path),
+    "N|NxN": Gpus(),
+    "N|any": CountOr("any", "any"),
+    "auto|N": CountOr("auto", None, most=10**6),
+    "N,..": Counts(),
+}
+UNSAID = ("N", "X", "PERCENT", "COLUMNS", "SEED", "OUT")  # whose metavars are click's
+
+
+def options(rows: str, **special: Mapping[str, Any] | click.ParamType[Any]) -> Callable[[Command], Command]:
+    """Return what adds an option for each row: see :func:`.word_of`. ``special`` are a type, or click's own words, by
+    keywords.
+
+    The unit gives a value's type, by :data:`BY_UNIT`; ``N`` is a count, a choice has ``|``, and a flag has none.
+    """
+    made = [_option(*word_of(row), special) for row in rows_of(rows)]
+    return lambda command: reduce(lambda found, add: add(found), reversed(made), command)
+
+
+def _option(
+    keyword: str, word: Word, special: Mapping[str, Mapping[str, Any] | click.ParamType[Any]]
+) -> Callable[[Command], Command]:
+    about: dict[str, Any] = {"help": word.help}
+    if not word.unit:
+        about["is_flag"] = True
+    elif "|" in word.unit and word.unit.islower():
+        about["type"] = click.Choice(word.unit.split("|"))
+    else:
+        kind = Count(word.least, word.most) if word.unit == "N" else BY_UNIT.get(word.unit)
+        about |= {"type": kind, "metavar": None if word.unit in UNSAID else word.unit}
+    if word.default is not None:
+        about |= {"default": word.default, "show_default": True}
+    own = special.get(keyword, {})
+    about |= {"type": own} if isinstance(own, click.ParamType) else own
+    return click.option(*word.option.split(", "), keyword, **about)
 
 
 def _with_traceback(context: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -154,26 +276,16 @@ def time_limit(what: str) -> Callable[[Command], Command]:
 
 GIVE_UP = time_limit("Give up after this time, such as 30s.")
 
-PROFILE = click.argument("profile", metavar="PROFILE", type=completed.PROFILE)
-COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": completed.GPU, "algorithms": completed.ALGORITHMS_LIST}
-TYPES: dict[str, Callable[[Said], click.ParamType[Any]]] = {  # of values, by their units
-    "N|NxN": lambda _: Gpus(),
-    "N|any": lambda _: Batch(),
-    "auto|N": lambda said: Pipelines(int(said.word.least), int(said.word.most)),
-    "N,..": lambda _: Counts(),
-    "PERCENT": lambda _: Share(),
-    "FILE": lambda _: FILE,
-}
+PROFILE = click.argument("profile", metavar="PROFILE", type=Named(_profiles, files=True))
+COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": GPU, "algorithms": Named(_algorithms, lists=True)}
 
 
 def type_of(said: Said) -> click.ParamType[Any]:
     """Return the type of a word's values on the command line; a text where Python takes what the text says."""
-    if said.word.unit in TYPES:
-        return TYPES[said.word.unit](said)
-    if int in said.types and str not in said.types:
-        return Count(int(said.word.least), int(said.word.most))
-    if said.choices and isinstance(said.choices[0], int):
-        return Count(int(said.word.least), int(said.word.most))
+    if said.word.unit in BY_UNIT:
+        return BY_UNIT[said.word.unit]
+    if (int in said.types and str not in said.types) or (said.choices and isinstance(said.choices[0], int)):
+        return Count(said.word.least, said.word.most)
     if said.choices:
         return click.Choice([str(value) for value in said.choices])
     return COMPLETED.get(said.keyword, click.STRING)
@@ -181,21 +293,19 @@ def type_of(said: Said) -> click.ParamType[Any]:
 
 def option_of(said: Said, **other: Any) -> Callable[[Command], Command]:
     """Return the option of a word; ``other`` are click's own words for it, in place of what follows from it."""
-    name, word = said.word.named(said.keyword), said.word
+    word, spelled = said.word, f"--{said.word.option.removeprefix('--')}"
     if bool in said.types:
-        both = word.default is False or type(None) in said.types
-        spelled = f"--{name}/--no-{name}" if both else f"--{name}"
+        if word.default is False or type(None) in said.types:
+            spelled += f"/--no-{spelled[2:]}"
         about: dict[str, Any] = {"is_flag": True, "default": said.default, "show_default": word.default is False}
     else:
-        spelled = f"--{name}"
-        kind = type_of(said)
-        about = {"type": kind, "show_default": word.default is not None}
-        if word.default is not None:  # which click tells from no default
-            about["default"] = word.default
-        if not said.choices:
-            about["metavar"] = word.unit or None
+        about = {"type": type_of(said), "metavar": None if said.choices else word.unit or None}
         if word.default == ():
-            about = {"multiple": True, "metavar": word.unit, "type": kind}
+            about["multiple"] = True
+        elif word.default is not None:  # which click tells from no default
+            about |= {"default": word.default, "show_default": True}
+        else:
+            about["show_default"] = False
     return click.option(spelled, said.keyword, **{**about, "help": word.help, **other})
 
 
@@ -219,9 +329,11 @@ def asking(question: type, without: Sequence[str] = (), **other: dict[str, Any])
 
 def _knobs(said: Mapping[str, Said]) -> Callable[[Command], Command]:
     """Return the option -O for what tunes a search: the knobs among ``said``, and the options of an algorithm."""
-    knobs = {x.word.named(name): x for name, x in said.items() if x.word.knob}
+    knobs = {x.word.option: x for x in said.values() if x.word.knob}
     told = "; ".join(
-        f"{name}={_values(x)}: {x.word.help[:1].lower()}{x.word.help[1:].rstrip('.')}" for name, x in knobs.items()
+        f"{name}={'|'.join(map(str, x.choices or [x.word.unit]))}: "
+        f"{x.word.help[:1].lower()}{x.word.help[1:].rstrip('.')}"
+        for name, x in knobs.items()
     )
     more = "; or an option of --algorithm, which pipeplan list algorithms has" if "algorithm" in said else ""
     return click.option(
@@ -230,14 +342,10 @@ def _knobs(said: Mapping[str, Said]) -> Callable[[Command], Command]:
         "knobs",
         multiple=True,
         metavar="NAME=VALUE",
-        type=completed.Named(partial(completed.knobs, tuple(knobs))),
+        type=Named(partial(_knobs_known, tuple(knobs))),
         callback=partial(_parsed_knobs, knobs),
         help=f"What tunes the search, repeatable. {told}{more}.",
     )
-
-
-def _values(said: Said) -> str:
-    return "|".join(map(str, said.choices)) if said.choices else said.word.unit
 
 
 def _parsed_knobs(
@@ -260,28 +368,7 @@ def _converted(said: Said, value: str, context: click.Context) -> Any:
     try:
         return type_of(said).convert(value, None, context)
     except click.BadParameter as error:
-        raise BadInput(f"-O {said.word.named(said.keyword)}: {error.message}") from error
-
-
-class Share(click.ParamType[float]):
-    """A share such as ``5%``, as a fraction of one."""
-
-    name = "PERCENT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return ``0.05`` for ``5%``."""
-        if isinstance(value, float):
-            return value
-        text = str(value)
-        if not text.endswith("%"):
-            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
-        try:
-            number = float(text[:-1])
-        except ValueError:
-            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
-        if not 0 <= number <= 100:
-            self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
-        return number / 100
+        raise BadInput(f"-O {said.word.option}: {error.message}") from error
 
 
 def refuse_without(needed: str, *names: str) -> None:

@@ -15,7 +15,7 @@ import click
 from ..status import Status
 
 QUIET_S = 1.0  # what takes less needs no line on a terminal
-EVERY_S = 1.8  # elsewhere: before the first line, and between two
+EVERY_S = 1.3  # elsewhere: before the first line, and between two
 POLL_S = 0.2
 STATUS = "pipeplan.status"  # in the meta of contexts
 

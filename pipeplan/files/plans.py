@@ -7,6 +7,7 @@ recomputed.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from ..problem import Platform, Policy
 from ..schedule.pattern import DeviceUse, Group
 from ..schedule.weight_versions import Delay
 from .forms import Instant, Positive, converted, form, json_text, read_json
+from .machines.accelerators import Accelerator
 from .machines.platforms import PlatformFile, grouped, platform_form, platform_of
 from .profiles import ProfileFile, chain_of, digest, profile_keys
 from .text import read_text
@@ -31,17 +33,7 @@ EmbeddedProfile.__doc__ = "A profile inside a plan, with the SHA-256 of its own 
 PolicyFile = form(
     Policy,
     [field.name for field in fields(Policy) if field.name != "pipelines"],
-    optional=(
-        "bucket_parameters",
-        "coarsening",
-        "bytes_per_parameter",
-        "shared_bytes_per_parameter",
-        "zero",
-        "engine",
-        "clip",
-        "ema",
-        "predict",
-    ),
+    optional=(),
     accumulate=Positive,
     bucket_parameters=Positive,
     coarsening=Positive | None,
@@ -68,7 +60,7 @@ DeviceUseFile = form(
 BoundFile = form(
     Bound,
     ("allocation", "replicas", "checkpointing", "period_ns", "any_interval", "schedule"),
-    optional=("any_interval", "schedule"),
+    optional=(),
     rename={"allocation": "class"},
     period_ns=Positive,
 )
@@ -91,10 +83,10 @@ PlanFile: type[Any] = msgspec.defstruct(
         ("policy", PolicyFile),
         ("stages", list[StageFile]),  # type: ignore[valid-type]  # a form
         ("schedule", ScheduleFile),
-        ("samples_per_update", Positive | None, None),
+        ("samples_per_update", Positive),
         ("pattern", PatternFile | None),
-        ("groups", list[GroupFile] | None, None),  # type: ignore[valid-type]  # a form
-        ("delays", list[DelayFile] | None, None),  # type: ignore[valid-type]  # a form
+        ("groups", list[GroupFile] | None),  # type: ignore[valid-type]  # a form
+        ("delays", list[DelayFile]),  # type: ignore[valid-type]  # a form
         ("devices", list[DeviceUseFile]),  # type: ignore[valid-type]  # a form
         ("lower_bounds", list[BoundFile]),  # type: ignore[valid-type]  # a form
         ("gap", float),
@@ -107,6 +99,18 @@ PlanFile: type[Any] = msgspec.defstruct(
     forbid_unknown_fields=True,
     kw_only=True,
 )
+
+SCHEMAS: dict[str, type[msgspec.Struct]] = {
+    "profile": ProfileFile,
+    "platform": PlatformFile,
+    "plan": PlanFile,
+    "accelerator": Accelerator,
+}
+
+
+def schema(form: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON Schema of a form, such as one of :data:`SCHEMAS`."""
+    return msgspec.json.schema(form)
 
 
 def plan_text(plan: Plan, result: Evaluation | None = None) -> str:
@@ -150,13 +154,12 @@ def any_class_bound(plan: Plan) -> Bound | None:
     return next((bound for bound in plan.lower_bounds if bound.allocation == "any" and not bound.schedule), None)
 
 
-def read_plan(path: str, notes: list[str] | None = None) -> tuple[Plan, list[str]]:
+def read_plan(path: str) -> tuple[Plan, list[str]]:
     """Return the plan in a JSON file and every violation: rules broken, and reported figures that don't follow.
 
     BadInput when the file isn't a plan at all. Figures are compared only when the rules hold; without that they have
     no meaning. Bounds of class ``any`` under any schedule are derived anew; those of other classes, whose proof is a
-    search, are marked as claimed. The gap in a file without delays is of a version that counted other waits: it is not
-    compared, and ``notes`` say so.
+    search, are marked as claimed.
     """
     form = read_json(read_text(path), PlanFile, path)
     chain = chain_of(form.profile, f"{path}: $.profile")
@@ -183,11 +186,7 @@ def read_plan(path: str, notes: list[str] | None = None) -> tuple[Plan, list[str
     result, found = judged(plan)
     if form.profile.digest != digest(chain):
         found.append(f"profile.digest is {form.profile.digest[:12]}..., its layers give {digest(chain)[:12]}...")
-    if result is None or found:
-        return plan, found
-    if form.delays is None and notes is not None:
-        notes.append("the file is of an older pipeplan, which says no delays; its gap is derived anew")
-    return plan, _figures(form, plan, result)
+    return plan, found if result is None or found else _figures(form, plan, result)
 
 
 def _groups(platform: Platform, gpus: tuple[int, ...], place: str) -> tuple[int, ...]:
@@ -221,26 +220,20 @@ def _figures(form: Any, plan: Plan, result: Evaluation) -> list[str]:
         for name in DeviceUseFile.__struct_fields__:
             if getattr(have, name) != getattr(want, name):
                 found.append(f"devices[{d}].{name} is {getattr(have, name)}; {source} {getattr(want, name)}")
-    for g, (have, want) in enumerate(zip(form.groups or [], expected.groups or [], strict=False)):
-        if have != want:
-            found.append(f"groups[{g}] is {_written(have)}; {source} {_written(want)}")
-    if form.groups is not None and expected.groups is None:
-        found.append("groups are given, but the schedule has no pattern to have any")
-    elif form.groups is not None and len(form.groups) != len(expected.groups):
-        found.append(f"groups has {len(form.groups)} entries; {source} {len(expected.groups)}")
     if len(form.devices) != len(expected.devices):
         found.append(f"devices has {len(form.devices)} entries; the platform has {len(expected.devices)}")
-    if form.samples_per_update not in (None, expected.samples_per_update):
+    if (form.groups is None) != (expected.groups is None):
+        found.append(f"groups: the schedule has {'no' if expected.groups is None else 'a'} pattern to have any")
+    for name in ("groups", "delays"):
+        for k, pair in enumerate(zip_longest(getattr(form, name) or (), getattr(expected, name) or ())):
+            have, want = (msgspec.json.encode(x).decode() for x in pair)
+            if have != want:
+                found.append(f"{name}[{k}] is {have}; {source} {want}")
+    if form.samples_per_update != expected.samples_per_update:
         found.append(
             f"samples_per_update is {form.samples_per_update}; the policy updates every {plan.interval} microbatches "
             f"of {plan.chain.microbatch}, which is {expected.samples_per_update}"
         )
-    if form.delays is not None and form.delays != expected.delays:
-        found.append(f"delays are {_written(form.delays)}; {source} {_written(expected.delays)}")
-    if form.delays is not None and form.gap != expected.gap:
+    if form.gap != expected.gap:
         found.append(f"gap is {form.gap}; the period and the lower bound give {expected.gap}")
     return found
-
-
-def _written(form: Any) -> str:
-    return msgspec.json.encode(form).decode()

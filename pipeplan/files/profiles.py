@@ -1,4 +1,7 @@
-"""Which chain is in a profile? This project's JSON is read and written, PipeDream's ``graph.txt`` read too."""
+"""Which chain is in a profile? This project's JSON is read and written, PipeDream's ``graph.txt`` read too.
+
+``example:resnet50`` is one that comes with the program, wherever a profile is taken.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..errors import BadInput
+from ..names import shown
 from ..problem import Chain, Exchange, Layer, SharedWeights, Variant, WeightNeeds
-from .examples import located
 from .forms import Count, Positive, converted, form, json_text, read_json
 from .profile_rules import MOST_DEGREE, MOST_EDGES, MOST_LAYERS, check_chain, check_variants
 from .text import read_text
 
+PREFIX = "example:"
+FOLDER = Path(__file__).parents[1] / "profiles"
 OPTIONAL = (
     "edges",
     "tied",
@@ -104,3 +109,27 @@ def digest(chain: Chain) -> str:
 
 def _profile_form(chain: Chain) -> Any:
     return converted(profile_keys(chain), ProfileFile)
+
+
+# --- those that come with the program ---------------------------------------------------------------------------------
+
+
+def examples() -> list[str]:
+    """Return the names of all, without the prefix; those published with PipeDream are ``published/NAME``."""
+    files = FOLDER.glob("**/*.json")
+    return sorted(file.relative_to(FOLDER).with_suffix("").as_posix() for file in files)
+
+
+def located(path: str) -> str:
+    """Return where the profile ``path`` is: of ``example:NAME`` the file that comes with the program, else ``path``.
+
+    NAME is a whole name, or its begin up to a dash: resnet50 is resnet50-1000-b8-v100. BadInput unless it is one.
+    """
+    if not path.startswith(PREFIX):
+        return path
+    name, known = path.removeprefix(PREFIX), examples()
+    found = [x for x in known if x == name] or [x for x in known if x.startswith(f"{name}-")]
+    if len(found) != 1:
+        which = f"is one of {', '.join(found)}" if found else f"is not one of {', '.join(known)}"
+        raise BadInput(f"{shown(path)}: {which}")
+    return str(FOLDER / f"{found[0]}.json")

@@ -38,8 +38,7 @@ from torch.nn import functional
 
 from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import Infeasible
-from pipeplan.files.export import WRITERS, Asked
-from pipeplan.files.export.asked import parsed_renames
+from pipeplan.files.frameworks import WRITERS, Asked, parsed_renames
 from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import ScheduleKind
 from pipeplan.planner.plan import STATED, make_plan

@@ -42,7 +42,7 @@ from torch.distributed.pipelining import pipeline
 from torch.nn import functional
 
 from pipeplan.api.planning import plan
-from pipeplan.api.plans.exporting import exported
+from pipeplan.api.plans import exported
 from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Plan

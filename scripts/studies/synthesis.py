@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from pipeplan.api.plans.synthesizing import graph_of_times, synthesized
+from pipeplan.api.synthesizing import graph_of_times, synthesized
 from pipeplan.schedule.programs.controlled import v_half, v_half_holds, v_min, v_min_holds
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.search import EFFORT

@@ -43,7 +43,7 @@ def test_options_are_made_from_the_words_of_a_question(question):
     for name in asked:
         found = options[name].to_info_dict()["default"]
         assert (found or None) == (defaults(question)[name] or None), name
-    assert all(f"{words(question)[name].word.named(name)}=" in options["knobs"].help for name in knobs)
+    assert all(f"{words(question)[name].word.option}=" in options["knobs"].help for name in knobs)
 
 
 def test_help_shows_every_keyword_the_machine_first(path):

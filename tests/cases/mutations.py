@@ -229,11 +229,9 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         "a start is a decision: within its slack, the order, the period and every peak are the same",
     ),
     r"lower_bounds\[\d+\]\.schedule": (
-        r"left out|null",
+        r"null",
         "for any schedule, which most bounds are; of a target's class it is then a claim about all its schedules",
     ),
-    r"delays": (r"left out|null", "they follow from the versions that passes read, and older files have none"),
-    r"groups": (r"left out|null", "they follow from the starts, and older files have none"),
     r"stages\[\d+\]\.checkpoint": (r"a list|empty|null", "no segments, said in the other way"),
     r"stages\[\d+\]\.devices": (
         r"reversed",
@@ -250,18 +248,14 @@ ACCEPTED: dict[str, tuple[str, str]] = {
     r"policy\.offload": (r"flipped", "there is no state to offload, or all of it is in one bucket"),
     r"policy\.vertical_sync": (r"flipped", "the stages keep as many versions either way"),
     r"policy\.bucket_parameters": (
-        r"left out|\+1|-1|doubled",
+        r"\+1|-1|doubled",
         "nothing is offloaded, or all parameters are in one bucket either way",
     ),
     r"policy\.coarsening": (
-        r"left out|a number|\+1|-1|doubled|null",
+        r"a number|\+1|-1|doubled|null",
         "null is the default; sums of so few parameters are one chunk",
     ),
-    r"policy\.(shared_)?bytes_per_parameter": (r"left out", "null is the default"),
-    r"policy\.engine": (r"left out", "null is the default"),
-    r"policy\.clip": (r"left out", "false is the default"),
-    r"policy\.(ema|predict)": (r"left out", "false is the default"),
-    r"policy\.zero": (r"left out|\+1", "no stage has replicas that could share, or they have nothing to share"),
+    r"policy\.zero": (r"\+1", "no stage has replicas that could share, or they have nothing to share"),
     r"policy\.accumulate": (
         r"\+1|-1|doubled",
         "an update's share of a pass rounds to the same, and as many are in flight",
@@ -278,9 +272,8 @@ ACCEPTED: dict[str, tuple[str, str]] = {
         r"contiguous|one-special|torch|any",
         "the plan is in that class; class any is derived anew, and the others are called claims",
     ),
-    r"samples_per_update": (r"left out|null", "null is the default: it follows from the policy"),
     r"lower_bounds\[\d+\]\.any_interval": (
-        r"left out|flipped",
+        r"flipped",
         "a bound of any interval is one of this, and the other way round where the costs of updates round away",
     ),
     r"lower_bounds\[\d+\]\.(checkpointing|replicas)": (

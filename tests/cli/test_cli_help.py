@@ -197,7 +197,7 @@ def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Com
     code, out, err = pipeplan("doctor")
     assert (code, err) == (0, "")
     assert "ok  CBC" in out
-    monkeypatch.setattr("pipeplan.api.doctor.version", missing)
+    monkeypatch.setattr("pipeplan.cli.doctor.version", missing)
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, _ = pipeplan("doctor", "--json")
     found = {row["name"]: row for row in json.loads(out)["findings"]}

@@ -160,8 +160,6 @@ def test_diff_shows_what_moved_and_whether_a_plan_holds(pipeplan: Command) -> No
     assert "rank correlation of the layers' times: 1.000" in out
     assert "the plan holds for B: period" in out
     assert "(+0.0%), same stages, same order, within memory" in out
-    code, out, _ = pipeplan("diff", "a.json", "same.json", "--gpus", "2x1", "--mem", "1GB")
-    assert (code, "the plan holds for B: period" in out) == (0, True)
 
     code, out, _ = pipeplan("diff", "a.json", "large.json", "--plan", "plan.json")
     assert code == 1
@@ -191,15 +189,9 @@ def test_diff_shows_what_moved_and_whether_a_plan_holds(pipeplan: Command) -> No
     assert "note: B has other layers; its later stages begin with module.block" in out
     assert "has 7; match them by" in pipeplan("diff", "a.json", "renamed.json", "--match", "order")[2]
 
-    code, out, _ = pipeplan("diff", "a.json", "same.json", "--gpus", "2", "--mem", "40MB", "--json")
-    assert (code, json.loads(out)["plan"]["holds"]) == (0, True)
-
 
 @pytest.mark.usefixtures("two")
 def test_diff_needs_a_plan_of_the_first_profile(pipeplan: Command) -> None:
     code, _, err = pipeplan("diff", "large.json", "a.json", "--plan", "plan.json")
     assert code == 2
     assert "the plan was made from another profile than gpt-tiny" in err
-    code, _, err = pipeplan("diff", "a.json", "a.json", "--gpus", "2")
-    assert code == 2
-    assert "say either --plan, or --gpus and --mem" in err

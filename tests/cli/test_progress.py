@@ -125,7 +125,7 @@ def test_every_long_command_says_what_it_does(
     if "plan.json" in words and name != "plan":
         model = ("zoo:gpt-tiny", "--gpu", "a100") if name == "run" else ("even.json",)
         assert pipeplan("plan", *model, *GPUS, "--no-replicas", "-o", "plan.json")[0] == 0
-    words += {"plan": GPUS, "grid": GPUS, "diff": GPUS, "compare": ("--gpus", "2", "--mem", "1GB,2GB")}.get(name, ())
+    words += {"plan": GPUS, "grid": GPUS, "compare": ("--gpus", "2", "--mem", "1GB,2GB")}.get(name, ())
     shown: list[LiveLine] = []
 
     class Watched(Status):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeplan.errors import BadInput
-from pipeplan.files.examples import examples, located
-from pipeplan.files.profiles import read_profile
+from pipeplan.files.profiles import examples, located, read_profile
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 

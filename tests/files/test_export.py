@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from cases.plans import greedy_pattern
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
+import pipeplan as pp
+from pipeplan.api.plans import not_exported
 from pipeplan.check.targets import whole_blocks
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
-from pipeplan.files.export import WRITERS, Asked, CannotExpress, notes
-from pipeplan.files.export.asked import parsed_renames
+from pipeplan.files.frameworks import WRITERS, Asked, CannotExpress, notes, parsed_renames
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.simulated.other_schedules import program_of, schedule_stages
@@ -470,3 +472,16 @@ def test_autocast_is_said_where_the_target_has_a_word_for_it():
     blocks = ["embedding", *(f"block{i}" for i in range(8)), "norm", "loss"]
     made = exported(cast(planned(THREE, blocks)), "megatron-bridge")
     assert "cfg.model.enable_autocast = True\ncfg.model.autocast_dtype = torch.bfloat16" in made
+
+
+def test_torch_recomputes_nothing_of_models_that_it_traces_so_nothing_is_planned_that_no_export_takes():
+    """Either its plan stores all, or one sentence says that it doesn't fit."""
+    layers = tuple(Layer(f"block{i}", 10, 20, 10, 10, saved_bytes=1000) for i in range(4))
+    chain = Chain("own", layers, 10, edges=((0, 1), (0, 2), (1, 2), (2, 3)))
+    asked: dict[str, Any] = {"for_": "torch", "gpus": 2, "batch": 4, "bandwidth": "1TB/s"}
+    assert not any(x.checkpoint for x in pp.plan(chain, mem="1MB", **asked).plan.allocation.stages)
+    with pytest.raises(pp.Infeasible, match="it recomputes nothing of models that it traces"):
+        pp.plan(chain, mem="2500B", **asked)
+    listed = pp.plan(replace(chain, edges=None), mem="2500B", **asked)
+    assert any(x.checkpoint for x in listed.plan.allocation.stages)
+    assert not_exported(listed.plan, "torch") is None

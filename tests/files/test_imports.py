@@ -14,10 +14,7 @@ from conftest import Command
 
 from pipeplan.check.targets import TARGETS, Shape, refusals
 from pipeplan.errors import BadInput
-from pipeplan.files.export import WRITERS, Asked
-from pipeplan.files.export.asked import parsed_renames
-from pipeplan.files.imports import READERS, Source, read_options
-from pipeplan.files.imports.imported import placed
+from pipeplan.files.frameworks import READERS, WRITERS, Asked, Source, parsed_renames, placed, read_options
 from pipeplan.files.profiles import profile_text
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule
 from pipeplan.planner.simulated.other_schedules import own_schedule

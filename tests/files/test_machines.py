@@ -9,7 +9,7 @@ from cases.files import CHAIN
 
 from pipeplan.errors import BadInput
 from pipeplan.files.machines.accelerators import accelerators
-from pipeplan.files.machines.equal_gpus import platform_of_gpus
+from pipeplan.files.machines.platforms import platform_of_gpus
 from pipeplan.units import gpu_counts
 
 A100 = replace(CHAIN, device="NVIDIA A100 SXM 80GB (estimated)")

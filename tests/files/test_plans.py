@@ -13,8 +13,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, InvalidPlan
-from pipeplan.files.plans import load_plan, plan_text, read_plan
-from pipeplan.files.schemas import SCHEMAS, schema
+from pipeplan.files.plans import SCHEMAS, load_plan, plan_text, read_plan, schema
 from pipeplan.plan import Provenance
 from pipeplan.problem import Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -81,9 +80,8 @@ def test_who_shares_the_optimizers_state_is_said_and_what_that_takes_is_counted_
     own = [use["weights_bytes"] for use in json.loads(plan_text(plan))["devices"]]
     less = 2 * 200 // 2  # half of Adam's state for 200 bytes of weights
     assert [use["weights_bytes"] for use in document["devices"]] == [own[0], own[1] - less, own[2] - less]
-    for value in (0, ...):  # files from before it was there, too
-        found = read_plan(written(tmp_path, edited(document, ("policy", "zero"), value)))[1]
-        assert f"devices[1].weights_bytes is {own[1] - less}; the stages and starts give {own[1]}" in found
+    found = read_plan(written(tmp_path, edited(document, ("policy", "zero"), 0)))[1]
+    assert f"devices[1].weights_bytes is {own[1] - less}; the stages and starts give {own[1]}" in found
     with pytest.raises(BadInput, match=r"\$\.policy\.zero"):
         read_plan(written(tmp_path, edited(document, ("policy", "zero"), 2)))
 
@@ -154,10 +152,10 @@ def test_schemas_describe_what_is_written():
     for form in SCHEMAS.values():
         assert schema(form)["$defs"][form.__name__]["additionalProperties"] is False
     fields = schema(SCHEMAS["plan"])["$defs"]["PlanFile"]["required"]
-    assert sorted([*fields, "delays", "groups", "samples_per_update"]) == sorted(json.loads(plan_text(small_plan())))
+    assert sorted(fields) == sorted(json.loads(plan_text(small_plan())))
 
 
-def test_groups_are_written_and_checked_and_older_files_have_none(tmp_path):
+def test_groups_are_written_and_checked(tmp_path):
     plan = small_plan()
     document = json.loads(plan_text(plan))
     expected = [asdict(group) | {"shifts": list(group.shifts)} for group in evaluate(plan).groups]
@@ -166,8 +164,6 @@ def test_groups_are_written_and_checked_and_older_files_have_none(tmp_path):
     _, found = read_plan(written(tmp_path, json.dumps(document)))
     assert len(found) == 1
     assert found[0].startswith('groups[1] is {"kind":')
-    del document["groups"]
-    assert read_plan(written(tmp_path, json.dumps(document)))[1] == []
 
 
 def test_deep_nesting_inside_a_free_field_is_refused(tmp_path):
@@ -275,15 +271,18 @@ def test_edited_plans(name, tmp_path):
     assert caught.value.violations == [f"{file}: {s}" for s in found]
 
 
-def test_files_from_before_delays_are_read_with_another_gap(tmp_path):
-    """The version before counted no waits of updates, so its gap may be another; other figures are judged as ever."""
-    document, notes = edited(json.loads(plan_text(small_plan())), ("gap",), 0.0), []
-    path = written(tmp_path, edited(document, ("delays",), ...))
-    assert read_plan(path, notes)[1] == []
-    assert notes == ["the file is of an older pipeplan, which says no delays; its gap is derived anew"]
-    found = read_plan(written(tmp_path, edited(document, ("delays", 0, "most"), 7)), notes)[1]
-    assert [x.split(" ")[0] for x in found] == ["delays", "gap"]
-    assert len(notes) == 1
+def test_files_of_other_versions_are_refused_in_one_sentence(tmp_path):
+    """Nothing was released yet, so nothing but what is written today is read."""
+    for path in (
+        ("delays",),
+        ("groups",),
+        ("samples_per_update",),
+        ("policy", "clip"),
+        ("lower_bounds", 0, "schedule"),
+    ):
+        file = written(tmp_path, edited(json.loads(plan_text(small_plan())), path, ...))
+        with pytest.raises(BadInput, match=f"{file}: object missing required field `{path[-1]}`"):
+            read_plan(file)
 
 
 def test_an_accumulate_that_is_too_small_is_refused(tmp_path):

@@ -9,14 +9,25 @@ from fractions import Fraction
 
 import msgspec
 
+from ...choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ...errors import BadInput
 from ...names import shown
 from ...problem import Chain, Device, LayerTimes, Level, Platform
-from ...units import exact_bandwidth, exact_bytes, exact_time, format_bytes, parse_bandwidth, parse_bytes, parse_wait
+from ...units import (
+    exact_bandwidth,
+    exact_bytes,
+    exact_time,
+    format_bandwidth,
+    format_bytes,
+    parse_bandwidth,
+    parse_bytes,
+    parse_wait,
+)
 from ..forms import Count, Text, converted, form, read_json
 from ..profile_rules import check_chain
 from ..profiles import read_profile
 from ..text import read_text
+from .accelerators import Accelerator, accelerator, accelerators
 
 LAYER_TIMES = ("forward_ns", "backward_ns", "backward_weight_ns", "optimizer_ns")
 MOST_DEVICES = 4096  # the tables of what joins any two take a quarter of a gigabyte then
@@ -191,7 +202,6 @@ def _check_times(times: LayerTimes, chain: Chain, here: str) -> None:
 def platform_form(platform: Platform) -> PlatformFile:
     """Return the file form of a platform; one ``memory`` when all devices are equal and of speed 1."""
     reserve = exact_bytes(platform.reserved_bytes) if platform.reserved_bytes else None
-    overhead = exact_time(platform.overhead_ns) if platform.overhead_ns else None
     platform = platform.reserving(-platform.reserved_bytes)
     levels = [
         LevelFile(x.count, exact_bandwidth(x.bandwidth), exact_time(x.latency_ns) if x.latency_ns else None, x.links)
@@ -201,31 +211,78 @@ def platform_form(platform: Platform) -> PlatformFile:
     own = [
         LayerTimesFile(x.name, *x.columns) for x in dict.fromkeys(x.times for x in platform.devices) if x is not None
     ]
-    if all(device == first for device in platform.devices) and first.speed == 1 and not own:
-        return PlatformFile(
-            levels,
-            exact_bytes(first.memory_bytes),
-            platform.full_duplex,
-            None,
-            platform.blocking,
-            None,
-            reserve,
-            overhead,
-        )
+    equal = all(device == first for device in platform.devices) and first.speed == 1 and not own
+    each = [
+        DeviceFile(exact_bytes(x.memory_bytes), None if x.speed == 1 else float(x.speed), x.times and x.times.name)
+        for x in platform.devices
+    ]
     return PlatformFile(
-        levels,
-        None,
-        platform.full_duplex,
-        [
-            DeviceFile(
-                exact_bytes(x.memory_bytes),
-                None if x.speed == 1 else float(x.speed),
-                None if x.times is None else x.times.name,
-            )
-            for x in platform.devices
-        ],
-        platform.blocking,
-        own or None,
-        reserve,
-        overhead,
+        levels=levels,
+        memory=exact_bytes(first.memory_bytes) if equal else None,
+        full_duplex=platform.full_duplex,
+        devices=None if equal else each,
+        blocking_transfers=platform.blocking,
+        times=own or None,
+        reserve=reserve,
+        overhead=exact_time(platform.overhead_ns) if platform.overhead_ns else None,
     )
+
+
+# --- so many equal GPUs of a name -------------------------------------------------------------------------------------
+
+
+def platform_of_gpus(
+    counts: tuple[int, ...],
+    mem: str | None,
+    gpu: str | None,
+    bandwidth: str | None,
+    network: str | None,
+    latency: str | None,
+    chain: Chain,
+) -> tuple[Platform, list[str]]:
+    """Return the platform of equal GPUs, in servers of ``counts[0]`` where there are several, and what was assumed.
+
+    A ``gpu`` of the table (or FILE.json) gives memory and links where ``mem`` and ``bandwidth`` (inside a server)
+    don't; without it and without ``mem`` the device that the profile is of does. ``network`` joins servers.
+    """
+    if network is not None and len(counts) == 1:
+        raise BadInput("--network joins servers; say how many, such as --gpus 2x8")
+    named = None if gpu is None else accelerator(gpu)
+    assumptions = []
+    if named is None and mem is None:
+        named = own_device(chain)
+        if named is None:
+            raise BadInput(
+                f"--mem is missing: say the memory of a GPU, such as 16GB, or name one of 'pipeplan list' with --gpu; "
+                f"the profile was measured on {shown(chain.device) or 'an unnamed device'}"
+            )
+        assumptions.append(f"GPUs like the profile's, {named.name}: {format_bytes(named.memory_bytes)}")
+    memory = named.memory_bytes if mem is None and named is not None else parse_bytes(mem or "", "--mem")
+    if bandwidth is not None:
+        inside = parse_bandwidth(bandwidth, "--bandwidth")
+    elif named is not None and named.link is not None:
+        inside = parse_bandwidth(named.link, f"{gpu or named.name}: $.link")
+        assumptions.append(
+            f"bandwidth {format_bandwidth(inside)} between any two GPUs of a server, {named.name}'s links"
+        )
+    else:
+        inside = parse_bandwidth(DEFAULT_BANDWIDTH)
+        where = "" if len(counts) == 1 else " of a server"
+        assumptions.append(f"bandwidth {format_bandwidth(inside)} between any two GPUs{where} (PCIe 3 x16)")
+    wait = parse_wait(latency or "0", "--latency")
+    levels = [Level(counts[0], inside, wait)]
+    if len(counts) > 1:
+        across = parse_bandwidth(network or DEFAULT_NETWORK, "--network")
+        levels.append(Level(counts[1], across, wait))
+        if network is None:
+            assumptions.append(
+                f"network {format_bandwidth(across)} ({DEFAULT_NETWORK}) between two GPUs of two servers"
+            )
+    total = counts[0] * (counts[1] if len(counts) > 1 else 1)
+    return Platform((Device(memory),) * total, tuple(levels)), assumptions
+
+
+def own_device(chain: Chain) -> Accelerator | None:
+    """Return the GPU of the table that a profile is of, None where it is of none."""
+    names = sorted(accelerators().values(), key=lambda x: len(x.name), reverse=True)
+    return next((x for x in names if chain.device.startswith(x.name)), None)

@@ -143,11 +143,11 @@ class BlockSearch:
             for config in self.configs:
                 if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
                     break
-                if config.shape.chunks > 1:
-                    self.bounds[config] = self.chunked_bound(config)
-                    if self.cutoff_ns is not None and self.bounds[config] >= self.cutoff_ns:
-                        continue
-                (self._probe_split if KINDS[config.kind].splits else self._probe)(config)
+                if self.cutoff_ns is None or self._bounded(config) < self.cutoff_ns:
+                    (self._probe_split if KINDS[config.kind].splits else self._probe)(config)
+            for config in self.configs if self.best is not None else ():  # those that came before the first plan
+                if self.cutoff_ns is not None and config.bound_ns < self.cutoff_ns:
+                    self._bounded(config)
             self._improve(moves)
 
         return until_ended(self.problem, search, lambda: self.best is not None)
@@ -157,7 +157,8 @@ class BlockSearch:
         with everything, unless its bound is above the best: a plan in little time, where one fits."""
         work = time_model.relative(self.problem).chain.sums
         ends = (work.forward_ns + work.backward_ns)[np.array(self.cuts)]
-        ways = [Recompute(), *([Recompute("every", 1)] if self.problem.checkpointing != "none" else [])]
+        can = self.problem.checkpointing != "none" and "every" in self.target.rules
+        ways = [Recompute(), *([Recompute("every", 1)] if can else [])]
         for config in self.configs:
             if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
                 return
@@ -168,6 +169,13 @@ class BlockSearch:
             for way in ways[: 1 if KINDS[config.kind].splits else None]:
                 if self._try_split(config, way, tuple(split.tolist())):
                     break
+
+    def _bounded(self, config: Config) -> int:
+        """Return a time (ns) below which no mini-batch of a configuration is done, and keep that of several stages on
+        each GPU, which takes long to find: none is asked for where nothing fits."""
+        if config.shape.chunks > 1 and config not in self.bounds:
+            self.bounds[config] = self.chunked_bound(config)
+        return self.bounds.get(config, config.bound_ns)
 
     def chunked_bound(self, config: Config) -> int:
         """Return a time (ns) below which no mini-batch of a configuration with several stages on each GPU is done."""
@@ -334,6 +342,7 @@ class BlockSearch:
         return (
             f"no plan that {self.name} can express fits: the split that lacks least, {where}, needs "
             f"{format_bytes(needed)} on a GPU, {format_bytes(over)} more than there is{self._together()}"
+            + ("; it recomputes nothing of models that it traces" if self.target.rules == ("none",) else "")
         )
 
     def _together(self) -> str:

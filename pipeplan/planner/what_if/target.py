@@ -52,7 +52,7 @@ def make_target_plan(
     refuse_chain(problem.chain, name)
     problem = as_run_by(problem, name)
     all_kinds = TARGETS[name].kinds
-    search = BlockSearch(problem, name, TARGETS[name], kinds or all_kinds, settings or Settings())
+    search = BlockSearch(problem, name, TARGETS[name].of(problem.chain), kinds or all_kinds, settings or Settings())
     search.cutoff_ns = None if beat_ns is None else beat_ns * (problem.policy.accumulate or 1)
 
     def planned(stopped: str | None, of_any: Bound) -> Planned:
@@ -100,7 +100,8 @@ def as_run_by(problem: Problem, name: str) -> Problem:
 def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) -> int | None:
     """Return a period (ns) below which the target ``name`` has no plan of a problem, None where nothing fits; with
     ``kind`` none under that schedule."""
-    search = BlockSearch(problem, name, TARGETS[name], TARGETS[name].kinds if kind is None else (kind,), Settings())
+    target = TARGETS[name].of(problem.chain)
+    search = BlockSearch(problem, name, target, target.kinds if kind is None else (kind,), Settings())
     search.run(EFFORTS["normal"].block_steps)
     if search.best is None:
         return None
@@ -154,7 +155,7 @@ def _only(target: Target) -> str:
 
 def _lifted(problem: Problem, name: str) -> Iterator[tuple[str, Problem, Target]]:
     """Yield what each restriction of the target ``name`` is, in words, and the problem and the target without it."""
-    target, chain = TARGETS[name], problem.chain
+    target, chain = TARGETS[name].of(problem.chain), problem.chain
     if chain.tied and not target.ties:
         ends = ((chain.layers[i].name.split(".."), chain.layers[i].module) for i in chain.tied[0])
         one, other = (f"`{shown(parts[-1] if module == '' else parts[0])}`" for parts, module in ends)
@@ -172,7 +173,9 @@ def _lifted(problem: Problem, name: str) -> Iterator[tuple[str, Problem, Target]
         yield text, problem.with_policy(replace(problem.policy, engine=None)), target
     free = replace(target, rules=("none", "first", "every"), recomputes=lambda unit: True, longest=None)
     if problem.checkpointing != "none":
-        yield f"all stages of {target.what} recompute by one rule", problem, free
+        least = "recomputes nothing of models that it traces"
+        way = least if target.rules == ("none",) else "recomputes by one rule in all stages"
+        yield f"{target.what} {way}", problem, free
 
 
 def _has_units(target: Target, chain: Chain) -> bool:

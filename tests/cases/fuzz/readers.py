@@ -38,7 +38,7 @@ READERS: dict[str, tuple[str, ...]] = {
         "diff zoo.json {} --json",
         "diff zoo.json - --all",
         "diff even.json {} --plan replicas-plan.json",
-        "diff {} {} --gpus 2 --mem 1GB",
+        "diff {} {}",
     ),
     "graph": (
         f"plan {{}} {QUICK} -o out.json",

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...api.asked import Common, words
-from ...choices import DRAINED
-from ...errors import BadInput
-from ...names import SENTENCE, shown
-from ...units import MOST_COUNT
-from ..grouped import GroupedCommand
-from ..options import DEBUG, FILE, JSON, Output, option_of
+from ..api.asked import Common, words
+from ..choices import DRAINED
+from ..errors import BadInput
+from ..names import SENTENCE, shown
+from ..units import MOST_COUNT
+from .grouped import GroupedCommand
+from .options import DEBUG, FILE, JSON, option_of, options
 
 if TYPE_CHECKING:
-    from ...files.measured_runs import MeasuredRow
-    from ...planner.calibrate.critical_path import Passes, Run
-    from ...problem import Chain, Platform, Policy
+    from ..files.measured_runs import MeasuredRow
+    from ..planner.calibrate.critical_path import Passes, Run
+    from ..problem import Chain, Platform, Policy
 
 WORDS = words(Common)
 
@@ -33,18 +33,18 @@ WORDS = words(Common)
     ),
 )
 @click.argument("profiles", metavar="PROFILE...", type=FILE, nargs=-1, required=True)
-@click.option("--measured", metavar="FILE.csv", type=FILE, help="Measured iterations, one in a row.")
+@options("--measured FILE.csv Measured iterations, one in a row.", measured=FILE)
 @click.option(
     "--trace", "traces", nargs=2, multiple=True, type=FILE, metavar="PLAN TRACE", help="A run's own times; repeatable."
 )
 @option_of(WORDS["gpu"], required=True, help="The GPU estimated for (a100, .. or FILE.json).")
 @option_of(WORDS["bandwidth"])
 @option_of(WORDS["network"], help="Between servers of --per-server GPUs.")
-@click.option("--per-server", type=click.IntRange(1, 4096), help="GPUs in a server, where there are several.")
+@options("--per-server N {1..4096}  GPUs in a server, where there are several.")
 @option_of(WORDS["optimizer"], default="adam", help="Of the runs.")
 @option_of(WORDS["precision"], default="mixed", show_default=True, help=None)
 @option_of(WORDS["blocking_transfers"])
-@click.option("-o", "--output", type=Output(), help="Write the GPU with the constants fitted, for --estimate FILE.")
+@options("-o, --output OUT Write the GPU with the constants fitted, for --estimate FILE.")
 @JSON
 @DEBUG
 def command(
@@ -70,14 +70,14 @@ def command(
     if measured is None and not traces:
         raise click.UsageError("say what was measured: --measured FILE.csv, or --trace PLAN TRACE")
 
-    from ...files.forms import json_text
-    from ...files.machines.accelerators import accelerator, with_constants
-    from ...files.measured_runs import read_rows
-    from ...files.profiles import read_profile
-    from ...files.text import write_text
-    from ...planner.calibrate.calibration import calibrate
-    from ...problem import Policy
-    from ...report.tables.calibrations import calibration_figures, print_calibration
+    from ..files.forms import json_text
+    from ..files.machines.accelerators import accelerator, with_constants
+    from ..files.measured_runs import read_rows
+    from ..files.profiles import read_profile
+    from ..files.text import write_text
+    from ..planner.calibrate.calibration import calibrate
+    from ..problem import Policy
+    from ..report.tables.calibrations import calibration_figures, print_calibration
 
     device = accelerator(gpu)
     chains = {path: read_profile(path) for path in profiles}
@@ -117,7 +117,7 @@ def _platform(
     """Return the platform of ``count`` GPUs, in servers of ``per_server`` where it has more."""
     from dataclasses import replace
 
-    from ...files.machines.equal_gpus import platform_of_gpus
+    from ..files.machines.platforms import platform_of_gpus
 
     counts: tuple[int, ...] = (count,)
     if per_server is not None and count > per_server:
@@ -131,8 +131,8 @@ def _platform(
 
 def _run(row: MeasuredRow, chain: Chain, platform: Callable[[int, Chain], Platform], policy: Policy) -> Run:
     """Return what was run in a row, on the GPUs that its configuration needs."""
-    from ...planner.calibrate.critical_path import Run
-    from ...planner.periodic.stated import gpus_needed
+    from ..planner.calibrate.critical_path import Run
+    from ..planner.periodic.stated import gpus_needed
 
     asked = _configuration(row)
     try:
@@ -157,7 +157,7 @@ def _chain_of(row: MeasuredRow, chains: dict[str, Chain]) -> Chain:
 
 
 def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # imported when used
-    from ...planner.calibrate.costed import Configuration
+    from ..planner.calibrate.costed import Configuration
 
     said = {name: row.said[name] for name in ("split", "on", "recompute", "schedule") if name in row.said}
     barrier = row.said.get("barrier", "yes")
@@ -169,9 +169,9 @@ def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # importe
 
 def _traced(plan: str, trace: str) -> list[Passes]:
     """Return what a run measured of each stage of its plan."""
-    from ...files.plans import load_plan
-    from ...planner.calibrate.critical_path import stage_passes
-    from ...runtime.measure.trace_file import read_run_of
+    from ..files.plans import load_plan
+    from ..planner.calibrate.critical_path import stage_passes
+    from ..runtime.measure.trace_file import read_run_of
 
     loaded = load_plan(plan)
     run, _ = read_run_of(loaded, trace)

@@ -8,31 +8,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ...choices import BEST, DelayCorrection
-from ...errors import BadInput, PipeplanError, RunStopped
-from ...names import SENTENCE, shown
-from ...units import parse_bandwidth
-from .. import completed
-from ..grouped import GroupedCommand
-from ..options import DEBUG, FILE, JSON, PLAN, SEED, Count, Number, Output, Time, refuse_two_documents
-from ..progress import status
-from .model import trained_model
+from ..choices import BEST
+from ..errors import BadInput, RunStopped
+from ..names import SENTENCE, shown
+from ..registry import Late
+from ..units import parse_bandwidth
+from .grouped import GroupedCommand
+from .options import DEBUG, FILE, JSON, MODEL, PLAN, RUN_SCHEDULE, Count, Number, Time, options, refuse_two_documents
+from .progress import status
 
 if TYPE_CHECKING:
-    from ...plan import Plan
-    from ...runtime.engine.options import RunOptions
-    from ...runtime.measure.report import RunReport
-    from ...runtime.model.build.spec import ModelSpec
-    from ...runtime.scalars import Scalars
+    from ..plan import Plan
+    from ..runtime.engine.options import RunOptions
+    from ..runtime.measure.report import RunReport
+    from ..runtime.model.build.spec import ModelSpec
+    from ..runtime.scalars import Scalars
 
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
 STEPS = 50
-MOST_THREADS = 1024
 
 
 def _coarsening(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -46,6 +44,82 @@ def _words(_: click.Context, option: click.Parameter, text: str | None) -> tuple
     if not all(word.strip() == word and word for word in words):
         raise click.BadParameter("expected words with commas between them", param=option)
     return words
+
+
+RUN = """
+--model MODEL               zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]
+--data MODULE:FUNCTION
+    data(index, seed) -> (input, target), or what is or returns a DataLoader or a Dataset.  [default: the zoo's]
+--steps N                   Weight updates, those of a resumed run included.  [default: 50]
+--epochs N                  Instead of --steps: passes over the data, of whole updates.
+--epoch-length N            Microbatches of an epoch.  [default: those that the data have]
+--evaluate (evaluates)      Run forward alone; options for updates do nothing.
+--lr X = 0.1                Learning rate.
+--optimizer NAME[,OPTION=VALUE...]
+    Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]
+--no-decay WORD,..
+    No weight decay where one stands in a weight's name, or in its module's class, such as norm,bias.
+--groups MODULE:FUNCTION    groups(named_parameters) -> the optimizer's parameter groups, as torch takes them.
+--scheduler NAME[,OPTION=VALUE...]
+    Of torch.optim.lr_scheduler, such as StepLR,step_size=10 or CosineAnnealingLR, which ends with the run if nothing
+    else is said, or module:function; steps after each update.
+--warmup N = 0 {0..1000000000}
+    Updates in which the learning rate rises before all that.
+--clip-norm X               Clip gradients to this total norm over all stages; with weights flush and 2bw.
+--eval-data MODULE:FUNCTION Evaluate on these, as --data, while training.
+--eval-every N              Updates between two evaluations, also after the last.  [default: an epoch's]
+--eval-batches N            Microbatches of one.  [default: those that the data have]
+--metrics MODULE:FUNCTION   metrics(output, target) -> a number, or a dict of them: their means.
+--monitor NAME|max:NAME = loss
+    What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.
+--patience N                End after N evaluations without a new best.
+--ema X                     Keep a running average of the weights, such as by 0.999.
+--delay-correction none|sc|predict|both
+    What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: both;
+    sc where memory has no room for predicted weights]
+--averaged                  Save and evaluate that average.
+--callback MODULE:FUNCTION  callback(step, metrics) after every update and every evaluation.
+--vertical-sync             With weights stash or latest: the same version on all stages.
+--schedule NAME|FILE.csv
+    Run the plan's stages under this schedule instead. A file gives the order as torch reads it; best searches for some
+    seconds.
+--limit N {1..1000000}
+    Maximum in flight: microbatches in each message-driven pipeline, or under pipedream; nf1b: mini-batches; v-limit:
+    activations of chunks on a GPU.
+--half bf16|fp16            With mixed precision and autocast.  [default: the profile's]
+--loss-scale X              To begin with; fp16: 65536, bf16: 1.
+--loss-scale-window N {0..1000000000}
+    Double it after so many updates without overflow; 0: never.  [default: 2000]
+--bucket-size N             Parameters stepped, and summed, at a time.  [default: the plan's]
+--coarsening K|all
+    Buckets in one sum over replicas; the next is under way while they are stepped.  [default: the plan's, or 2]
+--seed SEED = 0
+--timeout TIME              Longest wait for another rank, such as 60s.  [default: from the plan]
+--link-delay TIME           Let messages come so much later, to try what a slow network does.
+--link-rate RATE
+    Let messages and sums over replicas take as long as over links of this rate, such as 1GB/s.
+--threads N = 1 {1..1024}   CPU threads of each process.
+--device auto|cpu|cuda = auto
+    auto: GPUs, unless the plan's profile is of a CPU.
+--save FILE                 Write the trained state_dict: .safetensors, or torch.save.
+--load PATH
+    Start from a state_dict, unless a checkpoint is found: a file of torch's or safetensors, or a folder.
+--checkpoint DIR            Write checkpoints here, at the end and on SIGTERM too.
+--checkpoint-every N (every)
+    After every N updates as well.  [default with --epochs: after every epoch]
+--keep-checkpoints N (keep) Remove older ones than N.  [default: keep all]
+--resume                    Resume from the newest good checkpoint, if one exists.
+--max-restarts N = 0 {0..1000000000}
+    After failures.
+--log-dir DIR               Write loss, time per microbatch and memory here, for TensorBoard.
+--trace OUT                 Write every operation's times for ui.perfetto.dev and pipeplan diff.
+--engine own|torch = own
+    torch: torch.distributed.pipelining, for plans that drain.
+--no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
+--beside PLAN
+    Then train the same from this plan, such as one with --weights flush, and compare losses and times.
+--dry-run                   Print the torchrun and Slurm lines and every rank's program, and end.
+"""
 
 
 class RankCommand(GroupedCommand):
@@ -66,18 +140,16 @@ class RankCommand(GroupedCommand):
 
 @contextmanager
 def _heard_by_others() -> Iterator[None]:
-    from ...runtime.processes.watchdog import TORCHRUN, watching
+    from ..runtime.processes.watchdog import TORCHRUN, watching
 
     if any(name not in os.environ for name in TORCHRUN):
         yield
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that has gone is no reason for a page of C++
     with watching() as watch, ExitStack() as held:
-        watch.tell_signal = _told_of_signal
+        watch.tell_signal = Late("runtime.processes.torchrun:told_of_signal")
         with suppress(ImportError):  # without torch there are no others
-            from ...runtime.processes.torchrun import shown_to_others
-
-            held.enter_context(shown_to_others())
+            held.enter_context(Late("runtime.processes.torchrun:shown_to_others")())
         try:
             yield
         except (RunStopped, click.exceptions.Exit):
@@ -85,22 +157,14 @@ def _heard_by_others() -> Iterator[None]:
         except Exception as error:
             told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
             with suppress(ImportError):
-                from ...runtime.processes.torchrun import tell_others
-
-                tell_others(told, watch)
+                Late("runtime.processes.torchrun:tell_others")(told, watch)
             raise
-
-
-def _told_of_signal(number: int) -> PipeplanError | None:
-    from ...runtime.processes.torchrun import told_of_signal
-
-    return told_of_signal(number)
 
 
 def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     if folder is None:
         return nullcontext()
-    from ...runtime.scalars import Scalars
+    from ..runtime.scalars import Scalars
 
     return closing(Scalars(folder))
 
@@ -113,180 +177,24 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     ),
 )
 @PLAN
-@click.option(
-    "--model",
-    metavar="MODEL",
-    type=completed.MODEL,
-    help="zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]",
+@options(
+    RUN,
+    model=MODEL,
+    no_decay={"callback": _words},
+    clip_norm=Number(above=True),
+    schedule=RUN_SCHEDULE,
+    loss_scale=Number(above=True),
+    ema={"metavar": "DECAY"},
+    coarsening={"callback": _coarsening},
+    timeout=Time(above=True),
+    link_delay=Time(),
+    save=PATH,
+    load=PATH,
+    every={"metavar": "N"},
+    keep={"metavar": "N"},
+    compares={"flag_value": False, "default": True},
+    beside=FILE,
 )
-@click.option(
-    "--data",
-    metavar="MODULE:FUNCTION",
-    help="data(index, seed) -> (input, target), or what is or returns a DataLoader or a Dataset.  [default: the zoo's]",
-)
-@click.option("--steps", type=Count(), help="Weight updates, those of a resumed run included.  [default: 50]")
-@click.option("--epochs", type=Count(), help="Instead of --steps: passes over the data, of whole updates.")
-@click.option("--epoch-length", type=Count(), help="Microbatches of an epoch.  [default: those that the data have]")
-@click.option("--evaluate", "evaluates", is_flag=True, help="Run forward alone; options for updates do nothing.")
-@click.option("--lr", type=Number(), default=0.1, show_default=True, help="Learning rate.")
-@click.option(
-    "--optimizer",
-    metavar="NAME[,OPTION=VALUE...]",
-    help="Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]",
-)
-@click.option(
-    "--no-decay",
-    metavar="WORD,..",
-    callback=_words,
-    help="No weight decay where one stands in a weight's name, or in its module's class, such as norm,bias.",
-)
-@click.option(
-    "--groups",
-    metavar="MODULE:FUNCTION",
-    help="groups(named_parameters) -> the optimizer's parameter groups, as torch takes them.",
-)
-@click.option(
-    "--scheduler",
-    metavar="NAME[,OPTION=VALUE...]",
-    help="Of torch.optim.lr_scheduler, such as StepLR,step_size=10 or CosineAnnealingLR, which ends with the run if "
-    "nothing else is said, or module:function; steps after each update.",
-)
-@click.option("--warmup", type=Count(0), default=0, help="Updates in which the learning rate rises before all that.")
-@click.option(
-    "--clip-norm",
-    type=Number(above=True),
-    help="Clip gradients to this total norm over all stages; with weights flush and 2bw.",
-)
-@click.option("--eval-data", metavar="MODULE:FUNCTION", help="Evaluate on these, as --data, while training.")
-@click.option(
-    "--eval-every", type=Count(), help="Updates between two evaluations, also after the last.  [default: an epoch's]"
-)
-@click.option("--eval-batches", type=Count(), help="Microbatches of one.  [default: those that the data have]")
-@click.option(
-    "--metrics", metavar="MODULE:FUNCTION", help="metrics(output, target) -> a number, or a dict of them: their means."
-)
-@click.option(
-    "--monitor",
-    metavar="NAME|max:NAME",
-    default="loss",
-    show_default=True,
-    help="What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.",
-)
-@click.option("--patience", type=Count(), help="End after N evaluations without a new best.")
-@click.option("--ema", type=Number(), metavar="DECAY", help="Keep a running average of the weights, such as by 0.999.")
-@click.option(
-    "--delay-correction",
-    type=click.Choice(get_args(DelayCorrection)),
-    help="What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  "
-    "[default: both; sc where memory has no room for predicted weights]",
-)
-@click.option("--averaged", is_flag=True, help="Save and evaluate that average.")
-@click.option(
-    "--callback", metavar="MODULE:FUNCTION", help="callback(step, metrics) after every update and every evaluation."
-)
-@click.option("--vertical-sync", is_flag=True, help="With weights stash or latest: the same version on all stages.")
-@click.option(
-    "--schedule",
-    metavar="NAME|FILE.csv",
-    type=completed.RUN_SCHEDULE,
-    help="Run the plan's stages under this schedule instead. A file gives the order as torch reads it; best "
-    "searches for some seconds.",
-)
-@click.option(
-    "--limit",
-    type=Count(most=10**6),
-    help="Maximum in flight: microbatches in each message-driven pipeline, or under pipedream; nf1b: "
-    "mini-batches; v-limit: activations of chunks on a GPU.",
-)
-@click.option(
-    "--half", type=click.Choice(["bf16", "fp16"]), help="With mixed precision and autocast.  [default: the profile's]"
-)
-@click.option("--loss-scale", type=Number(above=True), help="To begin with; fp16: 65536, bf16: 1.")
-@click.option(
-    "--loss-scale-window",
-    type=Count(0),
-    help="Double it after so many updates without overflow; 0: never.  [default: 2000]",
-)
-@click.option("--bucket-size", type=Count(), help="Parameters stepped, and summed, at a time.  [default: the plan's]")
-@click.option(
-    "--coarsening",
-    metavar="K|all",
-    callback=_coarsening,
-    help="Buckets in one sum over replicas; the next is under way while they are stepped.  [default: the plan's, or 2]",
-)
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@click.option(
-    "--timeout",
-    metavar="TIME",
-    type=Time(above=True),
-    help="Longest wait for another rank, such as 60s.  [default: from the plan]",
-)
-@click.option(
-    "--link-delay",
-    metavar="TIME",
-    type=Time(),
-    help="Let messages come so much later, to try what a slow network does.",
-)
-@click.option(
-    "--link-rate",
-    metavar="RATE",
-    help="Let messages and sums over replicas take as long as over links of this rate, such as 1GB/s.",
-)
-@click.option(
-    "--threads", type=Count(most=MOST_THREADS), default=1, show_default=True, help="CPU threads of each process."
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto: GPUs, unless the plan's profile is of a CPU.",
-)
-@click.option("--save", metavar="FILE", type=PATH, help="Write the trained state_dict: .safetensors, or torch.save.")
-@click.option(
-    "--load",
-    metavar="PATH",
-    type=PATH,
-    help="Start from a state_dict, unless a checkpoint is found: a file of torch's or safetensors, or a folder.",
-)
-@click.option("--checkpoint", metavar="DIR", type=PATH, help="Write checkpoints here, at the end and on SIGTERM too.")
-@click.option(
-    "--checkpoint-every",
-    "every",
-    metavar="N",
-    type=Count(),
-    help="After every N updates as well.  [default with --epochs: after every epoch]",
-)
-@click.option(
-    "--keep-checkpoints", "keep", metavar="N", type=Count(), help="Remove older ones than N.  [default: keep all]"
-)
-@click.option("--resume", is_flag=True, help="Resume from the newest good checkpoint, if one exists.")
-@click.option("--max-restarts", type=Count(0), default=0, show_default=True, help="After failures.")
-@click.option(
-    "--log-dir", metavar="DIR", type=PATH, help="Write loss, time per microbatch and memory here, for TensorBoard."
-)
-@click.option("--trace", type=Output(), help="Write every operation's times for ui.perfetto.dev and pipeplan diff.")
-@click.option(
-    "--engine",
-    type=click.Choice(["own", "torch"]),
-    default="own",
-    show_default=True,
-    help="torch: torch.distributed.pipelining, for plans that drain.",
-)
-@click.option(
-    "--no-compare",
-    "compares",
-    flag_value=False,
-    default=True,
-    help="Don't compare the first microbatch of a traced model with plain training before it trains.",
-)
-@click.option(
-    "--beside",
-    metavar="PLAN",
-    type=FILE,
-    help="Then train the same from this plan, such as one with --weights flush, and compare losses and times.",
-)
-@click.option("--dry-run", is_flag=True, help="Print the torchrun and Slurm lines and every rank's program, and end.")
 @JSON
 @DEBUG
 def command(
@@ -310,19 +218,19 @@ def command(
     refuse_two_documents(as_json, trace=trace)
     other = None if beside is None else _beside(beside, plan, given)
     loaded = _run_otherwise(plan, given)
-    spec = trained_model(model, data, plan, loaded.chain.name)
-    options = replace(_options(loaded, spec, given), traced=trace is not None)
+    spec = _model(model, data, plan, loaded.chain.name)
+    asked = replace(_options(loaded, spec, given), traced=trace is not None)
     if dry_run:
-        _print_dry_run(loaded, options, as_json)
+        _print_dry_run(loaded, asked, as_json)
         return
-    away = _announce(loaded, spec, options, as_json)
-    from ...files.text import write_text
-    from ...report.tables.run import print_report, progress_printer
-    from ...report.traces.runs import measured_trace
-    from ...runtime.measure.progress import StepProgress, metrics_of
-    from ...runtime.model.build.spec import find
-    from ...runtime.model.user_code import user_code
-    from ...runtime.processes.launch import run_plan
+    away = _announce(loaded, spec, asked, as_json)
+    from ..files.text import write_text
+    from ..report.tables.run import print_report, progress_printer
+    from ..report.traces.runs import measured_trace
+    from ..runtime.measure.progress import StepProgress, metrics_of
+    from ..runtime.model.build.spec import find
+    from ..runtime.model.user_code import user_code
+    from ..runtime.processes.launch import run_plan
 
     listeners = [progress_printer(loaded, as_json, away)]
     if callback is not None:
@@ -347,13 +255,13 @@ def command(
                 listener(step)
 
         try:
-            report = run_plan(loaded, spec, options, hear, _note, None if as_json else status())
+            report = run_plan(loaded, spec, asked, hear, _note, None if as_json else status())
         except RunStopped as stopped:
             if stopped.report is not None:
                 write_trace(cast("RunReport", stopped.report))
             raise
         if report is not None and scalars is not None:
-            scalars.finish(report, options.steps)
+            scalars.finish(report, asked.steps)
     if report is None:  # another rank under torchrun reports
         return
     for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
@@ -361,12 +269,12 @@ def command(
     write_trace(report)
     second = None
     if other is not None:
-        alone = replace(options, save=None, checkpoint=None, every=None, keep=None, traced=False)
+        alone = replace(asked, save=None, checkpoint=None, every=None, keep=None, traced=False)
         again = run_plan(other, spec, alone, None, _note, None if as_json else status())
         assert again is not None, "no other rank reports"
         second = other, again
     if trace != "-":
-        print_report(loaded, report, options.evaluates, as_json, second)
+        print_report(loaded, report, asked.evaluates, as_json, second)
 
 
 def _note(words: str) -> None:
@@ -393,9 +301,22 @@ def _refuse(trace: str | None, log_dir: Path | None, beside: str | None, given: 
             raise click.UsageError(f"--{name.replace('_', '-')} goes with --eval-data")
 
 
+def _model(typed: str | None, data: str | None, plan: str, named: str) -> ModelSpec:
+    """Return which model a run trains: the ``typed`` one, or the zoo's that the profile in the file ``plan`` is named.
+
+    Only what is typed is imported, never what a file names: BadInput where that name could be one of code.
+    """
+    from ..runtime.model.build.spec import ModelSpec
+
+    spec = ModelSpec(named if typed is None else typed, data)
+    if typed is None and not spec.of_zoo:
+        raise BadInput(f"{plan}: its profile is named {named!r}; code runs only when it is typed: name it with --model")
+    return spec
+
+
 def _beside(name: str, first: str, given: Mapping[str, Any]) -> Plan:
     """Return the plan to train from again; BadInput where its updates aren't those of the ``first``."""
-    from ...files.plans import load_plan
+    from ..files.plans import load_plan
 
     one = load_plan(first)
     other = _run_otherwise(name, {**given, "vertical_sync": False, "schedule": None, "limit": None})
@@ -409,8 +330,8 @@ def _beside(name: str, first: str, given: Mapping[str, Any]) -> Plan:
 def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
     """Return the plan that is named, as the options that are ``given``, which are taken out, let its devices run it."""
     vertical_sync, schedule, limit = (given.pop(x) for x in ("vertical_sync", "schedule", "limit"))
-    from ...files.plans import load_plan
-    from ...schedule.kinds import KINDS
+    from ..files.plans import load_plan
+    from ..schedule.kinds import KINDS
 
     loaded = load_plan(name)
     if loaded.chain.tensor > 1:
@@ -420,10 +341,10 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
         )
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
-    from ...runtime.engine.options import clipping, run_otherwise
+    from ..runtime.engine.options import clipping, run_otherwise
 
     if schedule == BEST:
-        from ...planner.what_if.ordered import ordered_alike
+        from ..planner.what_if.ordered import ordered_alike
 
         loaded, schedule = ordered_alike(loaded), None
     loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
@@ -432,9 +353,9 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
 
 def _options(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
     """Return what is asked of a run; ``given`` are its options as typed."""
-    from ...runtime.engine.options import HeldOutOptions, RunOptions, held_out_of, in_epochs
-    from ...runtime.training.half import HalfOptions
-    from ...runtime.training.update.optimizers import parse_choice
+    from ..runtime.engine.options import HeldOutOptions, RunOptions, held_out_of, in_epochs
+    from ..runtime.training.half import HalfOptions
+    from ..runtime.training.update.optimizers import parse_choice
 
     steps, epochs, length, timeout, delay, rate = (
         given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay", "link_rate")
@@ -462,9 +383,9 @@ def _options(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
 
 
 def _print_dry_run(plan: Plan, options: RunOptions, as_json: bool) -> None:
-    from ...report.tables.run import print_dry_run
-    from ...runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
-    from ...runtime.lowering.lowered_run import lower_run
+    from ..report.tables.run import print_dry_run
+    from ..runtime.lowering.dry_run import program_lines, slurm_line, torchrun_line
+    from ..runtime.lowering.lowered_run import lower_run
 
     lowered = lower_run(plan, options.steps, every=options.every, evaluates=options.evaluates)
     arguments = [argument for argument in sys.argv[1:] if argument != "--dry-run"]
@@ -475,10 +396,10 @@ def _print_dry_run(plan: Plan, options: RunOptions, as_json: bool) -> None:
 
 def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -> bool:
     """Say what begins, and what is unusual about it; return whether it is away from the device of the profile."""
-    from ...report.tables.run import announced, elsewhere
-    from ...runtime.device import kind_of, sharing
-    from ...runtime.processes.rendezvous import number_in_environment
-    from ...schedule.kinds import KINDS
+    from ..report.tables.run import announced, elsewhere
+    from ..runtime.device import kind_of, sharing
+    from ..runtime.processes.rendezvous import number_in_environment
+    from ..schedule.kinds import KINDS
 
     ranks = len({device for stage in plan.allocation.stages for device in stage.devices})
     by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links

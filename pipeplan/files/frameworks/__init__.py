@@ -1,7 +1,7 @@
-"""How does another runtime say this plan? What one of those that people already use can't express is refused.
+"""How does another runtime say a plan, and what do the arguments say that somebody trains with? A row for each.
 
-Every writer takes what is to be exported and returns the texts of files; what a target can express is a row of
-``check.targets``.
+What a runtime cannot express is refused. Writers take what is to be exported and return the texts of files; what a
+target can express is a row of ``check.targets``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...check.targets import CannotExpress
+from ...errors import BadInput
 from ...plan import Plan, Stage
-from .asked import Asked
+from .asked import Asked, Imported, Source, parsed_renames, placed
 from .deepspeed import deepspeed
-from .megatron import megatron, megatron_bridge
+from .megatron import megatron, megatron_bridge, read_megatron
+from .options import read_options
 from .torch_pipelining import torch_csv, torch_split, torch_stages
-from .torchtitan import torchtitan
+from .torchtitan import read_torchtitan, torchtitan
 
-__all__ = ["WRITERS", "Asked", "CannotExpress", "Writer", "notes"]
+__all__ = ["READERS", "WRITERS", "Asked", "CannotExpress", "Imported", "Reader", "Source", "Writer", "notes",
+           "parsed_renames", "placed", "read_options"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,42 @@ def notes(plan: Plan, name: str, stages: Sequence[Stage]) -> list[str]:
             f"{len(order)} ranks; {len(plan.platform) - len(order)} of the {len(plan.platform)} GPUs have none"
         )
     return found
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A registered reader, and ``what`` it reads. Its name is that of its row in ``check.targets``."""
+
+    read: Callable[[Source], Imported]
+    what: str
+    own: tuple[str, ...]  # how options begin of which a file has at least one
+    tensor: str = ""  # the option that says how many GPUs run each layer together
+
+    def __call__(self, source: Source) -> Imported:
+        """Return what a file says; BadInput where none of its options is one that is read."""
+        if not any(name.startswith(self.own) for name in source.options.given):
+            wanted = ", ".join(f"--{x}.." if x.endswith((".", "-")) else f"--{x}" for x in self.own)
+            raise BadInput(f"{source.path}: isn't {self.what}: it has no option such as {wanted}")
+        together = source.options.count(self.tensor, 1)
+        if together != source.chain.tensor:
+            raise BadInput(f"{source.path}: --{self.tensor} is {together}, the profile's degree {source.chain.tensor}")
+        return self.read(source)
+
+
+READERS: dict[str, Reader] = {
+    "megatron": Reader(
+        read_megatron,
+        "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
+        ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
+        "tensor-model-parallel-size",
+    ),
+    "torchtitan": Reader(
+        read_torchtitan,
+        "torchtitan's flags or TOML, with or without module_fqns_per_model_part",
+        ("parallelism.",),
+        "parallelism.tensor-parallel-degree",
+    ),
+}

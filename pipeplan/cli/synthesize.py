@@ -9,15 +9,36 @@ from typing import Any
 
 import click
 
-from ...api.asked import Knobs, words
-from ...deadline import Deadline
-from ...names import SENTENCE, shown
-from .. import completed
-from ..grouped import GroupedCommand
-from ..options import JSON, SEED, Count, Output, Share, option_of, refuse_two_documents, time_limit
-from ..progress import status
+from ..api.asked import Knobs, words
+from ..deadline import Deadline
+from ..names import SENTENCE, shown
+from .grouped import GroupedCommand
+from .options import FILE, JSON, option_of, options, refuse_two_documents, time_limit
+from .progress import status
 
-PLACEMENTS = click.Choice(["straight", "loop", "vee"])
+STAGES = """
+--gpus N {1..10000}         Without PLAN: number of equal GPUs.
+--times F,B,W               Without PLAN: whole numbers, of each stage's forward, input gradients and weight gradients.
+--transfer N {0..1000000000}
+    Without PLAN: between neighbouring GPUs, each way.  [default: 0]
+--placement straight|loop|vee
+    Stages on GPUs: one each, round and round, or down and up again. Of PLAN: cut anew.  [default: PLAN's own; without
+    PLAN vee]
+--chunks N {1..10000}       loop: stages per GPU.  [default: 2]
+--microbatches N {1..100000}
+    To order.  [default: PLAN's mini-batch]
+--limit N {1..1000000}      Maximum of activations on a GPU, each of one stage and one microbatch.
+--weight-keeps PERCENT      Activations that weight gradients need.  [default: 100%]
+--split/--no-split = yes    Weight gradients are passes of their own.
+--barrier/--no-barrier = yes
+    The least makespan, for GPUs that wait for each other between updates; or the least longest span of one GPU.
+--moves N {0..1000000000}   Of passes, to try.  [default: some seconds' worth]
+--seed SEED = 0
+"""
+WRITTEN = """
+-o, --output OUT            Write the order as torch's CSV, which simulate --schedule reads.
+--width COLUMNS             Columns.  [default: the terminal's]
+"""
 
 
 def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[int] | None:
@@ -36,40 +57,11 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
         "pipeplan synthesize --gpus 4 --placement vee --times 20,24,16 --microbatches 12 --limit 5",
     ),
 )
-@click.argument("plan", metavar="[PLAN]", required=False, type=completed.Named(tuple, files=True))
-@click.option("--gpus", type=Count(1, 10**4), help="Without PLAN: number of equal GPUs.")
-@click.option(
-    "--times",
-    metavar="F,B,W",
-    callback=_times,
-    help="Without PLAN: whole numbers, of each stage's forward, input gradients and weight gradients.",
-)
-@click.option("--transfer", type=Count(0), help="Without PLAN: between neighbouring GPUs, each way.  [default: 0]")
-@click.option(
-    "--placement",
-    type=PLACEMENTS,
-    help="Stages on GPUs: one each, round and round, or down and up again. Of PLAN: cut anew.  [default: PLAN's own; "
-    "without PLAN vee]",
-)
-@click.option("--chunks", type=Count(most=10**4), help="loop: stages per GPU.  [default: 2]")
-@click.option("--microbatches", type=Count(1, 10**5), help="To order.  [default: PLAN's mini-batch]")
-@click.option(
-    "--limit", type=Count(most=10**6), help="Maximum of activations on a GPU, each of one stage and one microbatch."
-)
-@click.option("--weight-keeps", type=Share(), help="Activations that weight gradients need.  [default: 100%]")
-@click.option("--split/--no-split", default=True, show_default=True, help="Weight gradients are passes of their own.")
-@click.option(
-    "--barrier/--no-barrier",
-    default=True,
-    show_default=True,
-    help="The least makespan, for GPUs that wait for each other between updates; or the least longest span of one GPU.",
-)
-@click.option("--moves", type=Count(0), help="Of passes, to try.  [default: some seconds' worth]")
-@click.option("--seed", type=SEED, default=0, show_default=True)
+@click.argument("plan", metavar="[PLAN]", required=False, type=FILE)
+@options(STAGES, times={"callback": _times})
 @option_of(words(Knobs)["solver"], help="Of linear programs; highs needs highspy.")
 @time_limit("Search for so long, such as 60s, if no order is proved best before; or with --moves for no longer.")
-@click.option("-o", "--output", type=Output(), help="Write the order as torch's CSV, which simulate --schedule reads.")
-@click.option("--width", type=Count(40, 10**4), help="Columns.  [default: the terminal's]")
+@options(WRITTEN)
 @JSON
 def command(
     plan: str | None,
@@ -83,18 +75,18 @@ def command(
     output: str | None,
     width: int | None,
     as_json: bool,
-    **options: Any,
+    **asked: Any,
 ) -> None:
     """Find the best order of forwards and backwards for PLAN's stages, or for equal ones, within memory.
 
     Backwards are split; a batch of microbatches is drained. Prints what the order takes, and a lower bound: no order
     takes less. Ctrl-C ends the search with the best order so far.
     """
-    from ...api.plans.synthesizing import graph_of_plan, graph_of_times, synthesized
-    from ...files.plans import load_plan
-    from ...files.schedule_csv import written_schedule
-    from ...files.text import write_text
-    from ...report.tables.synthesis import figures, print_synthesis
+    from ..api.synthesizing import graph_of_plan, graph_of_times, synthesized
+    from ..files.plans import load_plan
+    from ..files.schedule_csv import written_schedule
+    from ..files.text import write_text
+    from ..report.tables.synthesis import figures, print_synthesis
 
     refuse_two_documents(as_json, output=output)
     began = time.monotonic()
@@ -108,7 +100,7 @@ def command(
         if gpus is None or times is None or microbatches is None:
             raise click.UsageError("name a PLAN, or say --gpus, --times and --microbatches")
         graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
-    found = synthesized(graph, count, deadline=deadline, status=status(), **options)
+    found = synthesized(graph, count, deadline=deadline, status=status(), **asked)
     took_s = time.monotonic() - began
     if output is not None:
         write_text(output, written_schedule(found.program))

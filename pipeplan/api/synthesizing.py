@@ -8,16 +8,16 @@ from fractions import Fraction
 from math import inf
 from typing import Any
 
-from ...choices import DRAINED
-from ...cost.stage_graph import StageGraph, stage_graph
-from ...deadline import NEVER, Deadline
-from ...errors import BadInput
-from ...plan import Plan, Stage
-from ...planner.simulated.other_schedules import default_microbatches
-from ...planner.what_if.best_order import OWN, best_order, placed_graph
-from ...problem import Chain, Layer, Platform, Policy
-from ...schedule.kinds import loop, vee
-from ...schedule.synthesis.synthesize import Synthesis
+from ..choices import DRAINED
+from ..cost.stage_graph import StageGraph, stage_graph
+from ..deadline import NEVER, Deadline
+from ..errors import BadInput
+from ..plan import Plan, Stage
+from ..planner.simulated.other_schedules import default_microbatches
+from ..planner.what_if.best_order import OWN, best_order, placed_graph
+from ..problem import Chain, Layer, Platform, Policy
+from ..schedule.kinds import loop, vee
+from ..schedule.synthesis.synthesize import Synthesis
 
 ROOM = 2**50  # bytes of GPUs that nothing is said of
 

@@ -1,27 +1,122 @@
-"""Which stages do Megatron-LM's arguments say? By a layout, or by its own rules for layers without one."""
+"""Which arguments give stages to Megatron-LM, or to Megatron-Bridge, and which stages do Megatron-LM's say?
+
+In a layout ``E`` is the embedding, ``t`` a decoder layer, ``m`` one of multi-token prediction, ``L`` output and loss;
+stages stand between ``|``. The final norm is with ``L``.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
-from ...check.targets import TARGETS, Recompute, Shape, mtp_layers
+from ...check.targets import TARGETS, CannotExpress, Recompute, Rule, Shape, Unit, mtp_layers
 from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown
 from ...plan import ScheduleKind
-from .imported import SELECTIVE, Imported, Source, placed
-from .shell import Options
+from .asked import SELECTIVE, Asked, Imported, Source, placed
+from .options import Options
 
+KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+METHODS: dict[Rule, str] = {"first": "block", "every": "uniform"}  # by the rules of what is recomputed
 OTHERS = ("context-parallel-size", "expert-model-parallel-size")
 BY_NAME = {row.megatron: name for name, row in OPTIMIZERS.items() if row.megatron is not None}
 MOST_LETTERS = 10**5
 LAYOUT = "--pipeline-model-parallel-layout"
 LETTER = re.compile(r"([EtmL|])(?:\*([0-9]{1,6}))?")
 REPEATED = re.compile(r"\(([^()]*)\)\*([0-9]{1,6})")
+TRAINED = ("micro-batch-size", "global-batch-size")  # what Megatron-Bridge has in cfg.train
+
+# --- from a plan ------------------------------------------------------------------------------------------------------
 
 
-def megatron(source: Source) -> Imported:
+def megatron(asked: Asked) -> str:
+    """Return Megatron-LM's arguments: layers, pipeline size and layout, batch sizes, recomputation.
+
+    Replicas are its data parallelism: as many as the world has GPUs for.
+    """
+    head, parts, lines = _facts(asked)
+    layout = "|".join("".join(x * n if n < 3 else f"{x}*{n}" for x, n in _runs(part)) for part in parts)
+    lines.insert(3, {LAYOUT[2:]: f'"{layout}"'})
+    said = [[f"--{x}" if y is True else f"--{x} {y}" for x, y in line.items() if y is not False] for line in lines]
+    return head + " \\\n".join(" ".join(words) for words in said if words) + "\n"
+
+
+def megatron_bridge(asked: Asked) -> str:
+    """Return the same as assignments to Megatron-Bridge's ``cfg.model`` and ``cfg.train``."""
+    head, parts, lines = _facts(asked)
+    facts = {name: value for line in lines for name, value in line.items()}
+    facts["share-embeddings-and-output-weights"] = not facts.pop("untie-embeddings-and-output-weights")
+    said = [
+        f"cfg.{'train' if x in TRAINED else 'model'}.{x.replace('-', '_')} = {_written(y)}" for x, y in facts.items()
+    ]
+    chunks = len(parts) // facts["pipeline-model-parallel-size"]
+    said += [
+        f"cfg.model.virtual_pipeline_model_parallel_size = {chunks if chunks > 1 else None}",
+        "cfg.model.pipeline_model_parallel_layout = [",
+        *(
+            "    " + " + ".join(f'["{KINDS[x]}"]' + (f" * {n}" if n > 1 else "") for x, n in _runs(part)) + ","
+            for part in parts
+        ),
+        "]",
+    ]
+    if asked.autocast:
+        said += ["cfg.model.enable_autocast = True", f"cfg.model.autocast_dtype = torch.{asked.autocast}"]
+    return head + "\n".join(said) + "\n"
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else str(value)
+
+
+def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
+    """Return a line on the GPUs, the letters of each stage, and what else is said, by flags and in lines; CannotExpress
+    where layers of multi-token prediction must not be."""
+    found, chain = asked.expressed("megatron"), asked.plan.chain
+    shape, units, mtp, way = found.shape, found.units, mtp_layers(chain), found.recompute
+    parts = ["".join(_letters_of(unit, mtp) for unit in part) for part in units]
+    for s, part in enumerate(parts):
+        if "m" in part and (s < len(parts) - shape.ranks or not s % shape.ranks):
+            raise CannotExpress(
+                f"megatron: layers of multi-token prediction are in stage {s}; they must be in the last stage of a "
+                "rank that is not the first"
+            )
+    tied = any(a < units[0][0].stop and units[-1][-1].start <= b for a, b in chain.tied)
+    lines: list[dict[str, Any]] = [
+        {"num-layers": sum(unit.block for part in units for unit in part)},
+        {"tensor-model-parallel-size": chain.tensor, "sequence-parallel": chain.sequence_parallel}
+        if chain.tensor > 1
+        else {},
+        {"pipeline-model-parallel-size": shape.ranks},
+        {"micro-batch-size": chain.microbatch},
+        {"global-batch-size": chain.microbatch * asked.microbatches},
+        {"untie-embeddings-and-output-weights": not tied},  # which isn't the default there
+        {"mtp-num-layers": mtp} if mtp else {},
+    ]
+    if way.rule != "none":
+        full = {"recompute-granularity": "full", "recompute-method": METHODS[way.rule]}
+        lines.append({**full, "recompute-num-layers": way.count})
+    world = shape.ranks * shape.pipelines * chain.tensor
+    return f"# {world} GPUs: data-parallel size {shape.pipelines}\n", parts, lines
+
+
+def _letters_of(unit: Unit, mtp: int) -> str:
+    if unit.name == "mtp":
+        return "m" * mtp
+    return "t" if unit.block else "L" if unit.start else "E"
+
+
+def _runs(letters: str) -> list[tuple[str, int]]:
+    return [(letter, len(list(run))) for letter, run in groupby(letters)]
+
+
+# --- from arguments ---------------------------------------------------------------------------------------------------
+
+
+def read_megatron(source: Source) -> Imported:
     """Return what Megatron-LM runs with the arguments: stages, schedule, batch, recomputation, optimizer.
 
     The data-parallel size is what the GPUs leave. Without a layout the decoder's layers are shared evenly, but for the
@@ -99,24 +194,21 @@ def _recompute(options: Options) -> Recompute:
     if granularity is None or _selective(options):
         return Recompute()
     method, count = options.text("recompute-method"), options.count("recompute-num-layers", 1)
-    if granularity != "full" or method not in ("uniform", "block"):
+    rule = next((rule for rule, name in METHODS.items() if name == method), None)
+    if granularity != "full" or rule is None:
         raise BadInput(
             f"{options.path}: recomputation is full, uniform or block; here it is '{shown(granularity)}', "
             f"'{shown(str(method))}'"
         )
-    return Recompute("every" if method == "uniform" else "first", count)
+    return Recompute(rule, count)
 
 
 def _compare(source: Source, parts: Sequence[str], blocks: int) -> None:
     """Raise BadInput where what is in the stages is not what the profile has."""
     mtp = mtp_layers(source.chain)
     letters = "".join(parts)
-    for letter, count, name in (
-        ("E", 1, "the embedding"),
-        ("L", 1, "the output with the loss"),
-        ("t", blocks, "decoder layers"),
-        ("m", mtp, "layers of multi-token prediction"),
-    ):
+    whats = "the embedding", "the output with the loss", "decoder layers", "layers of multi-token prediction"
+    for letter, count, name in zip("ELtm", (1, 1, blocks, mtp), whats, strict=True):
         if letters.count(letter) != count:
             raise BadInput(f"{source.path}: {LAYOUT} has {name} {letters.count(letter)} times, the profile {count}")
     if letters != "E" + "t" * blocks + "m" * mtp + "L":

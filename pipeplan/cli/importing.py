@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ...api.asked import Common, Planning, words
-from ...choices import DRAINED
-from ...errors import BadInput, InvalidPlan
-from ..grouped import GroupedCommand
-from ..options import FILE, JSON, PROFILE, Output, asking, option_of, refuse_two_documents, time_limit
-from ..progress import status
+from ..api.asked import Common, Planning, words
+from ..choices import DRAINED
+from ..errors import BadInput, InvalidPlan
+from .grouped import GroupedCommand
+from .options import FILE, JSON, PROFILE, asking, option_of, options, refuse_two_documents, time_limit
+from .progress import status
 
 if TYPE_CHECKING:
-    from ...files.imports import Imported
-    from ...problem import Policy
+    from ..files.frameworks import Imported
+    from ..problem import Policy
 
-FROM = ["megatron", "torchtitan"]
+FROM = r"""
+--from megatron|torchtitan (name) The framework of the arguments.
+--rename PATTERN=NAME,..
+    torchtitan: what it calls the profile's layers, as in export: 'block(\d+)=layers.\1,head=lm_head'.
+"""
+WRITTEN = """
+-o, --output OUT    Write the plan that is run today; - is standard output.
+--best OUT          Write the best plan that was found for the target.
+"""
 SAID = ("batch", "checkpointing")  # by the arguments
 POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 
@@ -36,16 +44,9 @@ POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 @PROFILE
 @asking(Common, without=SAID)
 @click.argument("arguments", metavar="ARGUMENTS", type=FILE)
-@click.option("--from", "name", required=True, type=click.Choice(FROM), help="The framework of the arguments.")
-@click.option(
-    "--rename",
-    multiple=True,
-    metavar="PATTERN=NAME,..",
-    help=r"torchtitan: what it calls the profile's layers, as in export: 'block(\d+)=layers.\1,head=lm_head'.",
-)
+@options(FROM, name={"required": True}, rename={"multiple": True})
 @option_of(words(Planning)["effort"])
-@click.option("-o", "--output", type=Output(), help="Write the plan that is run today; - is standard output.")
-@click.option("--best", type=Output(), help="Write the best plan that was found for the target.")
+@options(WRITTEN)
 @time_limit("Stop searching for a better plan after this long, such as 30s, with the best so far.")
 @JSON
 def command(
@@ -66,28 +67,27 @@ def command(
     refuse_two_documents(as_json, output=output, best=best)
     if output is not None and output == best:
         raise click.UsageError("--output and --best would both write the same file")
-    from ...api.problems import problem_of
-    from ...api.profiles import read_profile
-    from ...api.tensor import parts
-    from ...files.export.asked import parsed_renames
-    from ...files.imports import READERS, Source, read_options
-    from ...files.plans import plan_text
-    from ...files.text import write_text
-    from ...planner.periodic.incumbent import Settings
-    from ...planner.what_if.imported import judge
-    from ...report.tables.imported import judged_figures, print_change
-    from ...report.tables.plan import print_plan
+    from ..api.problems import problem_of
+    from ..api.profiles import read_profile
+    from ..api.tensor import parts
+    from ..files.frameworks import READERS, Source, parsed_renames, read_options
+    from ..files.plans import plan_text
+    from ..files.text import write_text
+    from ..planner.periodic.incumbent import Settings
+    from ..planner.what_if.imported import judge
+    from ..report.tables.imported import judged_figures, print_change
+    from ..report.tables.plan import print_plan
 
-    options = read_options(arguments)
+    said = read_options(arguments)
     deadline = shared.pop("deadline")
-    whole, degree = read_profile(shared.pop("profile")), options.count(READERS[name].tensor, 1)
+    whole, degree = read_profile(shared.pop("profile")), said.count(READERS[name].tensor, 1)
     given = {**shared, "weights": DRAINED, "batch": "any", "deadline": deadline}
     problem, assumed = problem_of(parts(whole, degree)[0], **given)
     others = []
     for part in parts(whole, None):
         with suppress(BadInput):  # where groups of so many cross servers
             others += [problem_of(part, **given)[0]] * (part.chain.tensor != degree)
-    found = READERS[name](Source(options, problem.chain, len(problem.platform), parsed_renames(rename)))
+    found = READERS[name](Source(said, problem.chain, len(problem.platform), parsed_renames(rename)))
     policy, about = _as_said(problem.policy, found), status()
     try:
         judged = judge(

@@ -1,0 +1,204 @@
+"""What is asked of a plan that there is: how does it run in simulation, what is on its page, what is it elsewhere?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from ..choices import BEST
+from ..deadline import NEVER, Deadline
+from ..errors import BadInput
+from ..files.schedule_csv import read_schedule
+from ..files.text import write_text
+from ..names import shown
+from ..plan import Plan
+from ..planner.simulated.other_schedules import default_microbatches, mini_batch, own_schedule, schedule_stages
+from ..planner.simulated.simulation import (
+    RUNS,
+    Refused,
+    Simulation,
+    compare_schedules,
+    run_seeds,
+    simulate_plan,
+    simulate_written,
+    under_jitter,
+)
+from ..schedule.kinds import schedules
+from ..status import Status
+from .problems import whole_microbatches
+
+if TYPE_CHECKING:
+    from ..report.page.html import Measured
+
+ALL = "all"  # of the list; BEST is none of them and takes some seconds a placement, so that it is named beside it
+
+
+def simulations(
+    plan: Plan,
+    names: Sequence[str] = (),
+    microbatches: int | None = None,
+    *,
+    batch: int | None = None,
+    depth: int | None = None,
+    chunks: int | None = None,
+    limit: int | None = None,
+    weight_keeps: float | None = None,
+    overlap: float | None = None,
+    barrier: bool = True,
+    jitter: float | None = None,
+    seed: int = 0,
+    runs: int = RUNS,
+    deadline: Deadline = NEVER,
+    status: Status | None = None,
+) -> tuple[list[Simulation], list[Refused]]:
+    """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
+
+    No name is its own, ``all`` are all, ``best`` is the best order that is found, one that ends in .csv is read as
+    torch writes it and stands alone. One alone is not refused but BadInput. ``batch`` are samples per update;
+    ``depth``, ``chunks``, ``limit``, and the shares ``weight_keeps`` and ``overlap``, are options of the schedules that
+    have them. Without a ``barrier`` between updates, drained runs take the longest span of a GPU instead of the
+    makespan. With ``jitter``, a share, each is run ``runs`` times more with durations drawn around the planned ones;
+    The search for the best order heeds the ``deadline``; ``status`` says what is going on.
+    """
+    files = [name for name in names if name.endswith(".csv")]
+    refuse_unknown([name for name in names if name not in files], ALL, BEST)
+    if files and len(names) > 1:
+        raise BadInput("--schedule: one that is written in a file is simulated by itself")
+    options: dict[str, Any] = {"depth": depth, "chunks": chunks, "limit": limit}
+    for name, share in (("weight_keeps", weight_keeps), ("overlap", overlap)):
+        if share is not None:
+            options[name] = Fraction(share).limit_denominator(10**6)
+    if batch is not None:
+        options["batch"] = whole_microbatches(batch, plan.chain.microbatch)
+    every = list(schedules()) if ALL in names else []
+    chosen = list(dict.fromkeys([*every, *(name for name in names if name != ALL)])) or [own_schedule(plan)]
+    refused: list[Refused] = []
+    if files:
+        found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
+    elif len(chosen) == 1:
+        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier, deadline, status)]
+    else:
+        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier, deadline, status)
+    if jitter is not None:
+        found = [under_jitter(run, jitter, run_seeds(seed, runs), status) for run in found]
+    return found, refused
+
+
+def refuse_unknown(names: Iterable[str], *others: str) -> None:
+    """Raise BadInput unless all ``names`` of --schedule are schedules or among ``others``."""
+    known = [*schedules(), *others]
+    for name in names:
+        if name not in known:
+            raise BadInput(f"--schedule: '{shown(name)}' is not one of {', '.join(known)}")
+
+
+# --- its page ---------------------------------------------------------------------------------------------------------
+
+
+def report_page(
+    plan: Plan,
+    names: Sequence[str] = (),
+    microbatches: int | None = None,
+    trace: str | None = None,
+    status: Status | None = None,
+) -> tuple[str, int]:
+    """Return the HTML page of a valid plan, and how many microbatches of its run it shows.
+
+    ``names`` are schedules of the run, none for the plan's own; several, or ``all``, stand side by side. ``trace`` is
+    the file of a run of the plan, which is set under the planned one. BadInput for what contradicts.
+    """
+    from ..report.page.html import microbatches_shown, report_html
+
+    refuse_unknown(list(names), ALL)
+    chosen = list(schedules()) if ALL in names else list(dict.fromkeys(names)) or [own_schedule(plan)]
+    main = chosen[0] if len(chosen) == 1 else own_schedule(plan)
+    if trace is not None and main != own_schedule(plan):
+        raise BadInput(f"--trace: the run was one of the plan's own schedule, not of {main}")
+    measured = None if trace is None else _measured(plan, trace)
+    batch = lcm(*(mini_batch(plan, name) for name in {main, *chosen}))
+    wanted = microbatches or default_microbatches(plan, main)
+    several = chosen if len(chosen) > 1 else []
+    count = microbatches_shown(plan, wanted, batch, len({main, *several}))
+    if several and count % batch:
+        count += batch - count % batch
+    runs, refused = compare_schedules(plan, several, count, status=status)
+    return report_html(simulate_plan(plan, count, main), runs, refused, measured=measured), count
+
+
+def _measured(plan: Plan, trace: str) -> Measured:
+    """Return the run by ``plan`` in the file ``trace``, or raise BadInput."""
+    from ..report.page.html import Measured
+    from ..runtime.measure.trace_file import read_operations, read_run_of
+
+    run, text = read_run_of(plan, trace)
+    return Measured(run, read_operations(plan, trace, text))
+
+
+# --- in the terms of another runtime ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What a target reads: ``text``, further files ``beside`` it by path, and ``notes`` for the user."""
+
+    path: str
+    text: str
+    beside: dict[str, str]
+    notes: list[str]
+
+    def write(self) -> None:
+        """Write all files."""
+        for path, text in {self.path: self.text, **self.beside}.items():
+            write_text(path, text)
+
+
+def exported(
+    plan: Plan,
+    target: str,
+    path: str = "-",
+    *,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    rename: Iterable[str] = (),
+) -> Exported:
+    """Return ``plan`` for ``target`` under ``schedule`` (None: its own), to be written to ``path``.
+
+    ``chunks`` are stages per GPU of interleaved schedules; ``rename`` are rules ``PATTERN=NAME,..`` by which the target
+    calls the profile's layers. CannotExpress says what the target has no words for.
+    """
+    from ..files.frameworks import WRITERS, Asked, notes, parsed_renames
+
+    if target not in WRITERS:
+        raise BadInput(f"--to: '{shown(target)}' is not one of {', '.join(WRITERS)}")
+    refuse_unknown([] if schedule is None else [schedule])
+    renames = parsed_renames(tuple(rename))
+    name = schedule or own_schedule(plan)
+    stages = schedule_stages(plan, name, chunks or 2)
+    run = simulate_plan(plan, microbatches, name, {"chunks": chunks}).timeline
+    writer, asked = WRITERS[target], Asked(plan, stages, run, renames, path)
+    beside = {}
+    if writer.beside is not None and path != "-":
+        ending, write = writer.beside
+        beside[str(PurePath(path).with_suffix(ending))] = write(asked)
+    return Exported(path, writer.write(asked), beside, notes(plan, target, stages))
+
+
+def not_exported(plan: Plan, target: str) -> str | None:
+    """Return why no form of a ``target`` takes its own plan without more words, such as names; None where one does."""
+    from ..check.targets import CannotExpress
+    from ..files.frameworks import WRITERS
+
+    found: str | None = None
+    for name in (name for name, writer in WRITERS.items() if writer.target == target):
+        try:
+            exported(plan, name)
+        except CannotExpress as error:
+            found = found or str(error)
+        else:
+            return None
+    return found

@@ -1,1 +1,0 @@
-"""Which commands tell of the program itself, and of this machine?"""

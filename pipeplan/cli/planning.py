@@ -1,0 +1,357 @@
+"""``pipeplan plan, grid, estimate, compare``: which plan is best, and what do days of training with it cost?"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..api.asked import Comparing, Grids, Planning
+from ..errors import BadInput
+from ..names import SENTENCE, shown
+from ..units import format_bytes
+from .grouped import GroupedCommand
+from .options import JSON, MODEL, PROFILE, Count, asking, options, refuse_two_documents, time_limit
+from .progress import status
+
+if TYPE_CHECKING:
+    from ..api.result import PlanResult
+    from ..planner.what_if.compare import OnePlatform
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+MOST = 10**18  # samples, tokens, dollars
+NUMBER = re.compile(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?")
+PER_GPU = 4  # microbatches of an update that is estimated, where nobody says
+PIPELINES = {"default": "auto", "show_default": True}
+COLUMNS = "gpus memory_bytes update_samples bound_ns algorithm period_ns claimed_ns seconds data_parallel tensor"
+BILL = options("""
+--samples N (samples)         Samples to train on, such as 100e6; prints the training time in days.
+--tokens N/LENGTH             Tokens to train on and those of a sample, such as 15e12/8192, for --samples.
+--price DOLLARS               What a GPU costs an hour, such as 2.5; prints the cost of the training.
+""", samples={"type": click.STRING, "metavar": "N"})  # fmt: skip
+
+
+# --- what a training costs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """A training of so many ``samples``, where a GPU costs ``price`` dollars an hour (None: nobody says)."""
+
+    samples: int
+    price: Fraction | None
+
+    @staticmethod
+    def of(samples: str | None, tokens: str | None, price: str | None) -> Bill | None:
+        """Return what the options ask for, None where that is nothing; BadInput for what they don't say."""
+        if samples is not None and tokens is not None:
+            raise BadInput("--samples and --tokens both say how long the training is; say one of them")
+        if samples is None and tokens is None:
+            if price is not None:
+                raise BadInput("--price: say how long the training is, by --samples or --tokens")
+            return None
+        if tokens is None:
+            count = int(_number("--samples", samples or "", whole=True))
+        else:
+            whole, _, each = tokens.partition("/")
+            if not each:
+                raise BadInput(
+                    f"--tokens: '{shown(tokens, 40)}' doesn't say how many tokens a sample has, such as 15e12/8192"
+                )
+            count = -int(-_number("--tokens", whole, whole=True) // _number("--tokens", each, whole=True))
+        return Bill(count, None if price is None else _number("--price", price, whole=False))
+
+    def days(self, samples_per_second: float) -> float:
+        """Return the days that the training takes."""
+        return self.samples / samples_per_second / 86400
+
+    def dollars(self, samples_per_second: float, gpus: int) -> float | None:
+        """Return what that costs on so many GPUs."""
+        return None if self.price is None else self.days(samples_per_second) * 24 * gpus * float(self.price)
+
+    def worth(self, samples_per_second: float, gpus: int) -> str:
+        """Return days and dollars in words."""
+        cost = self.dollars(samples_per_second, gpus)
+        return f"{self.days(samples_per_second):.1f} days" + ("" if cost is None else f" and ${cost:,.0f}")
+
+    def line(self, samples_per_second: float, gpus: int, batch: int) -> str:
+        """Return the line beside a plan that updates every ``batch`` samples."""
+        return (
+            f"training    {self.worth(samples_per_second, gpus)} for {self.samples:,} samples, "
+            f"{-(-self.samples // batch):,} batches of {batch / samples_per_second:.3f} s"
+        )
+
+
+def _number(name: str, text: str, whole: bool) -> Fraction:
+    found = Fraction(text) if NUMBER.fullmatch(text) else None
+    if found is None or not 0 < found <= MOST or (whole and found.denominator != 1):
+        kind, example = ("positive whole number", "100e6") if whole else ("positive number", "2.5")
+        raise BadInput(f"{name}: '{shown(text, 40)}' is not a {kind} up to 1e18, such as {example}")
+    return found
+
+
+# --- plan, grid -------------------------------------------------------------------------------------------------------
+
+
+def _searching(command: Command) -> Command:
+    """Add the options of :func:`_search`, and the time limit."""
+    limited = time_limit("Stop searching after this time, such as 30s, and keep the best plan so far.")
+    output = options("-o, --output OUT  Write the plan as JSON; - is standard output.")
+    return limited(output(JSON(command)))
+
+
+def _search(
+    find: Callable[..., PlanResult], output: str | None, as_json: bool, verbose: bool = False, bill: Bill | None = None
+) -> PlanResult:
+    """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons, and with the ``bill``; return
+    it."""
+    from ..files.text import write_text
+    from ..planner.periodic.incumbent import unsolved
+
+    about = status()
+    found = find(progress=about.improved, status=about)
+    for note in filter(None, (unsolved(about), *dict.fromkeys(about.notes))):
+        click.echo(f"note: {note}", err=True)
+    text = found.text() if as_json or output is not None else ""
+    if output is not None:
+        write_text(output, text)
+    if as_json and output != "-":
+        write_text("-", text)
+    elif output != "-":
+        found.show(verbose=verbose)
+        if bill is not None:
+            plan = found.plan
+            gpus, batch = len(plan.platform.whole or plan.platform), plan.interval * plan.chain.microbatch
+            click.echo(bill.line(found.samples_per_second, gpus, batch))
+        if output is not None:
+            click.echo(f"written to {shown(output, SENTENCE)}")
+    return found
+
+
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json",
+        "pipeplan plan zoo:gpt2-xl --gpus 8 --gpu a100 --microbatch 2 --precision mixed --optimizer adam",
+        "pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128",
+        "pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all",
+    ),
+)
+@PROFILE
+@asking(Planning)
+@options("-v, --verbose  Print which condition decides the bound on all plans.")
+@BILL
+@_searching
+def plan(
+    profile: str,
+    knobs: dict[str, Any],
+    output: str | None,
+    as_json: bool,
+    verbose: bool,
+    samples: str | None,
+    tokens: str | None,
+    price: str | None,
+    **asked: Any,
+) -> None:
+    """Split the network in PROFILE (JSON, graph.txt, example:NAME; - is standard input) over GPUs.
+
+    PROFILE may also name a model, as pipeplan profile takes it: each layer is then estimated for --gpu.
+
+    Ctrl-C ends the search with the best plan so far.
+    """
+    for name in ("seed", "runs"):
+        if name in knobs and asked["robust"] is None:
+            raise click.UsageError(f"-O {name} goes with --robust")
+    bill = Bill.of(samples, tokens, price)
+    from ..api.planning import plan
+    from ..api.plans import not_exported
+    from ..files.text import write_text
+
+    find = partial(plan, profile, time_limit=asked.pop("deadline"), **asked, **knobs)
+    if asked["for_"] is not None and output not in (None, "-"):  # it is there before its price is known
+        find = partial(find, on_plan=lambda found: write_text(output, found.text()))
+    found = _search(find, output, as_json, verbose, bill)
+    if asked["for_"] is not None:
+        lacks = not_exported(found.plan, asked["for_"])
+        if lacks is not None:
+            click.echo(f"note: export will say: {shown(lacks, SENTENCE)}", err=True)
+
+
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan grid profile.json --gpus 8 --mem 16GB --batch 64 --microbatch 1,2,4 -o plan.json",
+        "pipeplan grid zoo:gpt2-xl --gpus 2x8 --gpu a100 --batch 512 --data-parallel 4 --precision mixed",
+    ),
+)
+@PROFILE
+@asking(
+    Grids,
+    batch={"type": Count(), "metavar": None, "required": True, "help": "Samples per update."},
+    pipelines=PIPELINES,
+)
+@_searching
+def grid(profile: str, output: str | None, as_json: bool, **asked: Any) -> None:
+    """Plan a grid of GPUs for PROFILE: stages x equal pipelines that share every batch, message-driven and drained.
+
+    Every grid of the GPUs is tried, with microbatches of the given sizes. The grid that finishes a batch first is the
+    plan; the others are listed with their times, or with why they don't fit.
+
+    Ctrl-C ends the search with the best plan so far.
+    """
+    from ..api.planning import grid
+
+    _search(partial(grid, profile, time_limit=asked.pop("deadline"), **asked), output, as_json)
+
+
+# --- estimate ---------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan estimate zoo:llama-7b --gpus 8 --gpu h100 --samples 100e6",
+        "pipeplan estimate zoo:myelin-12b --gpus 48 --gpu v100 --microbatch 8 --batch 16384 --offload",
+    ),
+)
+@click.argument("profile", metavar="MODEL", type=MODEL)
+@asking(
+    Grids,
+    without=("platform", "reserve", "latency", "overhead", "blocking_transfers", "granularity", "blocks", "clipped",
+             "bytes_per_parameter", "checkpointing", "profiles", "layer_overhead", "overlap", "limit", "effort"),
+    gpus={"required": True},
+    batch={"type": Count(), "metavar": None, "help": "Samples per update.  [default: 4 microbatches per GPU]"},
+    optimizer={"default": "adam"},
+    precision={"default": "mixed", "show_default": True, "help": None},
+    pipelines=PIPELINES,
+    microbatches={"default": "1", "show_default": True, "help": "Samples of a microbatch: several to choose from."},
+)  # fmt: skip
+@BILL
+@JSON
+def estimate(
+    profile: str,
+    gpus: tuple[int, ...],
+    microbatches: list[int],
+    batch: int | None,
+    samples: str | None,
+    tokens: str | None,
+    price: str | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Estimate memory and time of training MODEL on GPUs that are named: zoo:NAME, hf:CONFIG or module:function.
+
+    Every layer is estimated for the GPU, the layers are planned on every grid of stages x pipelines, and the fastest
+    grid is shown. Exit code 1: nothing fits.
+    """
+    from ..api.planning import grid
+
+    bill = Bill.of(samples, tokens, price)
+    each = batch or PER_GPU * prod(gpus) * max(microbatches)
+    found = grid(profile, status=status(), gpus=gpus, microbatches=microbatches, batch=each, **asked)
+    parameters, tensor = int(found.plan.chain.sums.parameters[-1]), found.plan.chain.tensor
+    rate = found.samples_per_second
+    if as_json:
+        figures = {
+            "parameters": parameters,
+            "tensor": tensor,
+            "batch": each,
+            "batch_seconds": each / rate,
+            "samples_per_second": rate,
+            "samples": None if bill is None else bill.samples,
+            "days": None if bill is None else bill.days(rate),
+            "dollars": None if bill is None else bill.dollars(rate, prod(gpus)),
+            "pipelines": len(found.stages[0].gpus) // tensor,
+            "stages": [{"peak_bytes": x.peak_bytes, "memory_bytes": x.memory_bytes} for x in found.stages],
+        }
+        click.echo(json.dumps(figures, indent=1))
+        return
+    found.show()
+    whose = f" in each of {tensor} GPUs that run a layer together" if tensor > 1 else ""
+    click.echo(f"\nparameters  {parameters / 1e9:.3f}e9{whose}; weights that layers share count in each of them")
+    if bill is not None:
+        click.echo(bill.line(rate, prod(gpus), each))
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+@click.command(
+    cls=GroupedCommand,
+    examples=(
+        "pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB",
+        "pipeplan compare profile.json --gpus 4 --mem 16GB --algorithms contiguous,auto --csv rows.csv",
+    ),
+)
+@PROFILE
+@asking(
+    Comparing,
+    without=("vertical_sync",),
+    gpus={"type": click.STRING, "metavar": "COUNTS", "help": "Numbers of equal GPUs, such as 2-8 or 2,4,8."},
+    mem={"help": "Usable memories of each GPU, such as 3GB,4GB."},
+    effort={"help": "How many candidates auto tries.  [default: normal]"},
+)
+@options("--csv OUT (csv_file)  Write the rows as CSV; - is standard output.")
+@BILL
+@time_limit("Stop after this long, such as 600s, with the cases that are done.")
+@JSON
+def compare(
+    profile: str,
+    knobs: dict[str, Any],
+    csv_file: str | None,
+    as_json: bool,
+    samples: str | None,
+    tokens: str | None,
+    price: str | None,
+    **asked: Any,
+) -> None:
+    """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB."""
+    from ..api.comparing import compare
+    from ..files.text import write_text
+
+    refuse_two_documents(as_json, csv=csv_file)
+    bill = Bill.of(samples, tokens, price)
+    found = compare(profile, status=status(), time_limit=asked.pop("deadline"), **asked, **knobs)
+    if len(found.rows) < found.total:
+        click.echo(f"the time limit ended it after {len(found.rows)} of {found.total} cases", err=True)
+    if csv_file is not None:
+        write_text(csv_file, _csv(found.rows))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in found.rows], indent=1))
+    elif csv_file != "-":
+        found.show()
+        if bill is not None:
+            click.echo(_bills(bill, found.rows, found.problem.chain.microbatch))
+
+
+def _bills(bill: Bill, rows: Sequence[OnePlatform], each: int) -> str:
+    """Return what training takes with the best plan of every platform, in a line."""
+    best = [(row, row.best_ns) for row in rows]
+    parts = [
+        f"{row.gpus} GPU{'s' if row.gpus > 1 else ''} of {format_bytes(row.memory_bytes)} "
+        + ("nothing fits" if period is None else bill.worth(each * 1e9 / period, row.gpus))
+        for row, period in best
+    ]
+    return f"training    of {bill.samples:,} samples: {'; '.join(parts)}"
+
+
+def _csv(rows: Sequence[OnePlatform]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS.split())
+    for row in rows:
+        for cell in row.cells:
+            writer.writerow(
+                [row.gpus, row.memory_bytes, row.update_samples, row.bound_ns, *dataclasses.astuple(cell), row.tensor]
+            )
+    return out.getvalue()

@@ -1,1 +1,0 @@
-"""Which commands search for a plan?"""

@@ -1,1 +1,0 @@
-"""Which commands look at a plan that there is, or hand it on?"""

@@ -1,1 +1,0 @@
-"""Which commands measure, estimate and train models?"""
