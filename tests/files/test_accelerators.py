@@ -15,7 +15,7 @@ def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:
     for name, entry in table.items():
         assert 8e9 <= entry.memory_bytes <= 3e11, name
         assert 2e11 <= entry.bandwidth_bytes <= 1e13, name
-        assert entry.launch_ns == 5000
+        assert entry.launch_ns == 5000 or (entry.measured != "none" and 1000 <= entry.launch_ns <= 10_000)
         assert (entry.measured == "none") == (entry.error is None) == (not entry.source), name
         assert 5e12 <= entry.peak("float32") <= entry.peak("float32", convolution=True) <= 2e15
         if "bfloat16" in entry.tflops:
