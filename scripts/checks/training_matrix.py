@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import torch  # noqa: E402
 from cases.training_matrix import FEATURES, SCHEDULES, Case, difference, planned, tolerance  # noqa: E402
 
 from pipeplan.errors import PipeplanError  # noqa: E402
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--features", nargs="+", default=FEATURES, choices=FEATURES)
     parser.add_argument("--pairs", action="store_true")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # as ranks have, which add in the same order then
     sets = [(), *((x,) for x in arguments.features)]
     sets += list(combinations(arguments.features, 2)) if arguments.pairs else []
     cases = [Case(schedule, frozenset(some)) for schedule in arguments.schedules for some in sets]

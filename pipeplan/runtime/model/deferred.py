@@ -264,10 +264,16 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if promised and statistics(func, args, kwargs):
             raise NotDeferred("it runs a norm in training while it is built")
         written = _written_by(func, args, kwargs)
+        lazily = all(map(self.holds, written))
+        if written and not lazily and any(map(self.holds, written)):
+            raise NotDeferred(f"{func} changes large tensors and others together")
         if is_random(func):
-            return self._drawn(func, args, kwargs, given, written)
+            generator = kwargs.get("generator") or torch.default_generator
+            states = ((generator, generator.get_state()),)
+            drawn = self._drawn if written and lazily else self._at_once
+            return drawn(func, args, kwargs, given, written, states)
         elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
-        if not promised or elsewhere or not all(map(self.holds, written)):
+        if not promised or elsewhere or not lazily:
             return self._at_once(func, args, kwargs, given, written)
         try:
             with self.fake:
@@ -282,25 +288,16 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._note(func, args, kwargs, written, found)
         return found
 
-    def _at_once(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
+    def _at_once(self, func: Any, args: Any, kwargs: Any, given: Any, written: Any, states: Any = ()) -> Any:
         """Do it with the values of what it needs; what becomes large is promised."""
-        if any(map(self.holds, written)):
-            raise NotDeferred(f"{func} changes large tensors and others together")
         values, more = self._filled((args, kwargs))
         found = func(*values, **more)
-        return found if written else self._promised(func, args, kwargs, given, found)
+        return found if written else self._promised(func, args, kwargs, given, found, states)
 
-    def _drawn(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
-        """Draw, also what is promised, so that the generator goes on."""
-        generator = kwargs.get("generator") or torch.default_generator
-        states = ((generator, generator.get_state()),)
-        if not any(map(self.holds, written)):
-            values, more = self._filled((args, kwargs))
-            found = func(*values, **more)
-            return found if written else self._promised(func, args, kwargs, given, found, states)
+    def _drawn(self, func: Any, args: Any, kwargs: Any, given: Any, written: Any, states: Any) -> Any:
+        """Draw into what is promised, so that the generator goes on."""
         if func.overloadpacket in DRAWS:
-            room = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype)
-            func(room, *args[1:], **kwargs)
+            func(torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype), *args[1:], **kwargs)
         else:
             values, more = self._filled((args, kwargs))
             func(*values, **more)

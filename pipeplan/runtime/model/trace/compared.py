@@ -229,8 +229,10 @@ def _plain(author: Author, loss: Loss, inputs: Sequence[Tensor], target: Any, fo
 def _refuse_state(author: Author, before: Attributes, step: Step, again: Callable[[], Step]) -> None:
     """Raise BadInput for random numbers that aren't torch's, and for what Python keeps from forward to forward."""
     sure = f"or set {author.name}.{FIXED} = True if a trace may keep what it is now"
-    for what, begun, now in zip(("Python's random", "NumPy"), _begun(), step.drawn[1:], strict=True):
-        if now != begun:
+    with OwnRandomness(KEY).installed():
+        begun = others()
+    for what, then, now in zip(("Python's random", "NumPy"), begun, step.drawn[1:], strict=True):
+        if now != then:
             raise BadInput(f"{author.name} draws from {what} in its forward; draw from torch, {sure}")
     kept = _changed(before, step.kept)
     if not kept:
@@ -365,7 +367,10 @@ def _step(
     ``follows``: gradients of inputs too."""
     device, before = inputs[0].device, author.buffers
     leaves = [x.detach().requires_grad_(follows and (x.is_floating_point() or x.is_complex())) for x in inputs]
-    with OwnRandomness(KEY).installed(), _own_draws(device), ExitStack() as stack:
+    gpus = [] if device.type == "cpu" else [device]
+    with OwnRandomness(KEY).installed(), torch.random.fork_rng(devices=gpus), ExitStack() as stack:
+        if gpus:
+            torch.cuda.manual_seed(KEY)
         for modules in parts:
             stack.enter_context(buffers_kept(modules))
         with autocasting(author.autocast, device):
@@ -395,24 +400,6 @@ def _buffers(author: Author, modules: Sequence[nn.Module], before: Mapping[str, 
             if known not in found or (place in before and torch.equal(found[known], before[place])):
                 found[known] = x
     return found
-
-
-@contextmanager
-def _own_draws(device: torch.device) -> Iterator[None]:
-    """Let a GPU's random numbers be those of the key as well."""
-    if device.type == "cpu":
-        yield
-        return
-    with torch.random.fork_rng(devices=[device]):
-        torch.cuda.manual_seed(KEY)
-        yield
-
-
-def _begun() -> Any:
-    """Return the states of Python's and NumPy's random numbers that steps begin with."""
-    with OwnRandomness(KEY).installed():
-        begun: Sequence[Any] = others()
-        return begun
 
 
 @contextmanager
