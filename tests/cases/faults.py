@@ -148,7 +148,7 @@ IN_FILE = {
     "full": fill_disk,
 }
 
-NEARBY = "pipeplan.runtime.exchange.nearby.transport:NearbyTransport"
+NEARBY = "pipeplan.runtime.exchange.nearby:NearbyTransport"
 PLACES = {
     "send": (f"{NEARBY}.send", 5),
     "receive": (f"{NEARBY}._issue", 6),

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send
+from ..lowering.repeats import Repeated, Upcoming
 from ..model.network import TensorSpec
-from .posting import PostingTransport
 from .transport import Receiving, Sends, lane
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -37,7 +39,54 @@ def spare_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-class GlooTransport(PostingTransport[Receiving]):
+class PostingTransport(ABC):
+    """Posts receives in the order of a rank's ``instructions``, on each edge ``ahead`` of them before their turn."""
+
+    def __init__(self, instructions: Sequence[Instruction], ahead: int = 1) -> None:
+        self._ahead = ahead
+        receives = Repeated.of(instructions).where(lambda x: isinstance(x, Receive))
+        edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
+        self._coming = {edge: Upcoming(receives.where(partial(_comes_along, edge))) for edge in edges}
+        self._posted: dict[tuple[Edge, int], Callable[[], Tensor]] = {}
+        self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
+
+    def start(self) -> None:
+        """Post the first receives."""
+        for edge in self._coming:
+            self.look_ahead(edge)
+
+    def post(self, receive: Receive) -> None:
+        """Post ``receive`` now unless it has been already."""
+        while (receive.edge, receive.microbatch) not in self._posted and self._coming[receive.edge]:
+            self._post_next(receive.edge)
+
+    def take(self, edge: Edge, microbatch: int) -> Tensor:
+        """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
+        tensor = self._posted.pop((edge, microbatch))()
+        self._waiting[edge] -= 1
+        return tensor
+
+    def look_ahead(self, edge: Edge) -> None:
+        """Post the next receives of ``edge``, as many as may be there at once."""
+        while self._waiting[edge] < self._ahead and self._coming[edge]:
+            self._post_next(edge)
+
+    @abstractmethod
+    def _issue(self, receive: Receive) -> Callable[[], Tensor]:
+        """Be ready for a message; return what waits for it."""
+
+    def _post_next(self, edge: Edge) -> None:
+        receive = self._coming[edge].popleft()
+        assert isinstance(receive, Receive), "only receives are coming"
+        self._posted[edge, receive.microbatch] = self._issue(receive)
+        self._waiting[edge] += 1
+
+
+def _comes_along(edge: Edge, instruction: Instruction) -> bool:
+    return isinstance(instruction, Receive) and instruction.edge == edge
+
+
+class GlooTransport(PostingTransport):
     """One rank's exchanges in the default process group.
 
     ``specs`` gives the tensor of every edge, ``instructions`` the rank's order. One send is under way on each edge; the
@@ -63,13 +112,10 @@ class GlooTransport(PostingTransport[Receiving]):
         """Wait until everything that was sent has arrived."""
         self._sends.finish()
 
-    def _issue(self, receive: Receive) -> Receiving:
+    def _issue(self, receive: Receive) -> Callable[[], Tensor]:
         spec = self._specs[receive.edge]
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        return Receiving(receive, tensor, self._tag(receive.edge, receive.microbatch))
-
-    def _arrived(self, receive: Receive, posted: Receiving) -> Tensor:
-        return posted.wait()
+        return Receiving(receive, tensor, self._tag(receive.edge, receive.microbatch)).wait
 
     def _tag(self, edge: Edge, microbatch: int) -> int:
         lanes = 2 * self._stages

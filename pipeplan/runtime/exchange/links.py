@@ -33,7 +33,7 @@ from .transport import Group, Receiving, Sends, Transport, exchanging
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins
 
-open_nearby = Late("runtime.exchange.nearby.transport:open_nearby")
+open_nearby = Late("runtime.exchange.nearby:open_nearby")
 
 Pair = tuple[int, int]  # sender, receiver
 
@@ -263,26 +263,12 @@ class StagedTransport:
 
     def __init__(self, between_hosts: Transport, device: torch.device) -> None:
         self._between_hosts, self._device = between_hosts, device
-
-    def start(self) -> None:
-        """Begin."""
-        self._between_hosts.start()
-
-    def post(self, receive: Receive) -> None:
-        """Be ready for a message."""
-        self._between_hosts.post(receive)
+        self.start, self.post, self.look_ahead = between_hosts.start, between_hosts.post, between_hosts.look_ahead
+        self.await_room, self.finish = between_hosts.await_room, between_hosts.finish
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return a message on the GPU; the host waits for it."""
         return moved(self._between_hosts.take(edge, microbatch), self._device)
-
-    def look_ahead(self, edge: Edge) -> None:
-        """Be ready for what comes next."""
-        self._between_hosts.look_ahead(edge)
-
-    def await_room(self, send: Send) -> bool:
-        """Wait until the edge's last message is through."""
-        return self._between_hosts.await_room(send)
 
     def send(self, send: Send, tensor: Tensor) -> None:
         """Send a message; the host waits for the pass that makes it."""
@@ -290,7 +276,3 @@ class StagedTransport:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._between_hosts.send(send, copy)
-
-    def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
-        self._between_hosts.finish()

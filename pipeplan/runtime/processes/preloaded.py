@@ -5,7 +5,7 @@ import gc
 import torch._dynamo  # noqa: F401  # every optimizer that is made imports it
 
 from ..engine import arrival_order, comparison, held_out  # noqa: F401  # what rows name as well
-from ..exchange.nearby import transport  # noqa: F401
+from ..exchange import nearby  # noqa: F401
 from ..measure import report  # noqa: F401
 from ..training.state import saved_model  # noqa: F401
 from . import launch  # noqa: F401  # ranks run what is in it

@@ -1,7 +1,7 @@
 """What two processes of one machine give each other: nothing is lost, memory is used again, who goes is noticed."""
 
+import json
 import os
-import socket
 import threading
 from datetime import timedelta
 
@@ -11,43 +11,51 @@ torch = pytest.importorskip("torch")
 
 from cases.patience import SECONDS
 
-from pipeplan.runtime.exchange.nearby import wires
+from pipeplan.runtime.exchange import nearby
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.model.network import TensorSpec
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="wires are for Linux")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux")
 PATIENT = timedelta(seconds=SECONDS)
 
 
-def between(pairs, timeout=PATIENT):
-    """The ends of wires between pairs of ranks, by rank and peer; each rank opens its own in the order of ``pairs``."""
-    links, ends = {}, {}
-    for one, other in pairs:
-        if (one, other) not in links:
-            links[one, other], links[other, one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def opened(pairs, timeout=PATIENT):
+    """What each rank of ``pairs`` (rank, peer) has opened, by rank; all say at the same moment what they have."""
+    ranks = sorted({rank for pair in pairs for rank in pair})
+    met, found = threading.Barrier(len(ranks), timeout=SECONDS), {}
+    said = [None] * len(ranks)
+
+    def everybodys(value):
+        said[int(threading.current_thread().name)] = value
+        met.wait()
+        everybody = json.loads(json.dumps(said))
+        met.wait()
+        return everybody
 
     def open_ends(rank):
-        ends[rank] = wires._wires({other: links[one, other] for one, other in pairs if one == rank}, timeout)
+        found[rank] = nearby.open_nearby(rank, [other for one, other in pairs if one == rank], "this", timeout)
 
-    threads = [threading.Thread(target=open_ends, args=[rank], daemon=True) for rank in {one for one, _ in pairs}]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    return ends
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearby, "everybodys", everybodys)
+        threads = [threading.Thread(target=open_ends, args=[rank], name=str(rank), daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    return found
 
 
 def both(timeout=PATIENT):
     """The two ends of a wire."""
-    ends = between([(0, 1), (1, 0)], timeout)
-    return ends[0][1], ends[1][0]
+    ends = opened([(0, 1), (1, 0)], timeout)
+    return ends[0].wires[1], ends[1].wires[0]
 
 
 def test_three_that_open_their_wires_in_a_circle_come_through():
-    ends = between([(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
-    assert {rank: set(own) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
-    ends[2][0].want((5, 5))
-    ends[0][2].await_wanted((5, 5))
+    ends = opened([(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
+    assert {rank: set(own.wires) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
+    ends[2].wires[0].want((5, 5))
+    ends[0].wires[2].await_wanted((5, 5))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,7 @@ def test_messages_are_told_apart_and_memory_is_used_again_once_they_are_taken():
             assert torch.equal(there.take((kind, number), spec), torch.full(spec.shape, 100 * number + kind))
         there.want((0, number))
         assert here.await_wanted((0, number)) in (True, False)
-    assert here._mine.end == 2 * wires._room(small) + wires._room(large)
+    assert here._mine.end == 2 * nearby._room(small) + nearby._room(large)
 
 
 def test_any_number_of_messages_may_wait_to_be_taken():
@@ -94,7 +102,7 @@ def test_any_number_of_messages_may_wait_to_be_taken():
     there.give((1, 0), torch.tensor([1.0]), spec)
     assert here.take((1, 0), spec).item() == 1
     here.give((0, 270), torch.tensor([270.0]), spec)
-    assert here._mine.end == 270 * wires._room(spec)
+    assert here._mine.end == 270 * nearby._room(spec)
 
 
 def test_two_that_say_more_than_fits_between_them_hear_each_other_meanwhile():
@@ -157,55 +165,35 @@ def test_who_never_hears_is_told_of_after_the_timeout():
         say()
 
 
-@pytest.mark.parametrize("others", [None, ("another", "net"), ("this", "other")])
+@pytest.mark.parametrize("others", [None, ["another", "processes", 1, {}], ["this", "others", 1, {}]])
 def test_ranks_that_cannot_all_have_wires_have_none(others, monkeypatch):
-    def gathered(here):
-        return [here, None if others is None else [*others, "", ""]]
-
-    monkeypatch.setattr(wires, "_network", lambda: "net")
-    monkeypatch.setattr(wires, "everybodys", gathered)
-    assert wires.open_wires(0, [1], "this", PATIENT) is None
+    monkeypatch.setattr(nearby.os, "readlink", lambda path: "processes")
+    monkeypatch.setattr(nearby, "everybodys", lambda here: [here, others if isinstance(here, list) else here])
+    assert nearby.open_nearby(0, [1], "this", PATIENT) is None
 
 
-def shown_out(name, user):
-    """Whether a process of ``user`` that connects and waits is shown out."""
+def test_one_that_may_not_look_into_another_lets_all_do_without():
+    real = os.open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            nearby.os, "open", lambda *given: refused() if int(threading.current_thread().name) else real(*given)
+        )
+        assert opened([(0, 1), (1, 0)]) == {0: None, 1: None}
+
+
+def refused():
+    raise PermissionError
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_cannot_open_what_is_there():
+    here, _there = both()
     child = os.fork()
     if not child:
+        os.setuid(65534)
         try:
-            os.setuid(user)
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.connect(name)
-            os._exit(link.recv(1) != b"")
-        finally:
-            os._exit(2)
-    return os.waitpid(child, 0)[1] == 0
-
-
-def test_who_is_silent_or_says_something_else_or_is_another_user_keeps_nobody_waiting():
-    listener, secret = wires._listener(), os.urandom(wires._SECRET)
-    name = listener.getsockname()
-    others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
-    _silent, wrong, short, right = others
-    for link in others:
-        link.connect(name)
-    wrong.send(os.urandom(wires._SECRET) + wires._RANK.pack(1))
-    short.send(secret[:8])
-    found = []
-    accepting = threading.Thread(
-        target=lambda: found.append(wires._accepted(listener, secret, 1, PATIENT)), daemon=True
-    )
-    accepting.start()
-    assert wrong.recv(1) == short.recv(1) == b"", "shown out"
-    if os.geteuid() == 0:
-        assert shown_out(name, 65534)
-    assert not found
-    right.send(secret + wires._RANK.pack(3))
-    accepting.join(SECONDS)
-    assert [*found[0]] == [3]
-    found[0][3].send(b"hello")
-    assert right.recv(5) == b"hello"
-
-
-def test_peers_that_never_connect_are_told_of_after_the_timeout():
-    with pytest.raises(TimeoutError, match=r"^nothing for 0.01 s$"):
-        wires._accepted(wires._listener(), b"", 1, timedelta(seconds=0.01))
+            os.open(f"/proc/{os.getppid()}/fd/{here._says}", os.O_WRONLY)
+        except PermissionError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,1 +1,0 @@
-"""A faster way for messages between processes of one machine's CPUs than gloo's."""
