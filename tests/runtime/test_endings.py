@@ -30,10 +30,11 @@ from pipeplan.runtime.lowering.instructions import Send, sentence
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes import own
-from pipeplan.runtime.processes.failure import Failure, failure_of, told
+from pipeplan.runtime.processes.failure import Failure, failure_of
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own import Gone, Inbox, Ranks
 from pipeplan.runtime.processes.own_processes import INTERFACES, LOOK_S, Lasting, is_here, is_stopped, listen_here
+from pipeplan.runtime.processes.store import told
 from pipeplan.runtime.training.state.checkpoint import newest
 
 OPTIONS = {"steps": 6, "lr": 0.01}

@@ -20,10 +20,10 @@ from pipeplan.runtime.exchange.transport import PeerLost
 from pipeplan.runtime.processes import rendezvous as starting_room
 from pipeplan.runtime.processes import store as store_room
 from pipeplan.runtime.processes import watchdog as watch_room
-from pipeplan.runtime.processes.failure import FAILURE, Failure, failure_told, told
+from pipeplan.runtime.processes.failure import Failure
 from pipeplan.runtime.processes.own_processes import context_of, has_gone
 from pipeplan.runtime.processes.rendezvous import Start
-from pipeplan.runtime.processes.store import GONE_S, Presences, StorePeers, present
+from pipeplan.runtime.processes.store import FAILURE, GONE_S, Presences, StorePeers, failure_told, present, told
 from pipeplan.runtime.processes.watchdog import Watch, watching
 
 

@@ -9,13 +9,13 @@ from cases.patience import SECONDS
 from torch.distributed import HashStore
 
 from pipeplan.runtime.exchange.transport import PeerLost
-from pipeplan.runtime.processes import stopping
-from pipeplan.runtime.processes.stopping import StoreStop
+from pipeplan.runtime.processes import store as store_room
+from pipeplan.runtime.processes.store import StoreStop
 
 
 @pytest.fixture(autouse=True)
 def looking_often(monkeypatch):
-    monkeypatch.setattr(stopping, "POLL_S", 0.01)
+    monkeypatch.setattr(store_room, "POLL_S", 0.01)
 
 
 def refused(stop, first):

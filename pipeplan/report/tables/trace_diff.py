@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...check.evaluate import evaluate
 from ...cost.time_model import step_ns
 from ...plan import Plan
-from ...runtime.measure.planned import planned_times, planned_transfer_ns
+from ...runtime.measure.times import planned_times, planned_transfer_ns
 from ...runtime.measure.trace_file import MeasuredRun
 from ...units import format_bytes, format_ns
 from ..looks import console, make_table, print_fitted

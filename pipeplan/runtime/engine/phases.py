@@ -18,11 +18,10 @@ from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, label, peak_bytes
 from ..exchange.collective import barrier, gathered, pipeline_group, told_by_all
-from ..exchange.emulated_link import carried_ns
+from ..exchange.transport import carried_ns
 from ..lowering.lowered_run import LoweredRun
-from ..measure.drift import straightened
 from ..measure.recorder import Times
-from ..measure.times import GpuBytes, RankMeasurement, Reading
+from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
 from ..model.trace.adapted import run_uncompiled
 from ..training.rank import Rank
 from .executor import RankWork, execute
@@ -167,12 +166,12 @@ def report(
 ) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
     runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
-    clock = compared_clocks(rank.number)
+    clock = compared_clocks(rank.number, meeting.recorder.lag_ns)
     measurements = gathered(
         rank.number,
         RankMeasurement(
             rank=rank.number,
-            times=tuple(straightened(list(times), meeting.clock, clock)),
+            times=tuple(straightened(times, meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
             peak_activation_bytes=stages.activations.peak_bytes,
             transfer_ns={

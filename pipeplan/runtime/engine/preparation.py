@@ -31,16 +31,15 @@ from ..exchange.collective import (
     this_machine,
     transfer_times,
 )
-from ..exchange.emulated_link import EmulatedLink
 from ..exchange.gloo import spare_sockets
 from ..exchange.links import Links, open_links
 from ..exchange.replica_sum import SumGroup
-from ..exchange.transport import Group, everybodys, exchanging
+from ..exchange.transport import EmulatedLink, Group, everybodys, exchanging
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
-from ..measure.drift import Compared
 from ..measure.held_bytes import HeldBytes, StateBytes
 from ..measure.recorder import Recorder, recorder_of
+from ..measure.times import Compared
 from ..model.build.fitting import check_model, fitted
 from ..model.build.loading import OwnPart, load_weights, versions_of
 from ..model.deferred import SMALL
@@ -231,9 +230,10 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns, everybody, patient_group())
 
 
-def compared_clocks(number: int) -> Compared:
-    """Return what this rank's clock lacks to rank 0's now; all ranks compare together."""
-    return Compared(clock_offset(number, this_machine()), time.monotonic_ns())
+def compared_clocks(number: int, lag_ns: int = 0) -> Compared:
+    """Return what the clock of this rank's device, which lags behind the host's, lacks to rank 0's host's now; all
+    ranks compare together."""
+    return Compared(clock_offset(number, this_machine()) + lag_ns, time.monotonic_ns())
 
 
 def by_threads(job: Job, lowered: LoweredRun) -> bool:

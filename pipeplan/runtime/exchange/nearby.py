@@ -16,6 +16,7 @@ import mmap
 import os
 import select
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from .transport import everybodys, exchanging, lane
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
-PING: Final[Message] = (-1, 0)
+_PING: Final = -1  # what is passed on beside all messages
 _NOTE: Final = struct.Struct("=4q")  # what has happened, the message, and its place in memory
 _GIVEN, _WANTED, _TAKEN = range(3)
 _HEARD: Final = 128 * _NOTE.size  # bytes at once, and the most that is said at once: pipes take so much whole
@@ -179,6 +180,7 @@ class Nearby:
 
     def __init__(self, wires: Mapping[int, Wire]) -> None:
         self.wires = wires
+        self._passed: Counter[tuple[int, bool]] = Counter()  # by peer and whether it was sent
 
     def transport(self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec]) -> NearbyTransport:
         """Return what moves the messages of ``instructions``."""
@@ -186,10 +188,11 @@ class Nearby:
 
     def pass_on(self, tensor: Tensor, peer: int, sends: bool) -> Tensor:
         """Give ``peer`` a tensor, or take one like it from there, beside all messages; return it."""
-        spec, wire = TensorSpec.of(tensor), self.wires[peer]
+        spec, wire, message = TensorSpec.of(tensor), self.wires[peer], (_PING, self._passed[peer, sends])
+        self._passed[peer, sends] += 1
         if not sends:
-            return wire.take(PING, spec)
-        wire.give(PING, tensor, spec)
+            return wire.take(message, spec)
+        wire.give(message, tensor, spec)
         return tensor
 
     def close(self) -> None:

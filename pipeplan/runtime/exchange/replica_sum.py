@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .emulated_link import EmulatedLink, wait_until
-from .transport import Group, exchanging
+from .transport import EmulatedLink, Group, exchanging, wait_until
 
 WHAT = "the sum of gradients"
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..model.network import TensorSpec
-from .emulated_link import carried_ns, wait_until
-from .transport import Group, PeerLost, exchanging, lane
+from .transport import Group, PeerLost, carried_ns, exchanging, lane, wait_until
 
 POSTED: Final = 2  # receives under way on each wire: the next message travels while this one is put away
 UNLIMITED: Final = timedelta(days=365)  # patience is counted where the rank itself waits, not while it computes

@@ -27,9 +27,8 @@ from ...schedule.program import Decide, Program
 from ...schedule.timeline import Timeline, flush_makespan_ns
 from ...schedule.weight_versions import Delay
 from .instructions import Instruction, Message, Save, StagePass
-from .minibatch import forwards
 from .repeats import Repeat, Repeated
-from .segments import Segments
+from .segments import Segments, forwards
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from typing import Any, Final, Protocol
 import torch
 
 from ..device import await_event
-from .drift import Drift
 from .times import Activity, OpTime
 
 AHEAD: Final = 12  # about four passes with their data, waits and losses
+COMPARED: Final = 5  # events by which clocks are compared, as a host that has other work hears of some late
 KEPT: Final = 60_000  # operations of the begin and as many of the end: 20 MB at most, some 17,000 microbatches
 
 
@@ -58,10 +58,12 @@ class Times:
 class Recorder(Protocol):
     """Marks on a device's time line, in the monotonic clock of rank 0's machine once they are read.
 
-    ``times`` are those that were read so far.
+    ``times`` are those that were read so far. ``lag_ns`` is by how much the device's clock has stayed behind the host's
+    when it is settled.
     """
 
     times: Times
+    lag_ns: int
 
     def mark(self) -> Any:
         """Return a mark at this moment of the device's work."""
@@ -81,7 +83,7 @@ class HostRecorder:
 
     def __init__(self, offset_ns: int = 0) -> None:
         self._offset_ns = offset_ns
-        self.times = Times()
+        self.times, self.lag_ns = Times(), 0
 
     def mark(self) -> int:
         """Return the time in ns."""
@@ -108,13 +110,12 @@ class CudaRecorder:
 
     def __init__(self, timeout: timedelta, offset_ns: int = 0, ahead: int = AHEAD) -> None:
         self._timeout, self._ahead = timeout, ahead
-        self.times = Times()
-        self._waiting: deque[tuple[Any, Callable[[int | None], None]]] = deque()
-        base = self.mark()
-        await_event(base, timeout)
+        self.times, self.lag_ns = Times(), 0
+        self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
         self._offset_ns = offset_ns
-        self._base = base, time.monotonic_ns() + offset_ns
-        self._drift = Drift()
+        self._base: tuple[Any, int] = self.mark(), 0
+        later_ns = self._heard_later_ns()
+        self._base = self._base[0], self._base[1] + later_ns
 
     def mark(self) -> Any:
         """Return an event."""
@@ -126,36 +127,42 @@ class CudaRecorder:
         """Note what ends at the event ``end``, or at one recorded now."""
         end = self.mark() if end is None else end
 
-        def read(heard_ns: int | None) -> None:
-            begin, over = self._ns(start), self._ns(end)
-            if heard_ns is not None:
-                self._drift.heard(over, heard_ns)
-            self.times.add(OpTime(activity, stage, microbatch, self._drift.right(begin), self._drift.right(over)))
+        def read() -> None:
+            begin = self._ns(start)
+            self.times.add(OpTime(activity, stage, microbatch, begin, self._ns(end)))
 
         self._await(end, read)
 
     def later(self, action: Callable[[], None]) -> None:
         """Do it when the GPU has passed an event recorded now."""
-        self._await(self.mark(), lambda _: action())
+        self._await(self.mark(), action)
 
     def settle(self) -> Times:
-        """Wait for the last event."""
+        """Wait for the last event, and see how far the clocks have run apart."""
         while self._waiting:
             self._oldest()
+        self.lag_ns = self._heard_later_ns()
         return self.times
 
-    def _await(self, event: Any, action: Callable[[int | None], None]) -> None:
+    def _await(self, event: Any, action: Callable[[], None]) -> None:
         self._waiting.append((event, action))
         while len(self._waiting) > self._ahead:
             self._oldest()
 
     def _oldest(self) -> None:
-        """Do what waits longest, and tell it when the host heard of its event, if it had to wait for that."""
+        """Do what waits longest."""
         event, action = self._waiting.popleft()
-        there = event.query()
-        if not there:
+        await_event(event, self._timeout)
+        action()
+
+    def _heard_later_ns(self) -> int:
+        """Return by how much later, at least, the host hears of events than they are by the GPU's clock."""
+        late = []
+        for _ in range(COMPARED):
+            event = self.mark()
             await_event(event, self._timeout)
-        action(None if there else time.monotonic_ns() + self._offset_ns)
+            late.append(time.monotonic_ns() + self._offset_ns - self._ns(event))
+        return min(late)
 
     def _ns(self, event: Any) -> int:
         """Return an event's time. Distances are floats in ms, exact only when short: from one event to the next."""

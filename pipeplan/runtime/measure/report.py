@@ -20,8 +20,15 @@ from ...schedule.simulate import simulate
 from ..lowering.instructions import Forward, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
-from .planned import planned_times, planned_transfer_ns
-from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, typical
+from .times import (
+    Activity,
+    OpTime,
+    RankMeasurement,
+    mean_wait_for_data,
+    planned_times,
+    planned_transfer_ns,
+    typical,
+)
 
 
 @dataclass(frozen=True, slots=True)

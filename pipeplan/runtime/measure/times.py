@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..lowering.instructions import Edge
+from ...cost.stage_graph import StageGraph
+from ...plan import Plan
+from ..lowering.instructions import Edge, Pass
 from ..lowering.lowered_run import LoweredRun
 
 Activity = Literal[
@@ -109,6 +111,30 @@ class RankMeasurement:
     norms: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """At ``at_ns`` of its host's clock the one that times are told by lacked ``offset_ns`` to rank 0's."""
+
+    offset_ns: int
+    at_ns: int
+
+
+def straightened(times: Iterable[OpTime], before: Compared, after: Compared) -> list[OpTime]:
+    """Return ``times`` that were told with the offset ``before`` as they are if it grew evenly to that ``after``.
+
+    Clocks of hosts, and of GPUs and their hosts, run apart by up to 50 us in a second.
+    """
+    grown, elapsed = after.offset_ns - before.offset_ns, after.at_ns - before.at_ns
+    if not grown or elapsed <= 0:
+        return list(times)
+    begin = before.at_ns + before.offset_ns
+
+    def right(at_ns: int) -> int:
+        return at_ns + grown * (at_ns - begin) // elapsed
+
+    return [OpTime(t.activity, t.stage, t.microbatch, right(t.start_ns), right(t.end_ns)) for t in times]
+
+
 def covers(lowered: LoweredRun, activity: Activity) -> int:
     """Return how many microbatches an operation of this kind is for; times are reported for one of them."""
     return lowered.program.batch if activity == "B" else 1
@@ -161,3 +187,35 @@ def _median_of_means(windows: Mapping[int, list[int]]) -> int:
     """Return the median of the means of those that are full."""
     full = max(map(len, windows.values()), default=0)
     return median(round(statistics.fmean(found)) for found in windows.values() if len(found) == full)
+
+
+# --- what a plan expects, in the terms in which a run measures it -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTimes:
+    """What a plan expects of a stage per microbatch, in ns, each without the others: its passes, backwards also without
+    their share of the update, the reading of data, and the overhead of messages."""
+
+    forward_ns: int
+    backward_ns: int
+    data_ns: int
+    exchange_ns: int
+
+
+def planned_times(plan: Plan, graph: StageGraph) -> list[PlannedTimes]:
+    """Return what ``plan`` expects of each stage, as a run measures it."""
+    last, found = len(graph.stages) - 1, []
+    sends = [planned_transfer_ns(graph, "F", s) > 0 for s in range(last + 1)]
+    for s, cost in enumerate(graph.stages):
+        reading = plan.chain.read_in_passes_ns * min((s == 0) + (s == last), len(plan.chain))
+        held = plan.platform.overhead_ns * (sends[s] + (s > 0 and sends[s - 1]))  # in a forward, and in a backward
+        forward, backward = cost.forward_ns - reading - held, cost.backward_ns - cost.update_share_ns - held
+        found.append(PlannedTimes(max(0, forward), backward, reading, 2 * held))
+    return found
+
+
+def planned_transfer_ns(graph: StageGraph, kind: Pass, stage: int) -> int:
+    """Return how long what ``stage`` sends after its pass ``kind`` takes as planned, 0 where a cut has no bytes."""
+    position = graph.position.get(("SEND_F" if kind == "F" else "SEND_B", stage))
+    return 0 if position is None else graph.operations[position].duration_ns

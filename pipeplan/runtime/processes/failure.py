@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -18,10 +17,11 @@ from ..exchange.transport import PeerLost
 from ..lowering.instructions import sentence
 from ..model.user_code import said
 
+if TYPE_CHECKING:
+    from ..measure.report import RunReport
+
 Kind = Literal["input", "failed", "ended", "died", "lost"]
-LOOK_S: Final = 0.05
 GRACE_S: Final = 2.0  # in which the root cause of a failure is waited for when only its symptoms are known
-FAILURE: Final = "failure"  # where a store has the root cause
 ROOT_FIRST: tuple[Kind, ...] = ("input", "failed", "ended", "died", "lost")
 
 
@@ -84,53 +84,10 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: ROOT_FIRST.index(failure.kind))
 
 
-def told(failure: Failure, store: Any, world: int, grace_s: float, teller: int | None = None) -> Failure:
-    """Tell the other ranks of ``failure`` through ``store``, which keeps the first root cause, and return that.
+def stopped_after(step: int, folder: Path | None, report: RunReport | None) -> RunStopped:
+    """Return what to raise when a run was asked to stop, which has a ``report`` on rank 0.
 
-    ``teller`` is the rank that tells, if it isn't its own failure. A rank that merely lost another one waits
-    ``grace_s`` for the other's reason. If no rank of the ``world`` has one, those that were not heard of at all are
-    named: those of them that somebody has lost, if there are any, as others may only wait for ranks that wait, too.
+    It has left a checkpoint in ``folder``, if there is one.
     """
-    try:
-        store.set(_lost(failure.rank), json.dumps(failure.peers))
-        if failure.kind != "lost":
-            store.compare_set(FAILURE, "", json.dumps(asdict(failure)))
-        elif not _comes(store, FAILURE, grace_s):
-            heard = [rank for rank in range(world) if store.check([_lost(rank)])]
-            missed = {peer for rank in heard for peer in json.loads(store.get(_lost(rank)))}
-            silent = [rank for rank in range(world) if rank not in heard]
-            silent = [rank for rank in silent if rank in missed] or silent
-            if silent:
-                message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
-                store.compare_set(FAILURE, "", json.dumps(asdict(replace(failure, message=message))))
-        return failure_told(store, failure.rank if teller is None else teller) or failure
-    except RuntimeError:  # the store has gone too
-        return failure
-
-
-def failure_told(store: Any, rank: int) -> Failure | None:
-    """Return the root cause that ``store`` keeps, if there is one; ``rank`` has then heard of it."""
-    if not store.check([FAILURE]):
-        return None
-    store.set(has_heard(rank), "")
-    root = Failure(**json.loads(store.get(FAILURE)))
-    return replace(root, peers=tuple(root.peers))
-
-
-def has_heard(rank: int) -> str:
-    """Return the key under which a store has that ``rank`` knows of the failure."""
-    return f"heard/{rank}"
-
-
-def _lost(rank: int) -> str:
-    return f"failed/{rank}"
-
-
-def _comes(store: Any, key: str, seconds: float) -> bool:
-    """Wait for ``key``; asked again and again, as a wait of the store's prints a warning when it was in vain."""
-    until = time.monotonic() + seconds
-    while not store.check([key]):
-        if time.monotonic() > until:
-            return False
-        time.sleep(LOOK_S)
-    return True
+    left = "" if folder is None else f"; its checkpoint is in {folder}"
+    return RunStopped(f"stopped after update {step}{left}", report=report)

@@ -9,8 +9,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -28,7 +28,7 @@ from ..lowering.lowered_run import LoweredRun
 from ..measure.progress import Audience, StepDone, place, teller
 from ..measure.report import RunReport
 from ..training.state.checkpoint import Alone, Peers
-from .failure import GRACE_S, Failure, failure_of, root_cause
+from .failure import GRACE_S, Failure, failure_of, root_cause, stopped_after
 from .own_processes import (
     ENDING,
     LOOK_S,
@@ -41,7 +41,7 @@ from .own_processes import (
     settle_in,
     uninterrupted,
 )
-from .stopping import NEVER, asked, stopped_after
+from .store import NEVER
 
 END_S: Final = 2.0  # for which a rank that is told to end may take
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together
@@ -76,10 +76,9 @@ class OwnLaunch:
                 with uninterrupted(), our_imports_alone():
                     for rank in range(len(lowered.devices)):
                         ours, theirs = context.Pipe(duplex=False)
+                        own = OwnRank(rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs)
                         process = context.Process(
-                            target=_rank_main,
-                            args=(job, rank, len(lowered.devices), f"{folder}/store", progress, begun, theirs, ends),
-                            name=f"pipeplan rank {rank}",
+                            target=_rank_main, args=(job, own, ends), name=f"pipeplan rank {rank}"
                         )
                         process.start()
                         theirs.close()
@@ -93,6 +92,32 @@ class OwnLaunch:
         if report.steps < lowered.steps and not report.ended_early:
             raise stopped_after(lowered.first.step + report.steps, job.folder, report)
         return report
+
+
+@contextmanager
+def asked(stop: Callable[..., None], stops: bool) -> Iterator[None]:
+    """Let SIGTERM, SIGHUP or SIGINT ``stop`` the run, unless it is ignored, if it ``stops`` in order.
+
+    The first one alone; the second acts as it would have.
+    """
+    if not stops or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def act(*_: Any) -> None:
+        stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, act)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _how(exitcode: int | None) -> str:
@@ -180,26 +205,16 @@ class OwnRank(Launcher):
         self._pipe.close()
 
 
-def _rank_main(
-    job: Job,
-    rank: int,
-    world: int,
-    store_path: str,
-    progress: Any,
-    begun: SharedStop,
-    pipe: Connection,
-    ends: Connection,
-) -> None:
+def _rank_main(job: Job, launcher: OwnRank, ends: Connection) -> None:
     """Be one rank: send the report or the failure, and go."""
     for signum in ENDING:  # they may reach all of our processes; the parent ends us
         signal.signal(signum, signal.SIG_IGN)
     settle_in()
     threading.Thread(target=follow_parent, args=(ends,), daemon=True).start()
-    launcher = OwnRank(rank, world, store_path, progress, begun, pipe)
     try:
-        found = run_rank(job, rank, launcher)
+        found = run_rank(job, launcher.local_rank, launcher)
     except BaseException as error:  # which keeps its tensors: torch aborts who frees one of a GPU that has failed
-        launcher.over(failure_of(rank, error))
+        launcher.over(failure_of(launcher.local_rank, error))
         leave(1)
     launcher.over(found)
     leave(0)

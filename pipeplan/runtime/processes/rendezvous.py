@@ -28,9 +28,9 @@ from ...errors import BadInput
 from ..exchange.transport import PeerLost, exchanging
 from ..training.state.checkpoint import Peers
 from .agreement import INTERFACE, Statement
-from .failure import FAILURE, GRACE_S, Failure, has_heard, told
+from .failure import GRACE_S, Failure
 from .own_processes import has_gone
-from .store import Presences, listed, looks
+from .store import FAILURE, Presences, has_heard, listed, looks, told
 
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers

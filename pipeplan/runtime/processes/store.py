@@ -1,7 +1,8 @@
-"""What do the processes of a run tell each other before they meet? Through the store that torchrun gives them.
+"""What do the processes of a run tell each other through the store that torchrun gives them?
 
-A process that is stopped, or killed with its node, tells nobody, and others would wait for it as long as nodes may
-start apart. So each shows from its first moment on that it is there, and who waits looks whether others still do.
+What they run, that they are there, why one has failed, and where all stop. A process that is stopped, or killed with
+its node, tells nobody, and others would wait for it as long as nodes may start apart. So each shows from its first
+moment on that it is there, and who waits looks whether others still do.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any, Final
 
 from ..exchange.transport import PeerLost, exchanging
-from .failure import FAILURE
+from .failure import Failure
 
 WHERE: Final = "the agreement of the ranks before they meet"
 LOOKS_S: Final = (0.001, 0.1)  # pauses between two looks, growing from the first to the second
 SHOWN_S: Final = 5.0  # how often a process shows itself
 GONE_S: Final = 60.0  # without being shown after which one that was there has gone: longer than a machine stalls
 MOST_SHOWN: Final = 8  # ranks in a sentence
+FAILURE: Final = "failure"  # where a store has the root cause
+NEVER: Final = 2**62  # the first mini-batch that may not be begun, where all may
+POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked to stop
+GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
 
 
 class StorePeers:
@@ -145,3 +152,123 @@ def listed(ranks: Sequence[int]) -> str:
 
 def _key(rank: int) -> str:
     return f"present/{rank}"
+
+
+# --- why one has failed -----------------------------------------------------------------------------------------------
+
+
+def told(failure: Failure, store: Any, world: int, grace_s: float, teller: int | None = None) -> Failure:
+    """Tell the other ranks of ``failure`` through ``store``, which keeps the first root cause, and return that.
+
+    ``teller`` is the rank that tells, if it isn't its own failure. A rank that merely lost another one waits
+    ``grace_s`` for the other's reason. If no rank of the ``world`` has one, those that were not heard of at all are
+    named: those of them that somebody has lost, if there are any, as others may only wait for ranks that wait, too.
+    """
+    try:
+        store.set(f"failed/{failure.rank}", json.dumps(failure.peers))
+        if failure.kind != "lost":
+            store.compare_set(FAILURE, "", json.dumps(asdict(failure)))
+        elif not any(store.check([FAILURE]) for _ in looks(grace_s)):
+            heard = [rank for rank in range(world) if store.check([f"failed/{rank}"])]
+            missed = {peer for rank in heard for peer in json.loads(store.get(f"failed/{rank}"))}
+            silent = [rank for rank in range(world) if rank not in heard]
+            silent = [rank for rank in silent if rank in missed] or silent
+            if silent:
+                message = "; ".join(f"rank {rank} doesn't answer" for rank in silent) + f": {failure.message}"
+                store.compare_set(FAILURE, "", json.dumps(asdict(replace(failure, message=message))))
+        return failure_told(store, failure.rank if teller is None else teller) or failure
+    except RuntimeError:  # the store has gone too
+        return failure
+
+
+def failure_told(store: Any, rank: int) -> Failure | None:
+    """Return the root cause that ``store`` keeps, if there is one; ``rank`` has then heard of it."""
+    if not store.check([FAILURE]):
+        return None
+    store.set(has_heard(rank), "")
+    root = Failure(**json.loads(store.get(FAILURE)))
+    return replace(root, peers=tuple(root.peers))
+
+
+def has_heard(rank: int) -> str:
+    """Return the key under which a store has that ``rank`` knows of the failure."""
+    return f"heard/{rank}"
+
+
+# --- where all stop ---------------------------------------------------------------------------------------------------
+
+
+class StoreStop:
+    """The agreement of ``rank`` with ``world - 1`` others through ``store``, whichever of them is asked to stop.
+
+    Nothing is asked of the store while a mini-batch begins. A thread looks for the word to stop; then every rank lets
+    none begin until all have told how far they are. This waits for threads alone, not for the pipeline, so it ends;
+    at most ``timeout_s`` long if a rank has gone. ``first`` is the run's first mini-batch, which is always done.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, first: int, timeout_s: float) -> None:
+        self._store, self._rank, self._world, self._first = store, rank, world, first
+        self._timeout = timedelta(seconds=timeout_s)
+        self._changed = threading.Condition()
+        self._begun, self._limit = -1, NEVER
+        self._deciding = self._asked = False
+        self._failed: str | None = None
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @property
+    def limit(self) -> int:
+        """The first mini-batch that may not be begun."""
+        return self._limit
+
+    def may_begin(self, minibatch: int) -> bool:
+        """Whether ``minibatch`` may be begun; if so, it counts as begun. PeerLost when the ranks cannot agree."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._deciding)
+            if self._failed is not None:
+                raise PeerLost(f"the agreement on where to stop: {self._failed}")
+            if minibatch >= self._limit:
+                return False
+            self._begun = max(self._begun, minibatch)
+            return True
+
+    def ask(self, *_: Any) -> None:
+        """Stop; for a signal handler, which may interrupt anything and so waits for no lock."""
+        self._asked = True
+
+    def close(self) -> None:
+        """Tell the others that this rank begins nothing more."""
+        self._finished.set()
+        with suppress(RuntimeError):  # the store has gone, and with it whoever would ask
+            self._tell()
+        self._thread.join(GO_S)
+
+    def _watch(self) -> None:
+        try:
+            while not self._finished.wait(POLL_S):
+                if self._asked:
+                    self._store.set("stop", "asked")
+                if self._asked or self._store.check(["stop"]):
+                    self._agree()
+                    return
+        except RuntimeError as error:  # no answer, or the store has gone
+            with self._changed:
+                self._failed = str(error).partition("\n")[0]
+                self._deciding = False
+                self._changed.notify_all()
+
+    def _agree(self) -> None:
+        with self._changed:
+            self._deciding = True
+        self._tell()
+        keys = [f"begun/{rank}" for rank in range(self._world)]
+        self._store.wait(keys, self._timeout)
+        limit = max(self._first, *map(int, self._store.multi_get(keys))) + 1
+        with self._changed:
+            self._limit = limit
+            self._deciding = False
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        self._store.set(f"begun/{self._rank}", str(self._begun))

@@ -25,11 +25,10 @@ from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
 from ..training.state.checkpoint import Alone, Peers
 from .agreement import compare, model_items
-from .failure import GRACE_S, Failure, failure_of, failure_told, told
+from .failure import GRACE_S, Failure, failure_of, stopped_after
 from .own_processes import is_here, listen_here
 from .rendezvous import START_S, Start, number_in_environment
-from .stopping import NEVER, StoreStop, stopped_after
-from .store import StorePeers, present
+from .store import NEVER, StorePeers, StoreStop, failure_told, present, told
 from .watchdog import TORCHRUN, Watch, watching
 
 SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store

@@ -15,7 +15,7 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import check
 from pipeplan.errors import RunFailed
 from pipeplan.problem import Device
-from pipeplan.runtime.exchange.emulated_link import carried_ns
+from pipeplan.runtime.exchange.transport import carried_ns
 from pipeplan.runtime.lowering.instructions import Forward, Norm, PutAside, Reduce, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.progress import place, teller
