@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -146,17 +146,15 @@ def _heard_by_others() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that has gone is no reason for a page of C++
-    with watching() as watch, ExitStack() as held:
+    with watching() as watch:
         watch.tell_signal = Late("runtime.processes.torchrun:told_of_signal")
-        with suppress(ImportError):  # without torch there are no others
-            held.enter_context(Late("runtime.processes.torchrun:shown_to_others")())
         try:
             yield
         except (RunStopped, click.exceptions.Exit):
             raise
         except Exception as error:
             told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
-            with suppress(ImportError):
+            with suppress(ImportError):  # without torch there are no others
                 Late("runtime.processes.torchrun:tell_others")(told, watch)
             raise
 

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput
-from .measure.progress import StepProgress
+from .measure.progress import StepProgress, metrics_of
 from .measure.report import RunReport
+
+SHOWN = {  # names and units of metrics, where they are others there
+    "period_ns": ("ms per microbatch", 1e6),
+    "samples_per_s": ("samples per s", 1),
+    "learning_rate": ("learning rate", 1),
+    "gradient_norm": ("gradient norm", 1),
+}
 
 
 class Scalars:
@@ -34,19 +41,9 @@ class Scalars:
     def hear(self, progress: StepProgress) -> None:
         """Write what is known after an update."""
         self._step = progress.step
-        if progress.evaluation is not None:
-            for name, value in progress.evaluation.items():
-                self._add(f"evaluation/{name}", value)
-            return
-        self._add("loss", progress.loss)
-        if progress.period_ns is not None:
-            self._add("ms per microbatch", progress.period_ns / 1e6)
-        if progress.samples_per_s is not None:
-            self._add("samples per s", progress.samples_per_s)
-        if progress.learning_rate is not None:
-            self._add("learning rate", progress.learning_rate)
-        if progress.gradient_norm is not None:
-            self._add("gradient norm", progress.gradient_norm)
+        for name, value in metrics_of(progress).items():
+            shown, unit = SHOWN.get(name, (name, 1))
+            self._add(shown, value / unit)
 
     def finish(self, report: RunReport, step: int) -> None:
         """Write what was measured over the whole run, which ends with update ``step``."""

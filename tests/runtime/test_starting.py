@@ -18,12 +18,11 @@ from cases.patience import SECONDS
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.exchange.transport import PeerLost
 from pipeplan.runtime.processes import rendezvous as starting_room
-from pipeplan.runtime.processes import store as store_room
 from pipeplan.runtime.processes import watchdog as watch_room
 from pipeplan.runtime.processes.failure import Failure
 from pipeplan.runtime.processes.own_processes import context_of, has_gone
 from pipeplan.runtime.processes.rendezvous import Start
-from pipeplan.runtime.processes.store import FAILURE, GONE_S, Presences, StorePeers, failure_told, present, told
+from pipeplan.runtime.processes.store import FAILURE, StorePeers, failure_told, told
 from pipeplan.runtime.processes.watchdog import Watch, watching
 
 
@@ -175,44 +174,6 @@ def test_a_signal_that_torchrun_sends_on_behalf_of_a_dead_neighbour_names_that(s
     if os.path.exists("/proc/self/stat"):
         assert Start(1, 2).dead_neighbour(store) == 0
     assert not has_gone(os.getpid())
-
-
-def test_who_was_there_and_shows_itself_no_more_has_gone(store):
-    now = 0.0
-    presences = Presences(store, lambda: now)
-    with present(lambda: store, 1, every_s=0.001), present(lambda: dist.HashStore(), 2):
-        _until(lambda: store.check(["present/1"]))
-        assert presences.gone(range(3)) == []
-        shown, now = store.get("present/1"), 1e6
-        _until(lambda: store.get("present/1") != shown)
-        assert presences.gone(range(3)) == []
-    _until(lambda: not [thread for thread in threading.enumerate() if thread.name == "present/1"])
-    presences.gone(range(3))
-    now += GONE_S - 1
-    assert presences.gone(range(3)) == []
-    now += 1
-    assert presences.gone(range(3)) == [1], "rank 2 was never seen here, nor rank 0"
-
-
-def _until(true):
-    until = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("gone", [0, 2])
-def test_ranks_wait_no_longer_for_one_that_was_there_and_has_gone(store, monkeypatch, gone):
-    monkeypatch.setattr(store_room, "SHOWN_S", 0.01)
-    monkeypatch.setattr(store_room, "GONE_S", 0.05)
-    store.set(f"present/{gone}", "1 2 3")
-    start, thread = starting(store, 0 if gone else 1)
-    thread.join(SECONDS)
-    assert start.error.peers == (gone,)
-    assert f"rank {gone} gave no sign of life" in str(start.error)
-    peers = StorePeers(store, start.rank, 3, SECONDS, Presences(store))
-    with pytest.raises(PeerLost, match=f"agreement .* rank {gone} gave no sign of life"):
-        peers.gathered("mine")
 
 
 def test_rank_0_says_for_whom_all_wait(store, monkeypatch):

@@ -72,4 +72,4 @@ def test_without_a_signal_everything_may_begin():
     stop = StoreStop(HashStore(), 0, 2, 0, SECONDS)
     assert all(stop.may_begin(m) for m in range(1000))
     stop.close()
-    assert stop.limit == stopping.NEVER
+    assert stop.limit == store_room.NEVER

@@ -42,8 +42,8 @@ class Message:
 class ThreadedTransport:
     """One rank's exchanges in ``group`` (None: all ranks), by threads.
 
-    On each wire at most ``room`` messages wait to be used and as many to be sent; further ones wait at the sender, and
-    then in :meth:`send`. ``delay_ns`` and ``rate``, in bytes per second, emulate a slow link: every message takes so
+    On each wire at most ``room`` messages wait to be sent, and further ones in :meth:`send`; the run's order limits how
+    many wait to be used. ``delay_ns`` and ``rate``, in bytes per second, emulate a slow link: every message takes so
     much longer, and those of a wire follow each other. PeerLost where a wait for another rank takes longer than
     ``timeout_s``, or a rank has gone.
     """
@@ -61,20 +61,17 @@ class ThreadedTransport:
     ) -> None:
         self._specs, self._room, self._timeout_s, self._delay_ns, self._rate = specs, room, timeout_s, delay_ns, rate
         self._group, self._clock = group, clock
-        self._place: dict[tuple[Edge, int], tuple[Wire, int]] = {}  # of each message: its wire, and the how manieth
+        self._wires: dict[tuple[Edge, int], Wire] = {}  # of each message
         self._expected: Counter[Wire] = Counter()
         self._outgoing: dict[Wire, SimpleQueue[tuple[Send, Tensor] | None]] = {}
         for x in instructions:
             if isinstance(x, Receive):
-                wire = x.edge, x.peer
-                self._place[x.edge, x.microbatch] = wire, self._expected[wire]
-                self._expected[wire] += 1
+                self._wires[x.edge, x.microbatch] = x.edge, x.peer
+                self._expected[x.edge, x.peer] += 1
             elif isinstance(x, Send):
                 self._outgoing.setdefault((x.edge, x.peer), SimpleQueue())
         # all of what follows is read and written under one lock, whose changes are announced
         self._changed = threading.Condition()
-        self._allowed = Counter(dict.fromkeys(self._expected, room))  # messages that may have been received so far
-        self._taken: Counter[Wire] = Counter()
         self._inbox: dict[tuple[Edge, int], tuple[int, Tensor]] = {}  # when it can be used, and what it is
         self._news: list[Message] = []
         self._unsent: Counter[Wire] = Counter()
@@ -92,29 +89,19 @@ class ThreadedTransport:
             thread.start()
 
     def post(self, receive: Receive) -> None:
-        """Let ``receive`` come in, and what is sent before it, whatever else waits to be used."""
-        wire, number = self._place[receive.edge, receive.microbatch]
-        with self._changed:
-            self._allowed[wire] = max(self._allowed[wire], number + 1)
-            self._changed.notify_all()
+        """All messages come in as they are sent."""
+
+    def look_ahead(self, edge: Edge) -> None:
+        """All messages come in as they are sent."""
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
-        wire, _ = self._place[edge, microbatch]
+        wire = self._wires[edge, microbatch]
         self._wait(lambda: (edge, microbatch) in self._inbox, lambda: _next_on(wire))
         with self._changed:
             usable_ns, tensor = self._inbox.pop((edge, microbatch))
-            self._taken[wire] += 1
         wait_until(usable_ns, self._clock)
         return tensor
-
-    def look_ahead(self, edge: Edge) -> None:
-        """Let as many messages come in along ``edge`` as there is room for."""
-        with self._changed:
-            for wire, taken in self._taken.items():
-                if wire[0] == edge:
-                    self._allowed[wire] = max(self._allowed[wire], taken + self._room)
-            self._changed.notify_all()
 
     def news(self, until_ns: int | None) -> list[Message]:
         """Return the messages that have come since the last call; if there are none, wait for some until ``until_ns``.
@@ -184,25 +171,18 @@ class ThreadedTransport:
 
     def _receive_all(self, wire: Wire) -> None:
         posted: deque[_Receiving] = deque()
-        begun = usable_ns = 0
+        left, usable_ns = self._expected[wire], 0
         with exchanging(_next_on(wire)):
-            while begun < self._expected[wire] or posted:
-                while begun < self._expected[wire] and len(posted) < POSTED and self._may_receive(wire, begun, posted):
+            while left or posted:
+                while left and len(posted) < POSTED:
                     posted.append(_Receiving(wire, self._specs[wire[0]], self._group))
-                    begun += 1
+                    left -= 1
                 microbatch, tensor = posted.popleft().wait()
                 usable_ns = max(self._clock(), usable_ns) + self._delay_ns + carried_ns(tensor.nbytes, self._rate)
                 with self._changed:
                     self._inbox[wire[0], microbatch] = usable_ns, tensor
                     self._news.append(Message(wire[0], microbatch, usable_ns))
                     self._changed.notify_all()
-
-    def _may_receive(self, wire: Wire, number: int, posted: Sequence[object]) -> bool:
-        """Whether message ``number`` of ``wire`` has room, waited for unless there are receives to wait for instead."""
-        with self._changed:
-            if not posted:
-                self._changed.wait_for(lambda: number < self._allowed[wire])
-            return number < self._allowed[wire]
 
     def _send_all(self, wire: Wire) -> None:
         queue = self._outgoing[wire]

@@ -30,7 +30,7 @@ from ..training.state.checkpoint import Peers
 from .agreement import INTERFACE, Statement
 from .failure import GRACE_S, Failure
 from .own_processes import has_gone
-from .store import FAILURE, Presences, has_heard, listed, looks, told
+from .store import FAILURE, has_heard, listed, looks, told
 
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers
@@ -75,10 +75,6 @@ class Start:
         """Return what the environment names."""
         return Start(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), run)
 
-    def presences(self) -> Presences | None:
-        """What this process sees of others, None where one that has gone may be started again."""
-        return None if self.starts_again else Presences(self.store)
-
     @property
     def host(self) -> str:
         """This node's name; empty where all ranks are of one agent."""
@@ -113,7 +109,7 @@ class Start:
     def meet(self, seconds: float = START_S, note: Callable[[str], None] | None = None) -> Any:
         """Meet all others that torchrun has started last, within ``seconds``; return the store that is theirs alone.
 
-        PeerLost when some don't come, or one has failed for good, or has gone. Rank 0 looks for all others, and the
+        PeerLost when some don't come, or one has failed for good. Rank 0 looks for all others, and the
         others for it; to ``note`` it says for whom all wait.
         """
         store = self.open(seconds)
@@ -121,7 +117,7 @@ class Start:
             ticket = int(store.add(_STARTS, 1))
             store.set(_here(self.rank), str(ticket))
             leader = _Leader(store, self.world) if self.rank == 0 else None
-            late, presences = time.monotonic() + LATE_S, self.presences()
+            late = time.monotonic() + LATE_S
             for _ in looks(seconds):
                 if store.check([FAILURE]):
                     raise PeerLost(f"{WHERE}: another rank has failed")
@@ -129,8 +125,6 @@ class Start:
                     leader.propose()
                 if self._has_met(store, ticket):
                     return self.met
-                if presences is not None:
-                    presences.check(WHERE, lambda: range(1, self.world) if self.rank == 0 else [0])
                 if note is not None and leader is not None and time.monotonic() >= late:
                     if missing := self._missing(store):
                         note(f"waits for {listed(missing)} of {self.world} to start")

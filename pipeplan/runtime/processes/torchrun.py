@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final
 
 from ...errors import BadInput, PipeplanError, RunFailed, RunStopped
@@ -28,7 +28,7 @@ from .agreement import compare, model_items
 from .failure import GRACE_S, Failure, failure_of, stopped_after
 from .own_processes import is_here, listen_here
 from .rendezvous import START_S, Start, number_in_environment
-from .store import NEVER, StorePeers, StoreStop, failure_told, present, told
+from .store import NEVER, StorePeers, StoreStop, failure_told, told
 from .watchdog import TORCHRUN, Watch, watching
 
 SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store
@@ -85,12 +85,6 @@ def tell_others(error: BaseException, watch: Watch) -> None:
     """Tell the others of an ``error`` of a command that has no run yet, unless they know, or don't wait any more."""
     if not (watch.told or watch.over.is_set()):
         _told(Start.of_environment(), watch, error)
-
-
-def shown_to_others() -> AbstractContextManager[None]:
-    """Show within the context that this process is there, if there are others."""
-    start = Start.of_environment()
-    return present(lambda: start.connected(START_S), start.rank) if start.world > 1 else nullcontext()
 
 
 def told_of_signal(number: int) -> PipeplanError | None:
@@ -166,7 +160,7 @@ class TorchrunLaunch:
             raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
         if start.world > 1:
             met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
-            self._peers = StorePeers(met, start.rank, start.world, timeout_s, start.presences())
+            self._peers = StorePeers(met, start.rank, start.world, timeout_s)
             self._watch.look(_Elsewhere(start))
         if options.max_restarts:
             again = "it is torchrun that starts ranks again: torchrun --max-restarts, with --resume"

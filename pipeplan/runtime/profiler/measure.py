@@ -7,6 +7,7 @@ holds the end of the chain.
 
 from __future__ import annotations
 
+import copy
 import gc
 import platform
 import statistics
@@ -48,7 +49,7 @@ from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, wi
 from ..model.trace.compared import Author, apart, compare
 from .beside import at_work
 from .saved import saved_values, sized_layers, whole_bytes
-from .steps import USUAL, MeasureOptions, Samples, all_at_once, one_at_a_time, trained_parameters
+from .steps import USUAL, MeasureOptions, Samples, measured, trained_parameters
 from .working import working_bytes
 
 Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
@@ -232,18 +233,16 @@ def profile_network(
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
         entry = options.make_optimizer([lone])
-        measure = one_at_a_time if one else all_at_once
         if options.others is not None:
             say(f"starting {options.others.count} other processes")
         with nullcontext() if options.others is None else at_work(options.others, options, one):
             options.begun()
-            samples = measure(network, entry, clock, options)
+            samples = measured(network, entry, clock, options, one)
     reading = _median(samples[0].reading_ns or [0])
     reads = [reading if index in (0, len(network) - 1) else 0 for index in range(len(network))]
     parts = zip(network.layers, layers, samples, reads, strict=True)
     beside = clock.host is not clock
-    measured = [_measurement(code, layer, sample, reading_ns, beside) for code, layer, sample, reading_ns in parts]
-    return measured, one
+    return [_measurement(code, layer, sample, reading_ns, beside) for code, layer, sample, reading_ns in parts], one
 
 
 def _compare(author: Author, network: Network, loss: Loss, target: Any, options: MeasureOptions, one: bool) -> None:
@@ -341,3 +340,45 @@ def _spread(values: list[int]) -> int:
         return 0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return round(high - low)
+
+
+# --- a module that somebody holds in their hands: it is measured as a copy, so that it stays as it is ---
+
+
+def builder_of_live(model: Any, inputs: Any, loss: Any, fake: bool) -> Callable[[int], Any]:
+    """Return a build function of the model contract for a live module, or a list of them, and its example inputs.
+
+    What it builds is a copy; with ``fake``, under fake tensors, one whose parameters and buffers have no numbers and
+    take no memory.
+    """
+    tensors = {id(x): x for module in _modules_in([model, loss]) for x in (*module.parameters(), *module.buffers())}
+
+    def build(batch: int) -> Any:
+        known: dict[int, Any] = {key: _without_numbers(x) for key, x in tensors.items()} if fake else {}
+        copied, own = copy.deepcopy((model, loss), known)
+        return (copied, mapped(lambda x: x.detach().to("cpu"), inputs) if fake else inputs, own)
+
+    return build
+
+
+def samples_in(inputs: Any) -> int:
+    """Return how many samples example inputs have: the length of the first dimension of their first tensor."""
+    found = tensors_in(inputs)
+    if not found:
+        raise BadInput("inputs: have no tensor; a live module is profiled with an example of what it takes")
+    return found[0].shape[0] if found[0].dim() else 1
+
+
+def _modules_in(model: Any) -> Iterator[nn.Module]:
+    if isinstance(model, nn.Module):
+        yield model
+    elif isinstance(model, list | tuple):
+        for item in model:
+            yield from _modules_in(item)
+
+
+def _without_numbers(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

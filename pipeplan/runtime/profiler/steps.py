@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -96,57 +96,61 @@ class Samples:
     exchanges: tuple[Exchange, ...] = ()
 
 
-def all_at_once(network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions) -> list[Samples]:
-    """Measure whole steps of the network."""
-    place_all(network, options.device)
-    optimizers = [
-        options.make_optimizer(trained) if (trained := trained_parameters(x.module)) else None for x in network.layers
-    ]
-    samples = [Samples() for _ in network.layers]
-    for warm in _rounds(options, options.seconds, clock.warm_s):
-        options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
-        _read(samples[0], clock, options, warm)
-        for inputs_only in (False, True) if options.split_backward else (False,):
-            run = _step(network, optimizers, entry, clock, inputs_only)
-            if not warm:
-                for index, sample in enumerate(samples):
-                    _add(sample, clock, run, index, inputs_only)
-    return samples
-
-
-def one_at_a_time(
-    network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions
+def measured(
+    network: Network, entry: torch.optim.Optimizer, clock: Clock, options: MeasureOptions, one: bool
 ) -> list[Samples]:
-    """Measure each layer alone, with nothing but its own module, inputs, outputs and what it saves on the device."""
+    """Measure whole steps of the network; or ``one`` layer at a time, with nothing but its own module, inputs, outputs
+    and what it saves on the device."""
+    samples = [Samples() for _ in network.layers]
+    if not one:
+        place_all(network, options.device)
+        _measure(network, samples, entry, clock, options, options.seconds, clock.warm_s)
+        return samples
     values = dict(enumerate(network.inputs))
     device = options.device
     home = "cpu" if torch.device(device).type == "cuda" else device
-    samples = []
-    for index, layer in enumerate(network.layers):
+    seconds = None if options.seconds is None else options.seconds / len(network)
+    for index, (layer, sample) in enumerate(zip(network.layers, samples, strict=True)):
         options.say(f"layer {index + 1} of {len(network)}: {layer.name}")
+        quiet = replace(options, say=lambda text: None, read=None if index else options.read)
         with resident(layer.module, device, release=True):
-            trained = trained_parameters(layer.module)
-            optimizers = [options.make_optimizer(trained) if trained else None]
             inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
             alone = Network((layer,), (), (), network.structure, network.chain)
-            sample = Samples()
-            seconds = None if options.seconds is None else options.seconds / len(network)
-            for warm in _rounds(options, seconds, 0.0 if index else clock.warm_s):  # then the device is at work
-                if index == 0:
-                    _read(sample, clock, options, warm)
-                for inputs_only in (False, True) if options.split_backward else (False,):
-                    leaves = dict(zip(layer.reads, map(leaf, inputs), strict=True))
-                    run = _step(alone, optimizers, entry, clock, inputs_only, leaves)
-                    if not warm:
-                        _add(sample, clock, run, 0, inputs_only)
+            warm_s = 0.0 if index else clock.warm_s  # then the device is at work
+            _measure(alone, [sample], entry, clock, quiet, seconds, warm_s, inputs)
             outputs = layer.forward(list(map(leaf, inputs)))
             for value, out in zip(layer.makes, outputs, strict=True):
                 values[value] = out.detach().to(home).requires_grad_(out.requires_grad)
-            del outputs, leaves, optimizers
+            del outputs
             layer.module.zero_grad(set_to_none=True)
-        samples.append(sample)
         drop(values, network, index)
     return samples
+
+
+def _measure(
+    network: Network,
+    samples: Sequence[Samples],
+    entry: torch.optim.Optimizer,
+    clock: Clock,
+    options: MeasureOptions,
+    seconds: float | None,
+    warm_s: float,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """Add the times of steps to ``samples``; with ``inputs`` the network is one layer alone that reads these."""
+    trained = [trained_parameters(layer.module) for layer in network.layers]
+    optimizers = [options.make_optimizer(own) if own else None for own in trained]
+    for warm in _rounds(options, seconds, warm_s):
+        options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
+        _read(samples[0], clock, options, warm)
+        for inputs_only in (False, True) if options.split_backward else (False,):
+            leaves = None
+            if inputs is not None:
+                leaves = dict(zip(network.layers[0].reads, map(leaf, inputs), strict=True))
+            run = _step(network, optimizers, entry, clock, inputs_only, leaves)
+            if not warm:
+                for index, sample in enumerate(samples):
+                    _add(sample, clock, [row[index] for row in run], inputs_only)
 
 
 def _read(sample: Samples, clock: Clock, options: MeasureOptions, warm: bool) -> None:
@@ -191,34 +195,22 @@ def _is_warm(took: Sequence[float], warm_s: float) -> bool:
     return abs(last - before) <= AGREEING * before or sum(took) >= 10 * warm_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """One step: marks around each layer's work (None: there was none)."""
-
-    forward: list[tuple[Any, Any] | None]
-    backward: list[tuple[Any, Any] | None]
-    optimizer: list[tuple[Any, Any] | None]
-
-    @property
-    def passes(self) -> tuple[list[tuple[Any, Any] | None], ...]:
-        """The three, in the order of :class:`LayerWork`."""
-        return self.forward, self.backward, self.optimizer
+_Marks = list[tuple[Any, Any] | None]  # around the work of layers, or of one layer's passes; None: there was none
 
 
-def _add(sample: Samples, clock: Clock, run: _Marks, index: int, inputs_only: bool) -> None:
-    def between(pair: tuple[Any, Any] | None) -> int:
-        return clock.between(*pair) if pair else 0
-
+def _add(sample: Samples, clock: Clock, marks: _Marks, inputs_only: bool) -> None:
+    """Add the times between one layer's ``marks``, around forward, backward and update."""
+    forward, backward, optimizer = (clock.between(*pair) if pair else 0 for pair in marks)
     if inputs_only:
-        sample.inputs_only_ns.append(between(run.backward[index]))
+        sample.inputs_only_ns.append(backward)
         return
-    sample.forward_ns.append(between(run.forward[index]))
-    sample.backward_ns.append(between(run.backward[index]))
-    sample.optimizer_ns.append(between(run.optimizer[index]))
-    work = [clock.work(*pair) if pair else NO_WORK for pair in (row[index] for row in run.passes)]
+    sample.forward_ns.append(forward)
+    sample.backward_ns.append(backward)
+    sample.optimizer_ns.append(optimizer)
+    work = [clock.work(*pair) if pair else NO_WORK for pair in marks]
     counted = [x for x in work if x is not None]
     sample.work = LayerWork(*counted) if len(counted) == len(work) else None
-    both = ((run.forward[index], False), (run.backward[index], True))
+    both = zip(marks, (False, True), strict=False)
     sample.exchanges = tuple(x for pair, back in both if pair for x in clock.exchanges(*pair, back))
 
 
@@ -229,15 +221,15 @@ def _step(
     clock: Clock,
     inputs_only: bool,
     leaves: dict[int, Tensor] | None = None,
-) -> _Marks:
-    """Run one training step with marks around each layer.
+) -> tuple[_Marks, _Marks, _Marks]:
+    """Run one training step; return marks around each layer's forward, backward and update.
 
     ``leaves`` are the inputs of a network that is one layer alone; its backward then starts from ones. Gradients of
     values are asked for, not left at leaves: there autograd would copy what several readers get.
     """
     count = len(network)
     values = leaves if leaves is not None else dict(enumerate(network.inputs))
-    run = _Marks([None] * count, [None] * count, [None] * count)
+    run: tuple[_Marks, _Marks, _Marks] = [None] * count, [None] * count, [None] * count
     made: list[Sequence[Tensor]] = []
     gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:
@@ -246,7 +238,7 @@ def _step(
         inputs = [values[v] for v in layer.reads]
         start = clock.mark()
         outputs = layer.forward(inputs)
-        run.forward[index] = (start, clock.mark())
+        run[0][index] = (start, clock.mark())
         made.append(outputs)
         values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
         if _is_loss(layer):
@@ -256,7 +248,7 @@ def _step(
         del outputs, inputs
     for index in reversed(range(count)):
         layer, outputs = network.layers[index], made.pop()
-        run.backward[index] = _backward(network, layer, outputs, values, gradients, clock, inputs_only)
+        run[1][index] = _backward(network, layer, outputs, values, gradients, clock, inputs_only)
         for value in layer.makes:
             values.pop(value)
             gradients.pop(value, None)
@@ -266,7 +258,7 @@ def _step(
         if optimizer is not None and not inputs_only:
             start = clock.mark()
             optimizer.step()
-            run.optimizer[index] = (start, clock.mark())
+            run[2][index] = (start, clock.mark())
     clock.settle()
     return run
 
