@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, label, peak_bytes
-from ..exchange.collective import barrier, gathered, pipeline_group, told_by_all
-from ..exchange.transport import carried_ns
+from ..exchange.collective import barrier, gathered, told_by_all
+from ..exchange.transport import carried_ns, exchanging
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
@@ -149,7 +149,8 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
     lowered = rank.lowered
     room = 1 if lowered.limit is None else lowered.limit * lowered.plan.allocation.stages[0].replicas
     timeout_s = job.timeout_s(lowered)
-    group = pipeline_group(lowered, rank.number, timedelta(seconds=timeout_s))
+    with exchanging("the making of groups"):
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
     instructions = lowered.instructions[rank.number]
     options = job.options
     made: ThreadedTransport = threaded(

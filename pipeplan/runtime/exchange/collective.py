@@ -79,22 +79,6 @@ def stage_groups(
     return groups
 
 
-def pipeline_group(lowered: LoweredRun, rank: int, timeout: timedelta) -> Group:
-    """Return the process group in which ``rank`` sends and receives: its row of the grid of pipelines and replicas.
-
-    Where stages have different numbers of replicas there are no separate rows, and the group is everybody's. All ranks
-    make all groups, in one order, as torch wants it.
-    """
-    stages = [lowered.ranks_of(s) for s in range(len(lowered.plan.allocation.stages))]
-    rows = list(zip(*stages, strict=True)) if len(set(map(len, stages))) == 1 else [range(len(lowered.devices))]
-    own = None
-    with exchanging("the making of pipeline groups"):
-        for row in rows:
-            group = dist.new_group(sorted(set(row)), timeout, "gloo")
-            own = group if rank in row else own
-    return own
-
-
 def share_from(first: int, group: Group, tensors: Iterable[Tensor]) -> None:
     """Give every rank of ``group`` the values that ``tensors`` have on rank ``first``."""
     with exchanging("the sharing of initial weights"):

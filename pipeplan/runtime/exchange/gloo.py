@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send
-from ..lowering.repeats import Repeated, Upcoming
+from ..lowering.repeats import Repeated
 from ..model.network import TensorSpec
 from .transport import Receiving, Sends, lane
 
@@ -40,13 +40,15 @@ def spare_sockets() -> None:
 
 
 class PostingTransport(ABC):
-    """Posts receives in the order of a rank's ``instructions``, on each edge ``ahead`` of them before their turn."""
+    """Posts receives in the order of a rank's ``instructions``, on each edge one before its turn.
 
-    def __init__(self, instructions: Sequence[Instruction], ahead: int = 1) -> None:
-        self._ahead = ahead
+    So a cut costs each of its ends one buffer per direction, as the memory model says.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
         receives = Repeated.of(instructions).where(lambda x: isinstance(x, Receive))
         edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
-        self._coming = {edge: Upcoming(receives.where(partial(_comes_along, edge))) for edge in edges}
+        self._coming = {edge: iter(receives.where(partial(_comes_along, edge))) for edge in edges}
         self._posted: dict[tuple[Edge, int], Callable[[], Tensor]] = {}
         self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
 
@@ -57,8 +59,8 @@ class PostingTransport(ABC):
 
     def post(self, receive: Receive) -> None:
         """Post ``receive`` now unless it has been already."""
-        while (receive.edge, receive.microbatch) not in self._posted and self._coming[receive.edge]:
-            self._post_next(receive.edge)
+        while (receive.edge, receive.microbatch) not in self._posted and self._post_next(receive.edge):
+            pass
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
@@ -67,19 +69,21 @@ class PostingTransport(ABC):
         return tensor
 
     def look_ahead(self, edge: Edge) -> None:
-        """Post the next receives of ``edge``, as many as may be there at once."""
-        while self._waiting[edge] < self._ahead and self._coming[edge]:
+        """Post the next receive of ``edge``, unless there is one that waits to be taken."""
+        if not self._waiting[edge]:
             self._post_next(edge)
 
     @abstractmethod
     def _issue(self, receive: Receive) -> Callable[[], Tensor]:
         """Be ready for a message; return what waits for it."""
 
-    def _post_next(self, edge: Edge) -> None:
-        receive = self._coming[edge].popleft()
-        assert isinstance(receive, Receive), "only receives are coming"
-        self._posted[edge, receive.microbatch] = self._issue(receive)
-        self._waiting[edge] += 1
+    def _post_next(self, edge: Edge) -> bool:
+        """Whether there was another one to post."""
+        receive = next(self._coming[edge], None)
+        if isinstance(receive, Receive):
+            self._posted[edge, receive.microbatch] = self._issue(receive)
+            self._waiting[edge] += 1
+        return receive is not None
 
 
 def _comes_along(edge: Edge, instruction: Instruction) -> bool:
@@ -90,13 +94,11 @@ class GlooTransport(PostingTransport):
     """One rank's exchanges in the default process group.
 
     ``specs`` gives the tensor of every edge, ``instructions`` the rank's order. One send is under way on each edge; the
-    next waits for it. With ``ahead`` 1 a cut costs each of its ends one buffer per direction, as the memory model says.
+    next waits for it.
     """
 
-    def __init__(
-        self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int, ahead: int = 1
-    ) -> None:
-        super().__init__(instructions, ahead)
+    def __init__(self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int) -> None:
+        super().__init__(instructions)
         self._specs, self._stages = specs, stages
         self._sends = Sends()
 

@@ -231,13 +231,9 @@ class NearbyTransport(PostingTransport):
     """One rank's exchanges over ``wires`` to its peers; ``specs`` gives the tensor of every edge."""
 
     def __init__(
-        self,
-        instructions: Sequence[Instruction],
-        specs: Mapping[Edge, TensorSpec],
-        wires: Mapping[int, Wire],
-        ahead: int = 1,
+        self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], wires: Mapping[int, Wire]
     ) -> None:
-        super().__init__(instructions, ahead)
+        super().__init__(instructions)
         self._specs, self._wires = specs, wires
         self._sent: dict[Edge, Send] = {}  # the last one of each edge, until it is known that it was wanted
 

@@ -128,21 +128,6 @@ class Repeated(Sequence[Instruction]):
         return total
 
 
-class Upcoming:
-    """What of a listing is still to come."""
-
-    def __init__(self, listing: Repeated) -> None:
-        self._listing, self._next = listing, 0
-
-    def __bool__(self) -> bool:
-        return self._next < len(self._listing)
-
-    def popleft(self) -> Instruction:
-        """Return the next one, which has come then."""
-        self._next += 1
-        return self._listing[self._next - 1]
-
-
 def continued(
     shorter: Sequence[Instruction], longer: Sequence[Instruction], microbatches: int, versions: int, times: int
 ) -> Repeated | None:

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -167,8 +167,8 @@ def _refuse_unshared(folder: Path, peers: Peers) -> None:
     token = f".step-{secrets.token_hex(8)}.token" if peers.rank == 0 else None
     with ExitStack() as held:
         if token is not None:
-            held.callback(_remove, folder / token)
             (folder / token).touch()
+            held.callback((folder / token).unlink, missing_ok=True)
         host = socket.gethostname()
         first, *_ = (json.loads(said or "") for said in peers.gathered(json.dumps([token, host, str(folder)])))
         path = folder / first[0]
@@ -180,11 +180,6 @@ def _refuse_unshared(folder: Path, peers: Peers) -> None:
                 f"checkpoint: {first[2]} isn't one folder for all: what rank 0 on {first[1]} writes there, "
                 f"rank {rank} on {other} doesn't see; name one that all nodes share"
             )
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
 
 
 def resume_point(job: Job, note: Callable[[str], None] | None, peers: Peers) -> Checkpoint | None:

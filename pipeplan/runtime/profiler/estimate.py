@@ -97,7 +97,7 @@ def estimate_model(
             f"per kernel, {said_host_time(constants)}; not measured; {date}"
         ),
     }
-    with _fake() as mode, _AsOnGpu():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _AsOnGpu():
         try:
             estimated = partial(_estimated, data=data, once=once, mode=mode, about=about)
             found = _by_like_blocks(_built(build, batch), estimated) or estimated(_built(build, batch))
@@ -201,12 +201,6 @@ def _begun(make: MakeOptimizer) -> MakeOptimizer:
         return made
 
     return optimizer
-
-
-@contextmanager
-def _fake() -> Iterator[FakeTensorMode]:
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode
 
 
 class _AsOnGpu(TorchFunctionMode):

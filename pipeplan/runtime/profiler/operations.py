@@ -41,8 +41,10 @@ _KINDS = {  # those that an accelerator may have a rate for; convolutions go by 
 }  # fmt: skip
 _PRODUCTS = _KINDS["product"]
 _KIND_OF = {packet: kind for kind, packets in _KINDS.items() for packet in packets}
-_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu: 1.0}
-_ATTENTION_BACKWARD = {aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5}  # forward again, four products
+_ATTENTION = {  # times of a forward's flops (backward it is one again, and four products), and where the query is
+    aten._scaled_dot_product_flash_attention_for_cpu: (1.0, 0),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (2.5, 1),
+}
 
 
 class Kernel(NamedTuple):
@@ -79,7 +81,7 @@ def kernels_of(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: An
         yield Kernel(kind, flops, dtype, moved, _convolved(out, groups, flops))
     elif packet in _PRODUCTS:
         yield Kernel("product", flops, dtype, moved, _product(packet, args))
-    elif packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
+    elif packet in _ATTENTION:
         yield Kernel("attention", flops, dtype, moved)
     else:
         yield Kernel(_KIND_OF.get(packet, "other"), flops, dtype, moved)
@@ -151,11 +153,9 @@ def touched(x: Tensor) -> int:
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     if packet in _ATTENTION:
-        causal = bool(_argument(packet, args, kwargs, "is_causal"))
-        return _ATTENTION[packet] * _attention_flops(args[0], args[1], args[2], causal)
-    if packet in _ATTENTION_BACKWARD:
-        causal = bool(_argument(packet, args, kwargs, "is_causal"))
-        return _ATTENTION_BACKWARD[packet] * _attention_flops(args[1], args[2], args[3], causal)
+        times, first = _ATTENTION[packet]
+        query, key, value = args[first : first + 3]
+        return times * _attention_flops(query, key, value, bool(_argument(packet, args, kwargs, "is_causal")))
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 

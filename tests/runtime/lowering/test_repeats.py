@@ -22,7 +22,7 @@ from pipeplan.runtime.lowering.instructions import (
     version_uses,
 )
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.lowering.repeats import Repeat, Repeated, Upcoming, continued
+from pipeplan.runtime.lowering.repeats import Repeat, Repeated, continued
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
@@ -50,10 +50,6 @@ def test_a_listing_is_what_it_lists():
     assert REPEATED.uses(0) == version_uses(LISTED, 0)
     assert list(REPEATED.kinds()) == [BODY[0], *BODY, Save(9)]
     assert REPEATED.short() == [*LISTED[:11], Save(8)]
-    coming, came = Upcoming(REPEATED), []
-    while coming:
-        came.append(coming.popleft())
-    assert came == LISTED
 
 
 def test_the_places_of_a_part_end_with_a_turn_that_is_over():
