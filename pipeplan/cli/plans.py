@@ -60,14 +60,13 @@ def check(
     from ..planner.what_if.derived import derived
     from ..report.tables.plan import headline
     from ..report.words import bound_figures
-    from ..runtime.lowering.blocking import run_deadlock
     from ..schedule.deadlock import plan_deadlock
     from ..schedule.kinds import graph_of
 
     with deadline.insist():
         loaded, found = read_plan(plan)
         if not found:
-            found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded) or run_deadlock(loaded)]
+            found = [f"deadlock: {sentence}" for sentence in plan_deadlock(loaded)]
     if bounds and not found:
         try:
             with deadline.insist():

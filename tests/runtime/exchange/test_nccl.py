@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases import on_gpu, soft_runs
+from cases.blocking import run_deadlock
 from cases.on_gpu import played
 from cases.runtime import plan_of, uncorrected
 from cases.soft_runs import BACK, profile
@@ -27,7 +28,6 @@ from pipeplan.runtime.exchange.links import in_rounds, pair_options
 from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.exchange.transport import Receiving, Sends
 from pipeplan.runtime.lowering import lowered, lowered_run
-from pipeplan.runtime.lowering.blocking import run_deadlock
 from pipeplan.runtime.lowering.instructions import Agree, Reduce, Update
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec

@@ -4,10 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")  # which the makers of plans import
 
+from cases.blocking import deadlock, run_deadlock
 from cases.runtime import plan_of, zoo_chain
 
 from pipeplan.runtime.lowering import lowered, lowered_run
-from pipeplan.runtime.lowering.blocking import deadlock, run_deadlock
 from pipeplan.runtime.lowering.lowered_run import lower_run
 
 ON_FIVE = [(0, 2, (0,)), (2, 4, (1, 2)), (4, 6, (3, 4))]

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases.blocking import deadlock
 from cases.half import exploding, exploding_vectors, halved_serial
 from cases.runtime import chain_of, largest_difference, lowered_version, plan_of, serial, uncorrected, zoo_chain
 
@@ -15,7 +16,6 @@ from pipeplan.cost.stage_graph import stage_graph, updates_end_ns
 from pipeplan.errors import BadInput
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.engine.options import clipping
-from pipeplan.runtime.lowering.blocking import deadlock
 from pipeplan.runtime.lowering.instructions import Receive, Send, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.recorder import HostRecorder

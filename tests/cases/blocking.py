@@ -10,15 +10,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 
-from ...errors import PipeplanError
-from ...integers import ceil_div
-from ...plan import Plan
-from ...schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, shortened
-from ...schedule.kinds import graph_of, kind_of
-from ...schedule.pattern import most_in_flight, starts_of
-from ...schedule.standstill import Meet, Ranks
-from .instructions import Agree, Instruction, Norm, Receive, Reduce, ReduceTied, Save, Send, Update, edge_into, sentence
-from .lowered_run import LoweredRun, lower_run
+from pipeplan.errors import PipeplanError
+from pipeplan.integers import ceil_div
+from pipeplan.plan import Plan
+from pipeplan.runtime.lowering.instructions import (
+    Agree,
+    Instruction,
+    Norm,
+    Receive,
+    Reduce,
+    ReduceTied,
+    Save,
+    Send,
+    Update,
+    edge_into,
+    sentence,
+)
+from pipeplan.runtime.lowering.lowered_run import LoweredRun, lower_run
+from pipeplan.schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, shortened
+from pipeplan.schedule.kinds import graph_of, kind_of
+from pipeplan.schedule.pattern import most_in_flight, starts_of
+from pipeplan.schedule.standstill import Meet, Ranks
 
 ROUNDS = 3  # of the repeated part that a proof follows
 
