@@ -45,6 +45,7 @@ HELP: Final = (
 )
 _ADDRESS: Final = 0x8915  # what Linux calls SIOCGIFADDR
 _STARTS, _PROPOSED = "starts", "proposed"  # keys: the last ticket; what rank 0 has proposed last
+_here, _agreed, _met, _process = "here/{}".format, "agreed/{}/{}".format, "met/{}".format, "process/{}".format
 
 
 def number_in_environment(name: str, otherwise: int = 0) -> int:
@@ -218,22 +219,6 @@ class _Leader:
         if tickets != self._proposed:
             self._proposed = tickets
             self._store.set(_PROPOSED, json.dumps([self._store.add("proposals", 1), last, tickets]))
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _agreed(number: int, rank: int) -> str:
-    return f"agreed/{number}/{rank}"
-
-
-def _met(number: int) -> str:
-    return f"met/{number}"
-
-
-def _process(rank: int) -> str:
-    return f"process/{rank}"
 
 
 # --- between nodes ----------------------------------------------------------------------------------------------------

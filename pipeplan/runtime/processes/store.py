@@ -21,6 +21,7 @@ WHERE: Final = "the agreement of the ranks before they meet"
 LOOKS_S: Final = (0.001, 0.1)  # pauses between two looks, growing from the first to the second
 MOST_SHOWN: Final = 8  # ranks in a sentence
 FAILURE: Final = "failure"  # where a store has the root cause
+has_heard: Final = "heard/{}".format  # the key under which it has that a rank knows of that
 NEVER: Final = 2**62  # the first mini-batch that may not be begun, where all may
 POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked to stop
 GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
@@ -113,11 +114,6 @@ def failure_told(store: Any, rank: int) -> Failure | None:
     store.set(has_heard(rank), "")
     root = Failure(**json.loads(store.get(FAILURE)))
     return replace(root, peers=tuple(root.peers))
-
-
-def has_heard(rank: int) -> str:
-    """Return the key under which a store has that ``rank`` knows of the failure."""
-    return f"heard/{rank}"
 
 
 # --- where all stop ---------------------------------------------------------------------------------------------------
