@@ -5,13 +5,12 @@ The pipeline is filled before them and drained behind them; a long segment is pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 
 from ...check.delays import waits_of
 from ...cost.shared_weights import lending_stages, summed_stages
-from ...cost.stage_graph import StageGraph
 from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
 from ...schedule.pattern import most_in_flight, starts_of
@@ -41,7 +40,7 @@ class Segments:
         """Return the program, its timeline, and every rank's instructions for so many updates."""
         plan, interval = self.plan, self.plan.interval
         if not self.policy.drains:
-            return _endless(plan, self.graph, self._listed, interval, updates * interval)
+            return self._endless(updates * interval)
         program, timeline, lists = self._listed(interval)
         finish = with_updates_last if plan.policy.precision == "fp32" else agreed  # all stages skip, or none
         lists = [finish(instructions) for instructions in lists]
@@ -72,42 +71,34 @@ class Segments:
         )
         return program, timeline, lists
 
+    def _endless(self, microbatches: int) -> tuple[Program, Timeline, list[Repeated]]:
+        """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
 
-def _endless(
-    plan: Plan,
-    graph: StageGraph,
-    lists_of: Callable[[int], tuple[Program, Timeline, list[list[Instruction]]]],
-    interval: int,
-    microbatches: int,
-) -> tuple[Program, Timeline, list[Repeated]]:
-    """Return program, timeline and every rank's instructions for ``microbatches`` of an asynchronous plan.
-
-    A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand for
-    it: once every start repeats itself over more microbatches than can be in the pipeline at once, it always will,
-    until the last microbatch has entered. Until that is so the shorter run is doubled. Without a pattern (nF1B) all is
-    listed.
-    """
-    pattern = plan.pattern
-    if pattern is None:
-        program, timeline, lists = lists_of(microbatches)
+        A long run is put together from a shorter one of a few hundred microbatches, whose program and timeline stand
+        for it: once every start repeats itself over more microbatches than can be in the pipeline at once, it always
+        will, until the last microbatch has entered. Until that is so the shorter run is doubled. Without a pattern
+        (nF1B) all is listed.
+        """
+        pattern, interval = self.plan.pattern, self.plan.interval
+        if pattern is not None:
+            replicas = lcm(*(resource.replicas for resource in self.graph.resources))
+            again = lcm(interval, replicas)  # microbatches of one round
+            held = 2 * most_in_flight(self.graph, starts_of(pattern), pattern.period_ns) + replicas + again
+            count = LEAST + 8 * held
+            while 4 * count < microbatches:
+                times = (microbatches - count) // again
+                short = microbatches - times * again
+                program, timeline, lists = self._listed(short)
+                if _repeats(timeline.start_ns, short // 2, held, again):
+                    longer = self._listed(short + again)[2]
+                    pairs = zip(lists, longer, strict=True)
+                    found = [continued(a, b, again, again // interval, times) for a, b in pairs]
+                    listings = [listing for listing in found if listing is not None]
+                    if len(listings) == len(found):
+                        return program, timeline, listings
+                count *= 2
+        program, timeline, lists = self._listed(microbatches)
         return program, timeline, list(map(Repeated.of, lists))
-    replicas = lcm(*(resource.replicas for resource in graph.resources))
-    again = lcm(interval, replicas)  # microbatches of one round
-    held = 2 * most_in_flight(graph, starts_of(pattern), pattern.period_ns) + replicas + again
-    count = LEAST + 8 * held
-    while 4 * count < microbatches:
-        times = (microbatches - count) // again
-        short = microbatches - times * again
-        program, timeline, lists = lists_of(short)
-        if _repeats(timeline.start_ns, short // 2, held, again):
-            longer = lists_of(short + again)[2]
-            found = [continued(a, b, again, again // interval, times) for a, b in zip(lists, longer, strict=True)]
-            listings = [listing for listing in found if listing is not None]
-            if len(listings) == len(found):
-                return program, timeline, listings
-        count *= 2
-    program, timeline, lists = lists_of(microbatches)
-    return program, timeline, list(map(Repeated.of, lists))
 
 
 def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:

@@ -282,7 +282,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         kind, flops, dtype, moved, product = kernel
         convolution = kind.startswith("convolution")
         self.convolutions |= convolution
-        plain = convolution and not self._on_tensor_cores(dtype)
+        plain = convolution and (dtype is None or not self.device.on_tensor_cores(_name(dtype)))
         rate = self.device.rate(kind, plain)
         compute = self._compute(flops, dtype, convolution) / rate
         if product is not None and self.device.units is not None:
@@ -291,9 +291,6 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         if kind == "attention":
             compute /= ATTENTION_SHARE
         self._bound(compute, self._transfer(moved) / rate, 1)
-
-    def _on_tensor_cores(self, dtype: torch.dtype | None) -> bool:
-        return dtype is not None and self.device.on_tensor_cores(_name(dtype))
 
     def _bound(self, compute: float, transfer: float, kernels: int, times: int = 1) -> None:
         """Count what takes longest, so many ``times``."""
