@@ -21,7 +21,7 @@ LIFTED = {  # feature -> its files, and the file and the rows that name it
         r'    "calibrate": .*\n',
     ),
     "diff": (
-        "cli/diff.py report/tables/differences.py report/tables/trace_diff.py",
+        "cli/diff.py report/tables/differences.py",
         COMMANDS,
         r'    "diff": .*\n',
     ),

@@ -44,7 +44,7 @@ class Comparison:
 
     def show(self, width: int | None = None) -> None:
         """Print the table, as ``pipeplan compare`` does."""
-        from ..report.tables.comparison import print_rows
+        from ..report.tables.searches import print_rows
 
         print_rows(self.problem, self.rows, self.assumptions, width)
 

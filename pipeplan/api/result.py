@@ -154,8 +154,8 @@ class PlanResult:
     def show(self, width: int | None = None, verbose: bool = False) -> None:
         """Print the plan's table, as ``pipeplan plan`` does; ``verbose``: also what its bound follows from."""
         from ..planner.what_if.grid import ALGORITHM as GRID
-        from ..report.tables.grids import print_grids
         from ..report.tables.plan import print_plan
+        from ..report.tables.searches import print_grids
 
         if self.plan.provenance.algorithm == GRID:
             print_grids(self.plan, self.assumptions, width, self.evaluation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -91,7 +90,7 @@ def _compare_run(plan: str, trace: str, run: MeasuredRun, recalibrated: str | No
     from ..files.plans import load_plan
     from ..files.profiles import profile_text
     from ..files.text import write_text
-    from ..report.tables.trace_diff import comparison, print_comparison
+    from ..report.tables.differences import comparison, print_comparison
     from ..runtime.measure import trace_file
 
     loaded = load_plan(plan)
@@ -99,6 +98,6 @@ def _compare_run(plan: str, trace: str, run: MeasuredRun, recalibrated: str | No
     if recalibrated is not None:
         write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run, trace)))
     if as_json:
-        click.echo(json.dumps(asdict(comparison(loaded, run)), indent=1))
+        click.echo(json.dumps(comparison(loaded, run), indent=1))
     elif recalibrated != "-":
         print_comparison(loaded, run)

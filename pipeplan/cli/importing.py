@@ -75,8 +75,8 @@ def command(
     from ..files.text import write_text
     from ..planner.periodic.incumbent import Settings
     from ..planner.what_if.imported import judge
-    from ..report.tables.imported import judged_figures, print_change
     from ..report.tables.plan import print_plan
+    from ..report.tables.searches import judged_figures, print_change
 
     said = read_options(arguments)
     deadline = shared.pop("deadline")

@@ -15,8 +15,7 @@ import time
 from pipeplan.api.synthesizing import graph_of_times, synthesized
 from pipeplan.schedule.programs.controlled import v_half, v_half_holds, v_min, v_min_holds
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.synthesis.search import EFFORT
-from pipeplan.schedule.synthesis.synthesize import Synthesis, proved
+from pipeplan.schedule.synthesis.synthesize import EFFORT, Synthesis, proved
 from pipeplan.schedule.timeline import Timeline, longest_span_ns
 
 UNIT, REAL = (1, 1, 1), (20, 24, 16)

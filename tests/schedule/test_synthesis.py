@@ -18,14 +18,13 @@ from pipeplan.schedule.kinds import drained_programs
 from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.periodic.ilp import SolverLimits
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.synthesis import search as searching
+from pipeplan.schedule.synthesis import synthesize as searching
 from pipeplan.schedule.synthesis.bounds import floor, raised
-from pipeplan.schedule.synthesis.justify import justified, shake
+from pipeplan.schedule.synthesis.justify import Orders, justified, shake
 from pipeplan.schedule.synthesis.patterns import lengthened
 from pipeplan.schedule.synthesis.problem import order_problem
 from pipeplan.schedule.synthesis.synthesize import synthesize, worth
 from pipeplan.schedule.synthesis.time_indexed import Slots, ask
-from pipeplan.schedule.synthesis.timing import Orders
 
 
 def stages(homes, forward, backward, weight, transfer=0, **more):

@@ -15,8 +15,7 @@ from ...plan import Plan
 from ...schedule.kinds import drained_programs
 from ...schedule.program import Program
 from ...schedule.synthesis.problem import NoRoom
-from ...schedule.synthesis.search import INTERRUPTED
-from ...schedule.synthesis.synthesize import Synthesis, proved, synthesize
+from ...schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
 from ..simulated.other_schedules import schedule_graph
 
 OWN = "own"

@@ -15,7 +15,7 @@ from ...schedule.program import Program, unequal
 from ...schedule.slots import shares
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.recomputing import recomputed_early
-from ...schedule.synthesis.search import INTERRUPTED
+from ...schedule.synthesis.synthesize import INTERRUPTED
 from ...schedule.written.program import order_of_program
 from ..plan import Planned
 from ..simulated.other_schedules import schedule_stages

@@ -1,4 +1,5 @@
-"""How do two profiles differ, layer by layer, and does a plan made from the one hold for the other?"""
+"""How do two profiles differ, layer by layer, and does a plan made from the one hold for the other? And what of a plan
+was measured otherwise in a run of it, by operation, device and period?"""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from rich.text import Text
 
 from ...check.evaluate import evaluate, gap
 from ...cost.saved import saved_bytes
+from ...cost.time_model import step_ns
 from ...names import shown
 from ...plan import Plan
 from ...planner.what_if.carry import Carried
 from ...planner.what_if.matching import Match, matched
 from ...problem import Chain, Layer
+from ...runtime.measure.times import planned_times, planned_transfer_ns
+from ...runtime.measure.trace_file import MeasuredRun
 from ...units import format_bytes, format_ns
 from ..looks import LAYER_WIDTH, Name, console, make_table, print_fitted
 from ..words import alone_ns, bound_class
@@ -225,3 +229,81 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     mean: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[place]
     return mean
+
+
+def comparison(plan: Plan, run: MeasuredRun) -> dict[str, Any]:
+    """Return what was planned beside what was measured: the period, operations by kind and stage, and devices.
+
+    Times are in ns, ``ratio`` is measured over planned, None where nothing was planned; the period is None for a short
+    run. A backward is without its share of the update on both sides, and passes are without the reading of data and the
+    overhead of messages, which are named where they were planned. Activations are the pattern's in the steady state.
+    """
+    result = evaluate(plan)
+    found: list[tuple[str, int, int, int]] = []
+    planned_stages = planned_times(plan, result.graph)
+    for s, (stage, expected, taken) in enumerate(zip(plan.allocation.stages, planned_stages, run.stages, strict=True)):
+        device = plan.platform.slowest(stage.devices)
+        timed = plan.chain.timed(device.times)
+        step = int(step_ns(timed, plan.policy, stage.start, stage.stop, stage.replicas, device.speed))
+        found += [
+            ("F", s, expected.forward_ns, taken.forward_ns),
+            ("B", s, expected.backward_ns, taken.backward_ns),
+            ("update", s, step, taken.update_ns),
+        ]
+        beside = {"reading": (expected.data_ns, taken.data_ns), "messages": (expected.exchange_ns, taken.exchange_ns)}
+        found += [(kind, s, *both) for kind, both in beside.items() if both[0]]
+    for transfer in run.transfers:
+        planned = planned_transfer_ns(result.graph, transfer.kind, transfer.stage)
+        found.append((f"SEND_{transfer.kind}", transfer.stage, planned, transfer.measured_ns))
+    return {
+        "period": {
+            "planned_ns": result.period_ns,
+            "calibrated_ns": run.calibrated_period_ns,
+            "measured_ns": run.measured_period_ns,
+        },
+        "operations": [
+            {
+                "kind": kind,
+                "stage": stage,
+                "planned_ns": planned,
+                "measured_ns": measured,
+                "ratio": round(measured / planned, 4) if planned else None,
+            }
+            for kind, stage, planned, measured in found
+        ],
+        "devices": [
+            {
+                "device": x.device,
+                "planned_activation_bytes": result.devices[x.device].activation_bytes,
+                "measured_activation_bytes": x.measured_bytes,
+            }
+            for x in run.devices
+        ],
+    }
+
+
+def print_comparison(plan: Plan, run: MeasuredRun, width: int | None = None) -> None:
+    """Print :func:`comparison` as tables."""
+    found, out = comparison(plan, run), console(width)
+    period = found["period"]
+    out.print(f"period      {format_ns(period['planned_ns'])} planned")
+    if period["measured_ns"] is None or period["calibrated_ns"] is None:
+        out.print("            not measured: the run was too short for a steady state")
+    else:
+        for what, ns in (
+            ("predicted with the run's own times", period["calibrated_ns"]),
+            ("measured", period["measured_ns"]),
+        ):
+            out.print(f"            {format_ns(ns)} {what}, {ns / period['planned_ns']:.2f} x planned")
+    out.print()
+    table = make_table("operation", "stage", "planned", "measured", "ratio", left=("operation",))
+    for x in found["operations"]:
+        ratio = "-" if x["ratio"] is None else f"{x['ratio']:.2f}"
+        table.add_row(x["kind"], str(x["stage"]), format_ns(x["planned_ns"]), format_ns(x["measured_ns"]), ratio)
+    print_fitted(out, table)
+    out.print()
+    for x in found["devices"]:
+        out.print(
+            f"GPU {x['device']}: activations at most {format_bytes(x['measured_activation_bytes'])} "
+            f"measured, {format_bytes(x['planned_activation_bytes'])} planned"
+        )

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from ...cost.stage_graph import StageGraph
 from ..programs.controlled import PERIOD, block_passes
 from ..programs.vees import no_vee
+from .justify import Orders
 from .problem import OrderProblem, Word
-from .timing import Orders
 
 WAITS = (0, 1, 2, 3)  # slots where a way turns
 TRIED = 5 * 10**4  # passes in blocks that are tried

@@ -13,10 +13,8 @@ from typing import Any
 from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph
 from ..program import Program
-from .justify import justified
-from .problem import NoRoom, OrderProblem, Word, order_problem
-from .timing import Orders
-from .words import program_of_words, words_of
+from .justify import Orders, justified
+from .problem import NoRoom, OrderProblem, Word, order_problem, program_of_words, words_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pipeplan.cost.time_model import backward_ns, forward_ns
 from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
-from pipeplan.report.tables.trace_diff import comparison, print_comparison
+from pipeplan.report.tables.differences import comparison, print_comparison
 from pipeplan.report.traces.runs import measured_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
@@ -79,7 +79,7 @@ def test_operations_that_the_plan_does_not_have_are_bad_input(place, value, word
 def test_the_comparison_names_every_operation():
     plan, report = run_of(3, update=40, transfers={("F", 0): 100, ("B", 1): 100})
     figures = comparison(plan, measured_of(plan, report))
-    rows = {(x.kind, x.stage): (x.planned_ns, x.measured_ns, x.ratio) for x in figures.operations}
+    rows = {(x["kind"], x["stage"]): (x["planned_ns"], x["measured_ns"], x["ratio"]) for x in figures["operations"]}
     assert rows == {
         **{("F", s): (100, 300, 3.0) for s in (0, 1)},
         **{("B", s): (200, 600, 3.0) for s in (0, 1)},
@@ -87,9 +87,9 @@ def test_the_comparison_names_every_operation():
         ("SEND_F", 0): (50, 100, 2.0),
         ("SEND_B", 1): (50, 100, 2.0),
     }
-    assert figures.period.planned_ns == plan.pattern.period_ns
-    assert figures.period.measured_ns == report.measured_period_ns
-    assert [x.measured_activation_bytes for x in figures.devices] == [10, 20]
+    assert figures["period"]["planned_ns"] == plan.pattern.period_ns
+    assert figures["period"]["measured_ns"] == report.measured_period_ns
+    assert [x["measured_activation_bytes"] for x in figures["devices"]] == [10, 20]
 
 
 @pytest.mark.parametrize("coarsening", [None, 2])
@@ -99,14 +99,14 @@ def test_the_comparison_takes_the_share_of_the_update_off_planned_backwards_that
     script = script_of(policy, Schedule("flush", 4), 5, times=((100, 400), (100, 400)), optimizer_ns=800)
     report = make_report(script, replayed(script, 1, update=800))
     figures = comparison(script.plan, measured_of(script.plan, report))
-    rows = {(x.kind, x.stage): x.planned_ns for x in figures.operations}
+    rows = {(x["kind"], x["stage"]): x["planned_ns"] for x in figures["operations"]}
     assert rows == {key: ns for s in (0, 1) for key, ns in ((("F", s), 100), (("B", s), 400), (("update", s), 800))}
 
 
 def test_the_comparison_has_reading_and_overhead_beside_passes_as_the_report_has():
     plan, report = run_of(1, about=({"reading_ns": 30}, {"overhead_ns": 10}))
     figures = comparison(plan, measured_of(plan, report))
-    rows = {(x.kind, x.stage): x.planned_ns for x in figures.operations}
+    rows = {(x["kind"], x["stage"]): x["planned_ns"] for x in figures["operations"]}
     assert rows == {
         (kind, s): ns
         for s, x in enumerate(report.stages)
