@@ -92,7 +92,7 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
     from ..files.schedule_csv import read_schedule
     from ..planner.simulated.simulation import simulate_written
     from ..schedule.standstill import SEMANTICS
-    from ..schedule.written.actions import deadlock, incomplete
+    from ..schedule.written import deadlock, incomplete
 
     written = read_schedule(path)
     found = incomplete(written)
@@ -233,7 +233,7 @@ def simulate(
 
         save_timeline(found[0], output)
     if trace is not None:
-        from ..report.traces.runs import simulated_trace
+        from ..report.traces import simulated_trace
 
         write_text(trace, simulated_trace(found[0].timeline, loaded.platform).text())
     if trace == "-":

@@ -224,7 +224,7 @@ def command(
     away = _announce(loaded, spec, asked, as_json)
     from ..files.text import write_text
     from ..report.tables.run import print_report, progress_printer
-    from ..report.traces.runs import measured_trace
+    from ..report.traces import measured_trace
     from ..runtime.measure.progress import StepProgress, metrics_of
     from ..runtime.model.build.spec import find
     from ..runtime.model.user_code import user_code

@@ -10,8 +10,7 @@ import re
 from ..errors import BadInput
 from ..names import shown
 from ..schedule.program import Action, Program
-from ..schedule.written.actions import Written
-from ..schedule.written.program import action_of, order_of_program
+from ..schedule.written import Written, action_of, order_of_program
 from .text import read_csv
 
 OTHERS = re.compile(

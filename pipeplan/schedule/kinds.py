@@ -89,7 +89,7 @@ def _own(path: str) -> Late:
 
 default_limit, most_of_vee = _own("message_driven:default_limit"), _own("v_limit:most_of_vee")
 no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
-unfit: Callable[..., str | None] = Late("schedule.written.program:unfit")
+unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
 
 def _ordered(simulated: ProgramSchedule, words: str) -> Kind:
@@ -257,7 +257,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "written": _ordered(
         ProgramSchedule(
-            Late("schedule.written.program:written_program"),
+            Late("schedule.written:written_program"),
             "an order of its own for every GPU",
             "a file as torch reads it",
             options=("order",),

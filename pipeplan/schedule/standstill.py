@@ -33,7 +33,7 @@ class Meet(NamedTuple):
     what: Hashable
 
 
-class Pass(NamedTuple):
+class Alone(NamedTuple):
     """What a rank does alone, once the passes and meetings that it ``needs`` are over."""
 
     what: Hashable
@@ -46,7 +46,7 @@ class Ranks:
     What happens doesn't depend on which rank goes first, so following it once is a proof. Linear in the operations.
     """
 
-    def __init__(self, lists: Mapping[int, Sequence[Meet | Pass | None]], semantics: Semantics = "blocking") -> None:
+    def __init__(self, lists: Mapping[int, Sequence[Meet | Alone | None]], semantics: Semantics = "blocking") -> None:
         self.lists, self.semantics = lists, semantics
         self.over: set[Hashable] = set()
         self._place = dict.fromkeys(lists, 0)
@@ -165,7 +165,7 @@ class Ranks:
         except nx.NetworkXNoCycle:
             return [rank for rank in nx.dfs_preorder_nodes(waits, min(awaited)) if rank in awaited]
 
-    def _awaited(self, item: Meet | Pass | None) -> int:
+    def _awaited(self, item: Meet | Alone | None) -> int:
         assert isinstance(item, Meet), "a rank only waits for others"
         return min(item.ranks - self._come[item])
 

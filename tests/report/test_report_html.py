@@ -20,7 +20,7 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import Refused, compare_schedules, simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.page.html import MOST_OPERATIONS, Measured, microbatches_shown, report_html
-from pipeplan.report.traces.runs import measured_trace
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.trace_file import read_measured, read_operations
 from pipeplan.units import format_ns

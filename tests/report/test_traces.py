@@ -15,8 +15,7 @@ from oracles.chrome_trace import shown
 from pipeplan.plan import Schedule
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy
-from pipeplan.report.traces.chrome import ChromeTrace, microseconds
-from pipeplan.report.traces.runs import measured_trace, simulated_trace
+from pipeplan.report.traces import ChromeTrace, measured_trace, microseconds, simulated_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.schedule.kinds import schedules

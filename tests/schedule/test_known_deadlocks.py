@@ -15,7 +15,7 @@ from pipeplan.schedule.program import Action, lower
 from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.standstill import SEMANTICS
-from pipeplan.schedule.written.actions import Written, deadlock, incomplete
+from pipeplan.schedule.written import Written, deadlock, incomplete
 
 
 def comes_through(rows):

@@ -20,8 +20,7 @@ from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.problem import NoRoom, order_problem
 from pipeplan.schedule.synthesis.recomputing import recomputing_apart
 from pipeplan.schedule.synthesis.synthesize import synthesize
-from pipeplan.schedule.written.actions import incomplete
-from pipeplan.schedule.written.program import order_of_program, unfit, written_of, written_program
+from pipeplan.schedule.written import incomplete, order_of_program, unfit, written_of, written_program
 
 ALONE = ("0F0,0F1,0R0,0B0,0R1,0B1", "1F0,1R0,1B0,1F1,1R1,1B1")
 

@@ -17,7 +17,7 @@ from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.standstill import SEMANTICS
-from pipeplan.schedule.written.actions import Written, deadlock, incomplete
+from pipeplan.schedule.written import Written, deadlock, incomplete
 
 SENDS_BOTH_WAYS = """\
 0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1

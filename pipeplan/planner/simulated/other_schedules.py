@@ -22,8 +22,7 @@ from ...schedule.kinds import endless, graph_of, kind_of, loop, named, shown_mic
 from ...schedule.program import Program, pipelines, unroll
 from ...schedule.programs.nf1b import DEFAULT_BATCH
 from ...schedule.update_sums import shown_with_sums, with_sums
-from ...schedule.written.actions import Written, deadlock, incomplete
-from ...schedule.written.program import order_of, unfit, written_program
+from ...schedule.written import Written, deadlock, incomplete, order_of, unfit, written_program
 
 
 def drains(plan: Plan, schedule: str) -> bool:

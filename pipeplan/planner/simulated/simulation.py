@@ -24,7 +24,7 @@ from ...schedule.simulate import jittered_ns, simulate
 from ...schedule.synthesis.synthesize import Synthesis
 from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
 from ...schedule.weight_versions import Delay, kept_by_stages, weight_policy
-from ...schedule.written.actions import Written
+from ...schedule.written import Written
 from ...status import Status
 from ...units import format_ns
 from ..what_if.best_order import best_orders

@@ -16,7 +16,7 @@ from ...schedule.slots import shares
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.recomputing import recomputed_early
 from ...schedule.synthesis.synthesize import INTERRUPTED
-from ...schedule.written.program import order_of_program
+from ...schedule.written import order_of_program
 from ..plan import Planned
 from ..simulated.other_schedules import schedule_stages
 from .best_order import OWN, PLACEMENTS, TRIED, Found, best_orders, placed_graph

@@ -11,7 +11,7 @@ from ...runtime.measure.times import OpTime
 from ...schedule.program import PASSES
 from ...schedule.timeline import Timeline
 from ..gantt import NAMES, Bar, GanttRow, timeline_rows
-from ..traces.runs import apart
+from ..traces import apart
 
 MOST_LINKED = 16  # GPUs of a chart that shows links unasked
 OF_MICROBATCHES = (*PASSES, "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update

@@ -10,8 +10,7 @@ from ...names import shown
 from ...plan import Plan, Schedule
 from ...schedule.kinds import KINDS, graph_of, refused
 from ...schedule.program import pipelines
-from ...schedule.written.actions import Written
-from ...schedule.written.program import order_of
+from ...schedule.written import Written, order_of
 
 PIPEDREAM = "pipedream"  # of simulated schedules, the one that plans have as a pattern
 

@@ -19,8 +19,7 @@ from ...cost.group_bound import group_bound
 from ...cost.stage_graph import StageGraph
 from ...plan import Pattern
 from ..pattern import memory_fits, one_at_a_time, starts_of
-from .heights import height_bounds
-from .retime import Order, retime
+from .retime import Order, height_bounds, retime
 from .solvers import TOLERANCE, Solver, SolverFailed, SolverLimits, solved
 
 IlpStatus = Literal["optimal", "infeasible", "cutoff", "node limit", "time limit", "unproved", "failed"]

@@ -18,8 +18,7 @@ from ...cost.stage_graph import StageGraph
 from ...integers import Ints
 from ...plan import Pattern
 from ..pattern import memory_fits, starts_of
-from .heights import height_bounds
-from .retime import retime
+from .retime import height_bounds, retime
 
 FAR = -(2**61)
 

@@ -17,7 +17,7 @@ from cases.measured import replayed
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import profile_text
 from pipeplan.plan import Plan
-from pipeplan.report.traces.runs import measured_trace
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.report import make_report
 

@@ -9,7 +9,7 @@ from cases.measured import replayed, script_of
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.tables.run import print_run
-from pipeplan.report.traces.runs import measured_trace
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.measure.calibrate import occupied, sums_ns
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime, RankMeasurement

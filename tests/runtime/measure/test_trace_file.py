@@ -13,7 +13,7 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.tables.differences import comparison, print_comparison
-from pipeplan.report.traces.runs import measured_trace
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.runtime.measure.trace_file import (

@@ -1,1 +1,0 @@
-"""What do traces for ui.perfetto.dev have?"""
