@@ -1,8 +1,6 @@
 """After which time has training with late gradients the loss of plain training? Updates times period, over flush's.
 
-    python -m scripts.bench.time_to_loss FILE [--seconds S]      # train what FILE has not yet, for so long
-    python -m scripts.bench.time_to_loss FILE --table            # print what it has
-    python -m scripts.bench.time_to_loss --run cnn sgd 0.05 2bw 4 both --updates 1000 --seeds 3
+    python -m scripts.bench.time_to_loss FILE [--seconds S]
 
 Six tasks without download (scikit-learn's digits: an MLP, a CNN, a vision transformer; the text that Python carries: an
 MLP of characters, an LSTM, a GPT), each in four stages, with SGD (momentum 0.9) and with AdamW. A policy's versions,
@@ -13,7 +11,7 @@ what ``run`` does but for rounding (tests/runtime/training/test_time_to_loss.py)
 Each policy is tried at the same six rates with one seed; the best one by the loss held out, and plain training's best
 one, are trained with three seeds. A curve is the mean of the seeds' losses, smoothed over 20 updates. Plain training's
 level is what its own curve stays below from 60% of the run on; a policy has it from the first update after which its
-curve stays below. Wants scikit-learn.
+curve stays below. FILE keeps every run, so that it can be filled in parts. Wants scikit-learn.
 """
 
 from __future__ import annotations
@@ -26,8 +24,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby, product
-from math import cos, inf, isfinite, pi
+from math import cos, exp, inf, isfinite, log, pi
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem, Weights
+from pipeplan.report.tables.run import SETTLED, smoothed, stays_below
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.training.weights.late import compensated, delayed, predicted
@@ -46,7 +47,8 @@ from pipeplan.zoo.data import corpus
 from pipeplan.zoo.model import mixed_seed
 from scripts.checks.training_tasks import handwritten
 
-STAGES, UPDATES, WINDOW, SEEDS, LEVEL = 4, 250, 20, 3, 0.6
+STAGES, UPDATES, WINDOW, SEEDS = 4, 250, 20, 3
+NEVER = 4.0  # what counts as the updates over plain training's where the level isn't reached
 TRIALS = (1 / 8, 1 / 4, 1 / 2, 1, 2)  # times a task's usual rate
 Samples = Callable[[int, int, int], tuple[Tensor, Tensor]]  # (first sample, how many, seed) -> input, target
 
@@ -231,7 +233,7 @@ TASKS = {
     "cnn": _seeing(_cnn, 0.05, 0.004),
     "vit": _seeing(_vit, 0.1, 0.004),
     "charmlp": _reading(_charmlp, 8, 64, 0.05, 0.002, last=True),
-    "lstm": _reading(_lstm, 24, 16, 0.2, 0.016),
+    "lstm": _reading(_lstm, 24, 16, 0.1, 0.016),
     "gpt": _reading(_gpt, 16, 16, 0.1, 0.004),
 }
 
@@ -272,8 +274,10 @@ def _plan(weights: Weights, microbatches: int) -> Plan:
 
 
 PLAIN = Way("flush", 4)
-FRESH, UNCORRECTED, COMPENSATED = (Way("2bw", 4, x) for x in ("both", "none", "sc"))
+USUAL = tuple(Way("2bw", 16, x) for x in ("both", "sc", "none"))  # four microbatches for each GPU, as by default
+FRESH = Way("2bw", 4, "both")  # one for each GPU: gradients are four times as late
 UNIFORM, PIPEDREAM, TIMEPREST = Way("2bw-uniform", 4), Way("stash", 1), Way("latest", 4)  # PipeDream: whole batches
+TUNED = FRESH, UNIFORM, PIPEDREAM, TIMEPREST
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -372,7 +376,7 @@ def trained(
 
 def run(
     name: str, optimizer: str, rate: float, way: Way, seed: int, updates: int = UPDATES, cosine: bool = False
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Train a task; return its losses by update, and loss and accuracy of what is held out.
 
     ``cosine``: after a rise in the first tenth the rate falls along a cosine to 0.
@@ -420,7 +424,7 @@ class Results:
     """What a file has: a line of JSON for each run."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.runs = path, dict[Key, dict[str, object]]()
+        self.path, self.runs = path, dict[Key, dict[str, Any]]()
         for line in path.read_text().splitlines() if path.exists() else ():
             found = json.loads(line)
             self.runs[tuple(found["key"])] = found
@@ -443,9 +447,9 @@ class Results:
         cases = list(product(TASKS, ("sgd", "adamw")))
         for name, optimizer in cases:
             yield from self._tuned(name, optimizer, PLAIN)
-        for way, (name, optimizer) in product((FRESH, UNCORRECTED, COMPENSATED), cases):
+        for way, (name, optimizer) in product((FRESH, *USUAL), cases):
             yield from ((name, optimizer, self.best(name, optimizer, PLAIN), way, seed) for seed in range(SEEDS))
-        for seeds, way, (name, optimizer) in product((1, SEEDS), (FRESH, UNIFORM, PIPEDREAM, TIMEPREST), cases):
+        for seeds, way, (name, optimizer) in product((1, SEEDS), TUNED, cases):
             yield from self._tuned(name, optimizer, way, seeds)
 
     def _tuned(
@@ -467,19 +471,80 @@ def _rates(name: str, optimizer: str) -> list[float]:
     return [TASKS[name].rates[optimizer] * trial for trial in TRIALS]
 
 
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+class Column:
+    """What a table says of one way: at its own best rate, or at plain training's."""
+
+    def __init__(self, results: Results, way: Way, tuned: bool) -> None:
+        self.results, self.way, self.tuned = results, way, tuned
+        self.ratios: list[float] = []
+        self.within = 0
+
+    def runs(self, name: str, optimizer: str) -> list[Mapping[str, Any]]:
+        """Return the runs of a task, by seed, as far as they are there."""
+        try:
+            rate = self.results.best(name, optimizer, self.way if self.tuned else PLAIN)
+        except KeyError:
+            return []
+        keys = ((name, optimizer, rate, str(self.way), seed) for seed in range(SEEDS))
+        return [self.results.runs[key] for key in keys if key in self.results.runs]
+
+    def unseen(self, name: str, optimizer: str) -> list[float]:
+        """Return the losses held out."""
+        return [inf if x["unseen"] is None else x["unseen"] for x in self.runs(name, optimizer)]
+
+    def curve(self, name: str, optimizer: str) -> list[float]:
+        """Return the mean of the seeds' losses, smoothed; endless from where one diverges."""
+        found = [[*x["losses"], *[inf] * (UPDATES - len(x["losses"]))] for x in self.runs(name, optimizer)]
+        return smoothed([fmean(some) for some in zip(*found, strict=True)], WINDOW)
+
+    def cell(self, name: str, optimizer: str, plain: Column) -> str:
+        """Return the mean loss held out, marked where it is above plain training's worst seed, and the updates that the
+        level takes over plain training's."""
+        own, others = self.unseen(name, optimizer), plain.unseen(name, optimizer)
+        if not own or not others:
+            return "-"
+        usual = plain.curve(name, optimizer)
+        level = max(usual[int(SETTLED * UPDATES) :])
+        first, taken = stays_below(usual, level), stays_below(self.curve(name, optimizer), level)
+        assert first is not None, "the level is its own"
+        self.ratios.append(inf if taken is None else taken / first)
+        self.within += fmean(own) <= max(others)
+        return f"{fmean(own):.3f}{'' if fmean(own) <= max(others) else '!'} x{self.ratios[-1]:.2f}"
+
+
+def print_tables(results: Results) -> None:
+    """Print what there is: a row for each task and optimizer, a column for each way, and what periods make of it."""
+    plain = Column(results, PLAIN, True)
+    ways = *((x, False) for x in (*USUAL, FRESH)), *((x, True) for x in TUNED)
+    columns = [Column(results, *way) for way in ways]
+    titles = [f"{x.way}{', best rate' if x.tuned else ''}" for x in columns]
+    print(f"| | plain, {SEEDS} seeds | {' | '.join(titles)} |\n|---|--:|{'--:|' * len(columns)}")
+    for optimizer, name in product(("sgd", "adamw"), TASKS):
+        own = plain.unseen(name, optimizer)
+        if own:
+            cells = [x.cell(name, optimizer, plain) for x in columns]
+            print(f"| {name} {optimizer} | {min(own):.3f} to {max(own):.3f} | {' | '.join(cells)} |")
+    for title, x in zip(titles, columns, strict=True):
+        if x.ratios:
+            mean = exp(fmean(log(min(ratio, NEVER)) for ratio in x.ratios))
+            period = x.way.update_ms / PLAIN.update_ms
+            said = f"{x.within} of {len(x.ratios)} within plain training's seeds, updates x{mean:.2f} in the mean"
+            print(f"{title}: {said}, period x{period:.3f}: time x{mean * period:.2f}")
+
+
 def main() -> None:
     """Train, or print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--seconds", type=float, default=inf)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("file", type=Path, help="JSON lines of runs, which are added to")
+    parser.add_argument("--seconds", type=float, default=inf, help="train for so long, and print what there is")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(arguments.file)
-    if arguments.table:
-        pass
-    else:
-        results.fill(arguments.seconds)
+    results.fill(arguments.seconds)
+    print_tables(results)
 
 
 if __name__ == "__main__":
