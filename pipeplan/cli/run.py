@@ -75,8 +75,8 @@ RUN = """
 --patience N                End after N evaluations without a new best.
 --ema X                     Keep a running average of the weights, such as by 0.999.
 --delay-correction none|sc|predict|both
-    What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: both;
-    sc where memory has no room for predicted weights]
+    What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: sc;
+    both with mixed precision]
 --averaged                  Save and evaluate that average.
 --callback MODULE:FUNCTION  callback(step, metrics) after every update and every evaluation.
 --vertical-sync             With weights stash or latest: the same version on all stages.

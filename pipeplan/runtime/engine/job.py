@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...check.replica_sums import COARSENING
-from ...check.validate import check, violations
+from ...check.validate import check
 from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...plan import Plan
@@ -188,8 +188,11 @@ def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
 
 
 def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, DelayCorrection, str | None]:
-    """Return the plan that holds what is done about late gradients, what that is, and why it isn't both; BadInput for
-    what is asked for and cannot be done."""
+    """Return the plan that holds what is done about late gradients, what that is, and why it is none of what could be;
+    BadInput for what is asked for and cannot be done.
+
+    Weights are predicted by default where that takes no memory: plans keep no room for it.
+    """
     asked, policy = options.delay_correction, plan.policy
     if policy.drains or options.evaluates or asked == "none":
         return plan, "none", None
@@ -200,14 +203,12 @@ def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, DelayCorrection, 
                 f"--delay-correction {asked}: it is for SGD with momentum (without nesterov), Adam and AdamW"
             )
         return plan, "none", None if is_plain(made) else f"{type(made).__name__} with these options isn't corrected"
+    if asked is None:
+        asked = "both" if policy.precision == "mixed" and policy.predictable else "sc"
     if asked == "sc":
         return plan, asked, None
     if not policy.predictable:
-        if asked is not None:
-            raise BadInput(f"--delay-correction {asked}: {NOT_PREDICTED}; sc goes")
-        return plan, "sc", f"{NOT_PREDICTED}, so steps alone are corrected (sc)"
-    apart = replace(plan, policy=replace(policy, predict=True))
-    if asked is None and violations(apart):
-        return plan, "sc", "memory has no room for predicted weights, so steps alone are corrected (sc)"
-    check(apart)  # it holds more
-    return apart, asked or "both", None
+        raise BadInput(f"--delay-correction {asked}: {NOT_PREDICTED}; sc goes")
+    plan = replace(plan, policy=replace(policy, predict=True))
+    check(plan)  # it holds more
+    return plan, asked, None

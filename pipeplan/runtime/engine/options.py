@@ -77,7 +77,7 @@ class RunOptions:
     ema: float | None = None
     """Of the running average of the weights that is kept, the share that stays at each update."""
     delay_correction: DelayCorrection | None = None
-    """What is done about late gradients; None: both, as far as optimizer, weights and memory let it be done."""
+    """What is done about late gradients; None: sc, and both with mixed precision, as far as the optimizer can be."""
     averaged: bool = False
     """Whether what is saved, or evaluated, is the running average of the weights."""
     held_out: HeldOutOptions | None = None

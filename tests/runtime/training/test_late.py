@@ -164,12 +164,12 @@ def options_of(name, rate, **more):
 @pytest.mark.parametrize(
     ("weights", "name", "correction"),
     [
-        ("2bw", "sgd", None),
+        ("2bw", "sgd", "both"),
         ("2bw", "adamw", "both"),
-        ("2bw-uniform", "sgd", "sc"),
+        ("2bw-uniform", "sgd", None),
         ("stash", "sgd", "predict"),
         ("latest", "sgd", "predict"),
-        ("latest", "adamw", None),
+        ("latest", "adamw", "both"),
     ],
 )
 def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, correction, chain, tmp_path):
@@ -181,7 +181,7 @@ def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, co
     report = run_plan(plan, ModelSpec(GPT), options)
 
     def late(own, stage):
-        return Loop(dict.fromkeys(own, delays[stage]), name, [rate] * 9, correction or "both")
+        return Loop(dict.fromkeys(own, delays[stage]), name, [rate] * 9, correction or "sc")
 
     losses, state = emulated(plan, GPT, 2, steps=5, optimizer=kind, lr=rate, seed=2, late=late)
     assert list(report.losses) == losses
@@ -239,8 +239,8 @@ def test_it_goes_with_clipping_16_bits_and_rates_that_change_and_on_another_plan
     if half is not None:
         plans = [replace(x, policy=replace(x.policy, precision="mixed")) for x in plans]
     plans = [clipping(x, clip is not None) for x in plans]
-    options = options_of(name, rate, steps=8, clip_norm=clip, checkpoint=tmp_path / "c", save=tmp_path / "s")
-    options = replace(options, seed=0, half=HalfOptions(loss_scale=scale) if half else AS_PROFILED)
+    options = options_of(name, rate, steps=8, delay_correction="both", checkpoint=tmp_path / "c", save=tmp_path / "s")
+    options = replace(options, seed=0, clip_norm=clip, half=HalfOptions(loss_scale=scale) if half else AS_PROFILED)
     if also == "warming up":
         options = replace(options, warmup=3, scheduler=Choice("StepLR", (("step_size", 2), ("gamma", 0.5))))
     model = ModelSpec("cases.half:exploding", "cases.runtime:vectors")
@@ -285,22 +285,20 @@ def test_what_is_not_late_or_has_no_formula_is_left_alone(chain):
     assert not correctable(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
 
 
-def test_what_cannot_be_predicted_is_compensated_and_said(chain):
-    spec, asked = ModelSpec(GPT), RunOptions(steps=1, lr=0.1)
+def test_weights_are_predicted_where_that_takes_no_memory_or_is_asked_for(chain):
+    spec, usual = ModelSpec(GPT), RunOptions(steps=1, lr=0.1)
+    asked = replace(usual, delay_correction="both")
     plan = plan_of(chain, STAGES, weights="2bw", optimizer="momentum", accumulate=6)
-    job = job_of(plan, spec, asked)
-    assert (job.options.delay_correction, job.plan.policy.predict, job.notes) == ("both", True, ())
+    mixed = replace(plan, policy=replace(plan.policy, precision="mixed"))
+    for found, options, correction in ((plan, usual, "sc"), (mixed, usual, "both"), (plan, asked, "both")):
+        job = job_of(found, spec, options)
+        assert (job.options.delay_correction, job.plan.policy.predict) == (correction, correction == "both")
+        assert job.notes == ()
     most = max(x.peak_bytes for x in evaluate(plan).devices)
-    full = replace(plan, platform=Platform.flat(3, most))
-    job = job_of(full, spec, asked)
-    assert (job.options.delay_correction, job.plan.policy.predict) == ("sc", False)
-    assert "memory has no room for predicted weights" in job.notes[0]
     with pytest.raises(InvalidPlan, match="weights"):
-        job_of(full, spec, replace(asked, delay_correction="both"))
+        job_of(replace(plan, platform=Platform.flat(3, most)), spec, asked)
     newest = plan_of(chain, STAGES, weights="latest", optimizer="momentum", accumulate=6)
     newest = replace(newest, policy=replace(newest.policy, offload=True))
-    job = job_of(newest, spec, asked)
-    assert job.options.delay_correction == "sc"
-    assert "read the true ones" in job.notes[0]
+    assert job_of(newest, spec, usual).options.delay_correction == "sc"
     with pytest.raises(BadInput, match=r"--delay-correction predict: .*; sc goes"):
-        job_of(newest, spec, replace(asked, delay_correction="predict"))
+        job_of(newest, spec, replace(usual, delay_correction="predict"))
