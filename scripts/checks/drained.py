@@ -28,7 +28,7 @@ from pipeplan.check.bounds.drained.separate import drained_bound
 from pipeplan.check.targets import TARGETS, Shape
 from pipeplan.plan import ScheduleKind
 from pipeplan.planner.drained.block_search import BlockSearch
-from pipeplan.planner.drained.own_gpus import search_own_gpus
+from pipeplan.planner.drained.search import search_stages
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 
 
@@ -104,7 +104,7 @@ def bound_contiguous(seeds: range) -> None:
                 print(f"{seed}: {one} is above the soonest, {best} / {count}")
         bounds.append(best / (bound.period_ns * count))
         search = Incumbent(problem, Settings())
-        search_own_gpus(search, ("flush", "1f1b"), "normal")
+        search_stages(search, ("flush", "1f1b"), "normal")
         straight = min((ns for kind, ns in times.items() if kind in ("flush", "1f1b")), default=None)
         if straight is not None and search.best is not None:
             plans.append(search.best.cost / straight)

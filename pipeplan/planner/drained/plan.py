@@ -22,13 +22,9 @@ from ...schedule.timeline import flush_makespan_ns
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from ..periodic.limits import ENOUGH, LimitSearch
 from ..simulated.other_schedules import schedule_stages
-from .chunks import search_chunks, searches
-from .own_gpus import search_own_gpus
 from .proposals import holding, move, widened, with_special
 from .run import drained_run
-from .search import once, until_ended
-
-ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
+from .search import ALTERNATING, search_stages, searches, until_ended
 
 
 def plan_drained(
@@ -63,15 +59,12 @@ def plan_drained(
     if effort is None or KINDS[kind].limit is not None:
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
-    alternating = [name for name in searched if name in ALTERNATING]
-    others = [name for name in searched if name not in ALTERNATING and (not kinds or not searches(name))]
+    searched = [name for name in searched if not kinds or not searches(name)]
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
         status = run_search(_simplest_first(propose) if kind in ALTERNATING else propose, incumbent)
-    tables = once(problem)
     phases: dict[str, Callable[[Incumbent], None]] = {
-        "stages on GPUs of their own": partial(search_own_gpus, kinds=alternating, effort=effort, tables=tables),
-        "equal pipelines": partial(search_chunks, kinds=others, effort=effort, tables=tables),
+        "stages that drain soonest": partial(search_stages, kinds=searched, effort=effort)
     }
     if kinds:
         phases["other schedules"] = partial(_under_others, kinds=kinds)
@@ -114,7 +107,7 @@ def _within_limits(incumbent: Incumbent, effort: str) -> None:
     for alike in _placed_alike(limits.schedule.kind):
         free = Incumbent(problem, Settings())
         try:
-            search_chunks(free, [alike], effort)
+            search_stages(free, [alike], effort)
         finally:
             if free.best is not None:
                 stages = free.best.allocation.stages

@@ -1,44 +1,68 @@
-"""What do all searches for stages that drain soonest have in common? Effort, budgets, walks, and ways to be ended."""
+"""Which stages drain a mini-batch soonest under some kinds of schedules? A heuristic.
+
+Under 1F1B, in the order of a pattern or not, each has GPUs of its own, as many as it needs; under others there are
+equal pipelines, with several stages on each GPU where the schedule has chunks. First come splits whose longest stage is
+shortest for every way to share the GPUs; then local moves of cuts from the best, timed many at once as if devices kept
+the order of a run, and simulated where there is hope; stages recompute what lets the run fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from typing import Protocol, TypeVar
 
+import numpy as np
+
+from ...check.bounds import work_ns
+from ...check.targets import Shape
+from ...cost import time_model
+from ...cost.saved import saved_bytes
 from ...deadline import OutOfTime
-from ...plan import ScheduleKind, Stage
+from ...integers import NEVER, Ints
+from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
+from ...schedule.kinds import KINDS, too_long
+from ...schedule.occupancy import homes_of
 from ..periodic.incumbent import Incumbent
+from .recompute import fitting_run, uses_by_group
 from .run import Run, any_run
-from .tables import Layout, Split, Tables, tables_of
+from .sharing import Groups, shared_gpus
+from .tables import Layout, Split, Tables, near, tables_of
+
+ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
+_EACH = 2  # splits of each way to share the GPUs that may be simulated
+_TRIED = 4  # splits of equal pipelines that are simulated at a time
+_MOVES = 6  # of its cuts, about the best ones, that are simulated of a run
+_HOPE = 64  # a part of the best by which a run may take longer to be looked at
+_STARTS = 2  # of equal pipelines, from which cuts are moved
+_SIMULATE = 600  # what a step to be simulated costs, in steps of a split that is timed
+_SEARCH = 30_000  # and where its order is searched for
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much each space is searched.
+    """How much is searched.
 
-    Of stages on GPUs of their own so many ``starts`` are simulated, of which cuts are moved of ``climbs``; of equal
-    pipelines with at most ``chunks`` stages on a GPU they are moved of ``chunk_climbs``. Both count steps: of a split
-    that is timed, of which a simulated one is many. Of a target's blocks, and of grids, local moves may simulate so
-    many steps.
+    Of ways to share GPUs among stages so many ``starts`` are simulated; pipelines have at most ``chunks`` stages on a
+    GPU; cuts are moved from the best of all, ``climbs``. All this takes no more than ``steps`` of a split that is
+    timed, of which a simulated one is many. Of a target's blocks, and of grids, local moves may simulate so many steps.
     """
 
     starts: int
     climbs: int
-    own_steps: int
     chunks: int
-    chunk_climbs: int
-    chunk_steps: int
+    steps: int
     block_steps: int
     grid_steps: int
 
 
 EFFORTS = {
-    "quick": Effort(10, 2, 6 * 10**7, 2, 1, 4 * 10**7, 0, 0),
-    "normal": Effort(60, 12, 4 * 10**8, 3, 5, 2 * 10**8, 2 * 10**5, 10**6),
-    "high": Effort(400, 60, 4 * 10**9, 4, 16, 2 * 10**9, 4 * 10**6, 2 * 10**7),
+    "quick": Effort(10, 3, 2, 10**8, 0, 0),
+    "normal": Effort(60, 16, 3, 6 * 10**8, 2 * 10**5, 10**6),
+    "high": Effort(400, 76, 4, 6 * 10**9, 4 * 10**6, 2 * 10**7),
 }
 
 
@@ -76,8 +100,19 @@ def until_ended(problem: Problem, search: Callable[[], None], found: Callable[[]
     return None
 
 
+def searches(kind: ScheduleKind) -> bool:
+    """Whether a kind of schedule searches for its order, which takes long."""
+    simulated = KINDS[kind].simulated
+    return simulated is not None and simulated.searches
+
+
+def search_stages(incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: str) -> None:
+    """Let the stages that drain soonest under some ``kinds`` of schedules without a limit be the best."""
+    _Search(incumbent, tuple(kinds), EFFORTS[effort]).run()
+
+
 @dataclass(frozen=True, slots=True)
-class Found:
+class _Found:
     """A run of the split of a layout."""
 
     run: Run
@@ -86,49 +121,194 @@ class Found:
 
     @property
     def makespan_ns(self) -> int:
-        """Time of the mini-batch."""
         return self.run.makespan_ns
 
 
-Memo = Callable[[int], Tables | None]
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Pipelines of a shape under a kind of schedule, and a time (ns) below which no mini-batch of them is done."""
+
+    floor_ns: int
+    kind: ScheduleKind
+    shape: Shape
+
+    def groups(self) -> Groups:
+        """Return the devices of each stage."""
+        shape = self.shape
+        own = Shape(shape.ranks, shape.pipelines).groups()
+        return tuple(own[rank] for rank in homes_of(self.kind, shape.ranks, shape.chunks))
+
+    @property
+    def hope(self) -> tuple[int, bool, int]:
+        """What comes first is least: by its floor, and then by whether backwards are split and what is to simulate."""
+        return self.floor_ns, not KINDS[self.kind].splits, self.shape.ranks * self.shape.chunks // self.shape.pipelines
 
 
-def once(problem: Problem) -> Memo:
-    """Return the tables by the parts of a GPU's memory that a stage may fill, each made when first asked for."""
-    return cache(partial(tables_of, problem))
-
-
-class Space:
-    """Configurations of stages that run under some ``kinds`` of schedules, and the steps that were spent on them, of
-    ``most`` in all; what runs is the ``incumbent``'s to keep. Some share their ``tables``."""
-
-    def __init__(
-        self, incumbent: Incumbent, kinds: Iterable[ScheduleKind], most: int, tables: Memo | None = None
-    ) -> None:
-        self.tables = tables or once(incumbent.problem)
-        self.incumbent, self.problem, self.kinds, self.most = incumbent, incumbent.problem, tuple(kinds), most
+class _Search:
+    def __init__(self, incumbent: Incumbent, kinds: Sequence[ScheduleKind], row: Effort) -> None:
+        self.incumbent, self.problem, self.kinds, self.row = incumbent, incumbent.problem, kinds, row
         self.microbatches = self.problem.policy.accumulate or 1
+        self.tables: Callable[[int], Tables | None] = cache(partial(tables_of, self.problem))
         self.steps = 0
 
-    def starts(self) -> list[Found]:
-        """Return what some configurations run."""
-        raise NotImplementedError
-
-    def near(self, here: Found, tried: set[Split]) -> Iterable[Found]:
-        """Yield what is near a run; ``tried`` are the splits that were since the walk began."""
-        raise NotImplementedError
-
-    def search(self, climbs: int) -> None:
-        """Run the starts, and move the cuts of the best few about as long as that helps."""
-        for start in sorted(self.starts(), key=lambda x: x.makespan_ns)[:climbs]:
+    def run(self) -> None:
+        """Run what promises most, and move the cuts of the best few about as long as that helps."""
+        starts = [*self._on_own_gpus(), *self._placed()]
+        for start in sorted(starts, key=lambda x: x.makespan_ns)[: self.row.climbs]:
             tried = {start.split}
-            climbed(start, lambda here, tried=tried: self.near(here, tried))  # type: ignore[misc]
+            climbed(start, lambda here, tried=tried: self._near(here, tried))  # type: ignore[misc]
 
-    def simulated(self, stages: tuple[Stage, ...], kind: ScheduleKind, steps: int) -> Run | None:
-        """Return a run, fitting or not, that costs so many steps; None where there is none, or no more steps."""
-        self.steps += steps
-        return None if self.steps > self.most else any_run(self.problem, stages, kind)
+    def _on_own_gpus(self) -> Iterable[_Found]:
+        """Return the best run of each way to share the GPUs that promises most."""
+        kinds = [kind for kind in self.kinds if kind in ALTERNATING]
+        tables = self.tables(1) if kinds else None
+        if tables is None:
+            return []
+        best, guessed = self.incumbent.best, list[tuple[int, int, Split, Layout]]()
+        for groups in shared_gpus(self.problem, tables.size - 1, best and best.allocation):
+            layout = Layout.ahead(tables, groups)
+            own = sorted((layout.guess_ns(split), len(groups), split) for split in layout.starts())
+            guessed += [(*x, layout) for x in own[:_EACH]]
+        ran: dict[Groups, _Found] = {}
+        for _, _, split, layout in sorted(guessed, key=lambda x: x[:3])[: self.row.starts]:
+            for found in filter(None, (self._fitting(kind, layout, split) for kind in kinds)):
+                known = ran.get(layout.groups)
+                if known is None or found.makespan_ns < known.makespan_ns:
+                    ran[layout.groups] = found
+        return ran.values()
 
-    def keep(self, run: Run) -> None:
-        """Let a run that fits be the incumbent's best."""
+    def _placed(self) -> list[_Found]:
+        """Return the soonest few of every placement, of those that have hope."""
+        found: list[_Found] = []
+        end = self.steps + (self.row.steps - self.steps) // 2
+        for placement in sorted(self._placements(), key=lambda x: x.hope):
+            if self.steps > end:
+                break
+            if self.incumbent.best_ns is None or placement.floor_ns < self.incumbent.best_ns:
+                found += sorted(self._probe(placement, end), key=lambda x: x.makespan_ns)[:_STARTS]
+        return found
+
+    def _placements(self) -> Iterator[_Placement]:
+        count, gpus = self.microbatches, len(self.problem.platform)
+        relaxed = time_model.relative(self.problem)
+        speed = max(device.speed for device in relaxed.platform.devices)
+        for kind in self.kinds:
+            for ranks in range(1, 1 if kind in ALTERNATING else min(gpus, len(self.problem.chain)) + 1):
+                for chunks in self._chunks(kind, ranks):
+                    if too_long(4 * ranks * chunks - 2, Schedule(kind, count)) is not None:
+                        continue
+                    least = 2 if ranks == 1 else 1  # where sums of gradients may be hidden
+                    for pipelines in range(least, gpus // ranks + 1 if self.problem.replicas else 2):
+                        if count % pipelines == 0:
+                            floor = int(count * work_ns(relaxed) / speed / (ranks * pipelines))
+                            yield _Placement(floor, kind, Shape(ranks, pipelines, chunks))
+
+    def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterator[int]:
+        simulated = KINDS[kind].simulated
+        several = simulated is not None and simulated.homes is not None
+        for chunks in range(2, self.row.chunks + 1) if several else (1,):
+            stages = len(homes_of(kind, ranks, chunks))
+            if stages == ranks * chunks > 1 and stages <= len(self.problem.chain):
+                yield chunks
+
+    def _probe(self, placement: _Placement, end: int) -> Iterator[_Found]:
+        """Yield some splits, made to fit the memory: those of stages as equal as can be, and where cuts go from the
+        best of them, whatever the memory."""
+        parts = (1, placement.shape.chunks)
+        tables = next((found for part in parts if (found := self.tables(part)) is not None), None)
+        if tables is None:
+            return
+        groups = placement.groups()
+        layout = Layout(tables, groups, (1,) * len(groups))  # what their memory asks for is seen in runs
+        starts = list(islice(dict.fromkeys((*layout.even(), *layout.starts())), _TRIED))
+        runs = ((self._run(placement.kind, layout.stages(split)), split) for split in starts)
+        bare = sorted((_Found(x, layout, split) for x, split in runs if x is not None), key=lambda x: x.makespan_ns)
+        moved = [self._walked(x, end) for x in bare[:1]]
+        for start in dict.fromkeys((*moved, *(x.split for x in bare[:_STARTS]))):
+            fitting = self._fitting(placement.kind, layout, start)
+            if fitting is not None:
+                yield fitting
+
+    def _walked(self, start: _Found, end: int) -> Split:
+        """Return where a walk of the cuts leads that keeps the order of a run."""
+        layout, at, run = start.layout, start.split, start.run
+        here = int(layout.makespans([at], run)[0])
+        while here < NEVER and self.steps <= end and (splits := list(near(at, layout.tables.size))):
+            times = self._timed(layout, splits, run)
+            best = int(times.argmin())
+            if int(times[best]) >= here:
+                break
+            at, here = splits[best], int(times[best])
+        return at
+
+    def _timed(self, layout: Layout, splits: Sequence[Split], run: Run, again: Ints | int = 0) -> Ints:
+        self.problem.deadline.check()
+        self.steps += len(splits) * len(run.timeline.program.operations) * self.microbatches
+        return layout.makespans(splits, run, again)
+
+    def _fitting(self, kind: ScheduleKind, layout: Layout, split: Split) -> _Found | None:
+        """Return the run of a split that recomputes what its memory asks for; None where it doesn't help to know."""
+
+        def hopeful(stages: tuple[Stage, ...]) -> Run | None:
+            best, run = self.incumbent.best_ns, self._run(kind, stages)
+            return run if best is None or (run is not None and run.makespan_ns < best + best // _HOPE) else None
+
+        run = hopeful(layout.stages(split))
+        if run is not None and not run.fits:
+            run = fitting_run(self.problem, layout.stages(split), layout.ways(split), hopeful)
+        if run is None:
+            return None
         self.incumbent.take(run.scheduled)
+        return _Found(run, layout, split)
+
+    def _run(self, kind: ScheduleKind, stages: tuple[Stage, ...]) -> Run | None:
+        """Return a run, fitting or not; None where there is none, or no more steps."""
+        each = _SEARCH if searches(kind) else _SIMULATE
+        self.steps += each * (self.microbatches // len(stages[0].devices)) * 4 * len(stages)
+        return None if self.steps > self.row.steps else any_run(self.problem, stages, kind)
+
+    def _near(self, here: _Found, tried: set[Split]) -> Iterator[_Found]:
+        """Yield the same cuts with as many microbatches held as the run's pattern has, and the soonest of the most
+        hopeful neighbours; ``tried`` are the splits that were since the walk began."""
+        layout, run = here.layout, here.run
+        if run.pattern is not None and run.held != layout.held:
+            other = Layout(layout.tables, layout.groups, run.held)
+            if other.fits(here.split) and (found := self._fitting(run.kind, other, here.split)):
+                yield found
+        splits = [split for split in near(here.split, layout.tables.size) if split not in tried]
+        if not splits or self.steps > self.row.steps:
+            return
+        again = self._again(here, [here.split, *splits]) if max(layout.held) == 1 else 0
+        times = self._timed(layout, [here.split, *splits], run, again).tolist()
+        hopeful = sorted((ns, split) for ns, split in zip(times[1:], splits, strict=True) if ns < NEVER)[:_MOVES]
+        chosen = [split for _, split in hopeful]
+        if max(layout.held) > 1:  # what neighbours recompute is known
+            chosen = list(dict.fromkeys((self._walked(here, self.row.steps), *chosen)))
+        tried.update(chosen)
+        found = [x for split in chosen if (x := self._fitting(run.kind, layout, split))]
+        yield from sorted(found, key=lambda x: x.makespan_ns)[:1]
+
+    def _again(self, here: _Found, splits: Sequence[Split]) -> Ints:
+        """Return about what the stages of splits near a run's recompute of a microbatch, shape (stages, splits).
+
+        That is what the run's do, and for bytes that stages keep more than their GPU has left, or less, as much more or
+        less as bytes take in the mean of the stage of which it holds most.
+        """
+        layout, run, count = here.layout, here.run, len(here.run.stages)
+        bare, _, _ = layout.durations([here.split], run.timeline.program.split)
+        at = {work.stage: work.duration_ns for work in run.timeline.program.operations if work.kind == "B"}
+        own = np.array([at[s] - int(bare[count + s, 0]) for s in range(count)], dtype=np.int64)
+        cuts = layout.tables.found.cuts[np.array(splits, dtype=np.int64).T]
+        saved = np.asarray(saved_bytes(self.problem.chain, cuts[:-1], cuts[1:]))
+        forward = np.asarray(self.problem.chain.sums.forward_ns)
+        found = np.repeat(own[:, None], len(splits), axis=1)
+        for stages, use in uses_by_group(run):
+            held = np.array(use.in_flight)[:, None]
+            change = (held * (saved[stages] - saved[stages, :1])).sum(axis=0)
+            lacks = np.where(change > 0, np.maximum(change - (use.memory_bytes - use.peak_bytes), 0), change)
+            most = stages[int(held.argmax())]
+            price = (forward[cuts[most + 1]] - forward[cuts[most]]) / np.maximum(saved[most], 1) / held.max()
+            more, total = (lacks * price).astype(np.int64), int(own[stages].sum())
+            found[most] += np.maximum(more, 0)
+            found[stages] += own[stages][:, None] * np.minimum(np.maximum(more, -total), 0) // max(total, 1)
+        return found

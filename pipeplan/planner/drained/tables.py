@@ -10,28 +10,26 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations, pairwise
-from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
 from ...cost.stage_tables import StageTables
-from ...integers import NEVER, Ints, ceil_div, extend
-from ...partition.balance import balance
+from ...integers import NEVER, Ints, ceil_div
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.cuts import round_trips_ns
 from ...partition.tables.options import Ranges, StageOptions, held_times
 from ...partition.tables.split_paths import first_split, least_longest, shortest_split, up_to
 from ...partition.tables.stages import SearchTables
 from ...plan import Stage
-from ...problem import Device, Level, Platform, Policy, Problem
+from ...problem import Device, Level, Problem
+from ...schedule.programs.one_f_one_b import forwards_ahead
 from .run import Run
-from .timing import Retiming, alternating, retimed
+from .timing import Retiming, retimed
 
 SLACK = (0, 1, 2, 4, 8, 16, 32, 64, 96)  # 256ths by which the longest stage may exceed the shortest possible
 _FAR = 4  # places by which one cut moves
 _PAIRS = 16  # cuts up to which any two move together
-_LEVEL = 500  # what a level of steps costs of its own, in steps of a split
 
 Split = tuple[int, ...]  # indices of cuts
 Bools = npt.NDArray[np.bool_]
@@ -119,6 +117,23 @@ class Layout:
     groups: tuple[tuple[int, ...], ...]
     held: tuple[int, ...]
 
+    @staticmethod
+    def ahead(tables: Tables, groups: tuple[tuple[int, ...], ...]) -> Layout:
+        """Return the layout of stages that hold what they run ahead under 1F1B."""
+        replicas = tuple(map(len, groups))
+        pairs = zip(forwards_ahead(replicas), replicas, strict=True)
+        return Layout(tables, groups, tuple(min(a, ceil_div(tables.microbatches, r)) for a, r in pairs))
+
+    def guess_ns(self, split: Split) -> int:
+        """Return about what a mini-batch of a split takes under 1F1B."""
+        assert self.times is not None
+        pairs = list(pairwise(split))
+        way = sum(int(u[pair]) for u, pair in zip(self.times, pairs, strict=True))
+        way += sum(int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True))
+        longest = max(int(x[pair]) for x, pair in zip(self._each, pairs, strict=True))
+        updates = max(int(costs[-1][pair]) for costs, pair in zip(self.costs, pairs, strict=True))
+        return way + (self.tables.microbatches - 1) * longest + updates
+
     @cached_property
     def times(self) -> list[Ints] | None:
         """U of each stage; None where a group is none that the tables know."""
@@ -131,35 +146,30 @@ class Layout:
         """Both transfers over each cut, by the stage before it."""
         return [self.tables.trip(one, other) for one, other in pairwise(self.groups)]
 
+    @cached_property
+    def _each(self) -> list[Ints]:
+        """What a microbatch takes of each stage's time on all its GPUs."""
+        pairs = zip(self.times or (), self.groups, strict=True)
+        return [np.where(x < NEVER, ceil_div(x, len(group)), NEVER) for x, group in pairs]
+
+    def fits(self, split: Split) -> bool:
+        """Whether the stages of a split can hold what they are to."""
+        return self.times is not None and all(u[x] < NEVER for u, x in zip(self.times, pairwise(split), strict=True))
+
     def even(self) -> Iterator[Split]:
-        """Yield splits of about equal work, and those whose longest stage is shortest, with the long ones first or
+        """Yield a split of about equal work, and those whose longest stage is shortest, with the long ones first or
         last; all as far as they fit."""
         if self.times is None:
             return
-        for split in (self._balanced(), self._by_shares()):
-            pairs = list(pairwise(split))
-            inside = len(pairs) == len(self.groups) and split[0] == 0 and all(low < high for low, high in pairs)
-            if inside and all(u[pair] < NEVER for u, pair in zip(self.times, pairs, strict=True)):
-                yield split
-        times = [np.where(x < NEVER, ceil_div(x, len(g)), NEVER) for x, g in zip(self.times, self.groups, strict=True)]
-        longest = least_longest(times)
-        if longest is not None:
-            allowed = [up_to(longest, x) for x in times]
-            yield from (found for long in (True, False) if (found := first_split(allowed, long)))
-
-    def _balanced(self) -> Split:
-        """Return the split whose longest stage is shortest if nothing is recomputed; -1 for cuts that there aren't."""
-        problem, place = self.tables.problem, {int(cut): i for i, cut in enumerate(self.tables.found.cuts)}
-        devices = tuple(map(problem.platform.slowest, self.groups))
-        alone = Problem(problem.chain, Platform(devices, problem.platform.levels), Policy(), False, "none")
-        stages = next(balance(alone)).stages
-        return tuple(place.get(cut, -1) for cut in (0, *(stage.stop for stage in stages)))
-
-    def _by_shares(self) -> Split:
-        """Return the split with about as much work in each stage for each of its GPUs."""
         work, shares = self.tables.found.work, np.cumsum(list(map(len, self.groups)))
         inner = (int(np.abs(work - work[-1] * share // shares[-1]).argmin()) for share in shares[:-1])
-        return (0, *inner, self.tables.size - 1)
+        split = (0, *inner, self.tables.size - 1)
+        if all(low < high for low, high in pairwise(split)) and self.fits(split):
+            yield split
+        longest = least_longest(self._each)
+        if longest is not None:
+            allowed = [up_to(longest, x) for x in self._each]
+            yield from (found for long in (True, False) if (found := first_split(allowed, long)))
 
     @cached_property
     def costs(self) -> list[tuple[Ints, Ints, Ints, Ints]]:
@@ -173,14 +183,12 @@ class Layout:
         """Yield splits whose longest stage is shortest, or somewhat longer, and the way through them short."""
         if self.times is None:
             return
-        counts = map(len, self.groups)
-        times = [np.where(x < NEVER, ceil_div(x, r), NEVER) for x, r in zip(self.times, counts, strict=True)]
-        shortest, seen = least_longest(times), set()
+        shortest, seen = least_longest(self._each), set()
         if shortest is None:
             return
         for step in SLACK:
             longest = shortest + shortest * step // 256
-            allowed = [np.where(x <= longest, u, NEVER) for x, u in zip(times, self.times, strict=True)]
+            allowed = [np.where(x <= longest, u, NEVER) for x, u in zip(self._each, self.times, strict=True)]
             split = shortest_split(allowed, self.trips)
             if split is not None and split not in seen:
                 seen.add(split)
@@ -234,70 +242,6 @@ class Layout:
             assert options is not None, "its times were asked for"
             found.append(Stage(int(cuts[i]), int(cuts[j]), group, options.checkpoint(i, j, held, len(group))))
         return tuple(found)
-
-
-@dataclass(frozen=True)
-class Shares(Layout):
-    """Stages on GPUs of their own that run ``ahead`` forwards before their first backward."""
-
-    ahead: tuple[int, ...]
-
-    @staticmethod
-    def of(tables: Tables, groups: Sequence[tuple[int, ...]], ahead: Sequence[int]) -> Shares:
-        """Return those of stages on these ``groups``."""
-        held = tuple(min(a, ceil_div(tables.microbatches, len(g))) for a, g in zip(ahead, groups, strict=True))
-        return Shares(tables, tuple(groups), held, tuple(ahead))
-
-    def with_ahead(self, ahead: Sequence[int]) -> Shares:
-        """Return the same with other forwards ahead."""
-        return Shares.of(self.tables, self.groups, ahead)
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The GPUs of each stage."""
-        return tuple(map(len, self.groups))
-
-    @cached_property
-    def steps(self) -> Retiming | None:
-        """The steps of a mini-batch; None where these stages wait for each other."""
-        return alternating(self.replicas, self.ahead, self.tables.microbatches)
-
-    @property
-    def possible(self) -> bool:
-        """Whether there may be such stages."""
-        return self.times is not None and self.steps is not None
-
-    def least_makespans(self, splits: Sequence[Split]) -> Ints:
-        """Return no more than a mini-batch of each split takes under 1F1B, NEVER where one doesn't fit."""
-        assert self.steps is not None, "somebody has asked whether this is possible"
-        durations, updates, fits = self.durations(splits)
-        return np.where(fits, self.steps.makespans(durations, updates), NEVER)
-
-    def counts(self, split: Split, slack: Fraction = Fraction(1)) -> tuple[int, ...]:
-        """Return what the replicas of a split hold in the pattern of its shortest period, or of one ``slack`` times as
-        long, by 1F1B*."""
-        problem = self.tables.problem
-        assert self.times is not None
-        works = [int(u[i, j]) for u, (i, j) in zip(self.times, pairwise(split), strict=True)]
-        trips = [int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True)]
-        links = [lcm(one, other) for one, other in pairwise(self.replicas)]
-        loads = [ceil_div(u, r) for u, r in zip(works, self.replicas, strict=True)]
-        loads += [ceil_div(c, n) for c, n in zip(trips, links, strict=True)]
-        period = int(max(loads) * slack)
-        found, delay = list[int](), 0
-        for s in reversed(range(len(works))):
-            own = self.replicas[s] * period
-            delay = extend(delay, works[s], own)
-            found.append(max(1, ceil_div(delay, own)))
-            if s:
-                both = problem.platform.full_duplex
-                delay = delay + trips[s - 1] if both else extend(delay, trips[s - 1], links[s - 1] * period)
-        return tuple(reversed(found))
-
-    def cost(self, splits: int) -> int:
-        """Return the effort of timing so many splits, in steps."""
-        assert self.steps is not None
-        return _LEVEL * len(self.steps.ends) + splits * len(self.steps.takes)
 
 
 def near(split: Split, size: int) -> Iterator[Split]:
