@@ -16,13 +16,10 @@ import numpy.typing as npt
 
 from ..cost import memory_model, time_model
 from ..cost.stage_tables import StageTables
-from ..integers import NEVER, Ints, ceil_div, smallest
+from ..integers import NEVER, Ints, ceil_div
 from ..plan import Stage
 from ..problem import Chain, Device, Problem
-from .tables.split_paths import first_split, least_longest, shortest_split, up_to, walked
-
-_PRECISION = 4096  # a bound is found to this part
-_SLACK = (0, 1, 2, 4, 8, 16, 32)  # 256ths by which the longest stage may exceed the shortest possible
+from .tables.split_paths import first_split, least_longest, short_splits, soonest_split, up_to
 
 Ranges = tuple[tuple[int, int], ...]
 Rule = Callable[[int, int], Ranges]  # what is recomputed of ``layers[start:stop]``
@@ -168,51 +165,17 @@ class Pipe:
                 )
             ends.append(end)
 
-        def within(total: int) -> tuple[int, ...] | None:
-            path = np.full(len(bare), NEVER, dtype=np.int64)
-            path[0] = 0
-            chosen = []
-            for s, table in enumerate(tables):
-                allowed = (ends[s] + path[:, None] <= total) & (floors[s] <= total)
-                through = np.where(allowed, table + path[:, None], NEVER)
-                pick = through.argmin(axis=0)
-                chosen.append(pick)
-                path = through[pick, np.arange(len(bare))]
-                if s < len(self.trips):
-                    path = np.minimum(path + self.trips[s], NEVER)
-            if path[-1] >= NEVER:
-                return None
-            return walked(chosen)
-
         low = max(1, count * int(bare[-1]) // len(self.groups))
-        high = NEVER // 8 if enough is None else enough - 1
-        if high < low or within(high) is None:
-            return None
-        top = 2 * low
-        while top < high and within(top) is None:
-            low, top = top + 1, 2 * top
-        grain = max(1, low // _PRECISION)
-        found = smallest(lambda step: within(step * grain), max(1, low // grain), ceil_div(min(top, high), grain))
-        assert found is not None, "the last is enough"
-        return max(low, (found[0] - 1) * grain + 1), found[1]
+        most = NEVER // 8 if enough is None else enough - 1
+        return soonest_split(tables, self.trips, ends, floors, low, most)
 
     def even(self) -> Iterator[tuple[int, ...]]:
-        """Yield splits (indices of cuts) whose longest stage is shortest, or a little longer, and the path as short as
-        that allows."""
-        worst = least_longest(self.fitting)
-        if worst is None:
-            return
-        seen = set()
-        for slack in _SLACK:
-            longest = worst + worst * slack // 256
+        """Yield splits whose longest stage is shortest, or a little longer, and the path as short as that allows."""
+        yield from short_splits(self.fitting, self.fitting, self.trips)
+        longest = least_longest(self.fitting)
+        if self.share > 1 and longest is not None:  # where it also counts which stages of a device are the long ones
             allowed = [up_to(longest, table) for table in self.fitting]
-            found = [shortest_split(allowed, self.trips)]
-            if self.share > 1:  # where it also counts which stages of a device are the long ones
-                found += [first_split(allowed, True), first_split(allowed, False)]
-            for split in found:
-                if split is not None and split not in seen:
-                    seen.add(split)
-                    yield split
+            yield from filter(None, (first_split(allowed, True), first_split(allowed, False)))
 
     def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
         """Return the stages of a split."""
@@ -221,16 +184,3 @@ class Pipe:
             Stage(cuts[i], cuts[j], group, () if rule is None else rule(cuts[i], cuts[j]))
             for (i, j), group in zip(pairwise(split), self.groups, strict=True)
         )
-
-
-def moved(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield splits with one cut, or two neighbouring ones, moved by a place or two."""
-    for s in range(1, len(split) - 1):
-        for step in (1, -1, 2, -2):
-            if split[s - 1] < split[s] + step < split[s + 1]:
-                yield (*split[:s], split[s] + step, *split[s + 1 :])
-    for s in range(1, len(split) - 2):
-        for step in (1, -1):
-            one, other = split[s] + step, split[s + 1] + step
-            if split[s - 1] < one and other < split[s + 2]:
-                yield (*split[:s], one, other, *split[s + 2 :])

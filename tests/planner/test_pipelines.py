@@ -10,8 +10,7 @@ from cases.chains import random_chain
 from pipeplan.planner.grids import pipelines as module
 from pipeplan.planner.grids.arrivals import batch_time
 from pipeplan.planner.grids.microbatches import profiles
-from pipeplan.planner.grids.paths import drained_bound, held
-from pipeplan.planner.grids.pipelines import Pipelines, Proposal, Split, limits
+from pipeplan.planner.grids.pipelines import Pipelines, Proposal, Split, drained_bound, held, limits
 from pipeplan.planner.grids.space import GridProblem, configs
 from pipeplan.problem import Level, Platform, Policy, Problem
 
@@ -90,7 +89,7 @@ def test_a_bound_by_limits_is_asked_for_and_higher_where_memory_is_short(seed: i
     assert pipelines.tables is not None
     pipelines.bound(None)
     plain = pipelines.bound_ns
-    assert plain == drained_bound(pipelines.tables)
+    assert plain == drained_bound(pipelines.tables, pipelines.groups)
     pipelines.bound(None, by_limit=True)
     assert pipelines.bound_ns > plain
 
@@ -103,7 +102,9 @@ def test_a_bound_by_limits_leaves_none_out(
 ) -> None:
     spans = []
 
-    def bound(tables: object, least: int = 1, most: int | None = None, enough: int | None = None) -> int:
+    def bound(
+        tables: object, groups: object, least: int = 1, most: int | None = None, enough: int | None = None
+    ) -> int:
         spans.append((least, most))
         return 100 + len(spans)
 

@@ -6,11 +6,16 @@ stands what is paid at each cut between the two, if that is anything. O(p n^2) f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
 
 import numpy as np
 
-from ...integers import NEVER, Ints
+from ...integers import NEVER, Ints, ceil_div, smallest
+
+SLACK = (0, 1, 2, 4, 8, 16, 32, 64, 96)  # 256ths by which the longest stage may exceed the shortest possible
+_PRECISION = 4096  # a bound is found to this part
+_PAIRS = 16  # cuts up to which any two move together
 
 
 def least_longest(tables: Sequence[Ints], between: Sequence[Ints] = ()) -> int | None:
@@ -35,6 +40,81 @@ def shortest_split(tables: Sequence[Ints], between: Sequence[Ints]) -> tuple[int
         if s < len(between):
             best = np.minimum(best + between[s], NEVER)
     return None if best[-1] >= NEVER else walked(chosen)
+
+
+def short_splits(
+    each: Sequence[Ints], ways: Sequence[Ints], between: Sequence[Ints], loads: Sequence[Ints] = ()
+) -> Iterator[tuple[int, ...]]:
+    """Yield splits whose longest stage by ``each``, or link by its load, is shortest or somewhat longer, and of these
+    those whose ``ways`` and what is ``between`` them cost least together."""
+    shortest, seen = least_longest(each, loads), set()
+    if shortest is None:
+        return
+    for step in SLACK:
+        longest = shortest + shortest * step // 256
+        allowed = [np.where(x <= longest, way, NEVER) for x, way in zip(each, ways, strict=True)]
+        links = [np.where(load <= longest, cost, NEVER) for load, cost in zip(loads, between, strict=True)]
+        split = shortest_split(allowed, links if loads else between)
+        if split is not None and split not in seen:
+            seen.add(split)
+            yield split
+
+
+def soonest_split(
+    tables: Sequence[Ints],
+    between: Sequence[Ints],
+    ends: Sequence[Ints],
+    alone: Sequence[Ints],
+    low: int,
+    most: int,
+    rounds: int = 1,
+) -> tuple[int, tuple[int, ...]] | None:
+    """Return a time below which no split is over, and a split of which no more can be said; None where none is over
+    within ``most``.
+
+    A stage is over ``ends`` behind the way through those before it, and not before ``alone``; the last not before so
+    many ``rounds`` through all. The least time that all stages of a split stay within is bisected from ``low`` on; for
+    one time a dynamic program keeps the shortest way to every cut.
+    """
+
+    def within(total: int) -> tuple[int, ...] | None:
+        path = _at_the_first_cut(len(tables[0]))
+        chosen = []
+        for s, table in enumerate(tables):
+            allowed = (ends[s] + path[:, None] <= total) & (alone[s] <= total)
+            through = np.where(allowed, table + path[:, None], NEVER)
+            pick = through.argmin(axis=0)
+            chosen.append(pick)
+            path = through[pick, np.arange(len(path))]
+            if s < len(between):
+                path = np.minimum(path + between[s], NEVER)
+        return None if path[-1] >= NEVER or rounds * int(path[-1]) > total else walked(chosen)
+
+    if most < low or within(most) is None:
+        return None
+    top = 2 * low
+    while top < most and within(top) is None:
+        low, top = top + 1, 2 * top
+    grain = max(1, low // _PRECISION)
+    found = smallest(lambda step: within(step * grain), max(1, low // grain), ceil_div(min(top, most), grain))
+    assert found is not None, "the last is enough"
+    return max(low, (found[0] - 1) * grain + 1), found[1]
+
+
+def near(split: Sequence[int], far: int, several: bool) -> Iterator[tuple[int, ...]]:
+    """Yield splits with one cut moved up to ``far`` places, or two neighbouring ones by one; with ``several`` any run
+    of neighbours, or any two."""
+    inner = range(1, len(split) - 1)
+    moves: list[dict[int, int]] = [{s: step} for s in inner for by in range(1, far + 1) for step in (by, -by)]
+    ends = {a: range(a + 2, len(split) if several else min(a + 3, len(split))) for a in inner}
+    moves += [dict.fromkeys(range(a, b), step) for a in inner for b in ends[a] for step in (1, -1)]
+    if several and len(inner) <= _PAIRS:
+        moves += [{a: x, b: y} for a, b in combinations(inner, 2) for x, y in ((1, -1), (-1, 1))]
+        moves += [{a: x, b: x} for a, b in combinations(inner, 2) if b > a + 1 for x in (1, -1)]
+    for change in moves:
+        moved = tuple(cut + change.get(s, 0) for s, cut in enumerate(split))
+        if all(low < high for low, high in pairwise(moved)):
+            yield moved
 
 
 def first_split(tables: Sequence[Ints], long_first: bool) -> tuple[int, ...] | None:

@@ -20,8 +20,9 @@ from ...cost import memory_model, time_model
 from ...cost.stage_graph import stage_graph
 from ...cost.stage_tables import StageTables
 from ...errors import BadInput
-from ...partition.blocks import Activations, Pipe, Rule, moved
+from ...partition.blocks import Activations, Pipe, Rule
 from ...partition.cuts import legal_cuts
+from ...partition.tables.split_paths import near as near_splits
 from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long
@@ -305,7 +306,7 @@ class BlockSearch:
         def near(here: Found) -> Iterator[Found]:
             config = here.config
             if here.makespan_ns > self.bounds.get(config, config.bound_ns):
-                splits = takewhile(lambda _: self.steps < end, moved(here.split))
+                splits = takewhile(lambda _: self.steps < end, near_splits(here.split, 2, False))
                 yield from filter(None, (self._try_split(config, here.recompute, split) for split in splits))
 
         for found in sorted(self.finals.values(), key=lambda x: x.makespan_ns)[:FINALISTS]:

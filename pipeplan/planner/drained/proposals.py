@@ -23,12 +23,12 @@ from ...partition.moves.local_search import local_search
 from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation
 from ...problem import Problem
-from ..grids.paths import held, pipeline_tables, splits
-from ..grids.pipelines import Pipelines
+from ..grids.pipelines import Pipelines, held
 from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose
 from ..periodic.limits import LimitSearch
 from ..periodic.portfolio import on_less_memory
+from .tables import Layout, tables_of_pipelines
 
 DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
 SPECIAL_NODES = 3000  # of the integer program for MadPipe's plan
@@ -132,20 +132,19 @@ def _grids(incumbent: Incumbent, limits: LimitSearch) -> Iterator[Allocation]:
 def holding(problem: Problem, limits: LimitSearch) -> Iterator[Allocation]:
     """Yield splits into one stage per GPU that recompute no more than they must to hold what a limit admits.
 
-    For the limit that was asked for, or for some: see :func:`..partition.contiguous.batch.splits`.
+    For the limit that was asked for, or for some.
     """
     count, size = min(len(problem.platform), len(problem.chain)), limits.schedule.mini_batch
-    offer = pipeline_tables(problem, [(device,) for device in range(count)], size)
-    if offer is None:
+    groups = tuple((device,) for device in range(count))
+    tables = tables_of_pipelines(problem, groups, size)
+    if tables is None:
         return
     batch = size if limits.kind.joins else 1
     asked = limits.schedule.limit
     for limit in [asked] if asked else dict.fromkeys((count, 2 * count - 1, max(1, count // 2), 1)):
         for in_flight in dict.fromkeys(held(count, limit, batch)):
-            for cuts in splits(offer, in_flight):
-                stages = offer.stages(cuts, in_flight)
-                assert stages is not None, "splits only yields what fits"
-                yield Allocation(stages)
+            layout = Layout(tables, groups, in_flight)
+            yield from (Allocation(layout.stages(cuts)) for cuts in layout.starts())
 
 
 def _period(incumbent: Incumbent) -> int:

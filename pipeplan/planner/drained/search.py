@@ -22,6 +22,7 @@ from ...cost import time_model
 from ...cost.saved import saved_bytes
 from ...deadline import OutOfTime
 from ...integers import NEVER, Ints
+from ...partition.tables.split_paths import near
 from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long
@@ -30,11 +31,12 @@ from ..periodic.incumbent import Incumbent
 from .recompute import fitting_run, uses_by_group
 from .run import Run, any_run
 from .sharing import Groups, shared_gpus
-from .tables import Layout, Split, Tables, near, tables_of
+from .tables import Layout, Split, Tables, tables_of
 
 ALTERNATING: tuple[ScheduleKind, ...] = ("flush", "1f1b")  # stages on GPUs of their own, one F, one B in turn
 _EACH = 2  # splits of each way to share the GPUs that may be simulated
 _TRIED = 4  # splits of equal pipelines that are simulated at a time
+_FAR = 4  # places by which one cut moves
 _MOVES = 6  # of its cuts, about the best ones, that are simulated of a run
 _HOPE = 64  # a part of the best by which a run may take longer to be looked at
 _STARTS = 2  # of equal pipelines, from which cuts are moved
@@ -165,7 +167,7 @@ class _Search:
         if tables is None:
             return []
         best, guessed = self.incumbent.best, list[tuple[int, int, Split, Layout]]()
-        for groups in shared_gpus(self.problem, tables.size - 1, best and best.allocation):
+        for groups in shared_gpus(self.problem, tables.size - 1, None if best is None else best.allocation):
             layout = Layout.ahead(tables, groups)
             own = sorted((layout.guess_ns(split), len(groups), split) for split in layout.starts())
             guessed += [(*x, layout) for x in own[:_EACH]]
@@ -233,7 +235,7 @@ class _Search:
         """Return where a walk of the cuts leads that keeps the order of a run."""
         layout, at, run = start.layout, start.split, start.run
         here = int(layout.makespans([at], run)[0])
-        while here < NEVER and self.steps <= end and (splits := list(near(at, layout.tables.size))):
+        while here < NEVER and self.steps <= end and (splits := list(near(at, _FAR, True))):
             times = self._timed(layout, splits, run)
             best = int(times.argmin())
             if int(times[best]) >= here:
@@ -275,7 +277,7 @@ class _Search:
             other = Layout(layout.tables, layout.groups, run.held)
             if other.fits(here.split) and (found := self._fitting(run.kind, other, here.split)):
                 yield found
-        splits = [split for split in near(here.split, layout.tables.size) if split not in tried]
+        splits = [split for split in near(here.split, _FAR, True) if split not in tried]
         if not splits or self.steps > self.row.steps:
             return
         again = self._again(here, [here.split, *splits]) if max(layout.held) == 1 else 0
@@ -285,8 +287,8 @@ class _Search:
         if max(layout.held) > 1:  # what neighbours recompute is known
             chosen = list(dict.fromkeys((self._walked(here, self.row.steps), *chosen)))
         tried.update(chosen)
-        found = [x for split in chosen if (x := self._fitting(run.kind, layout, split))]
-        yield from sorted(found, key=lambda x: x.makespan_ns)[:1]
+        runs = [x for split in chosen if (x := self._fitting(run.kind, layout, split))]
+        yield from sorted(runs, key=lambda x: x.makespan_ns)[:1]
 
     def _again(self, here: _Found, splits: Sequence[Split]) -> Ints:
         """Return about what the stages of splits near a run's recompute of a microbatch, shape (stages, splits).

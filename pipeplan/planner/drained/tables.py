@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import pairwise
+from math import gcd, lcm
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,13 @@ from ...integers import NEVER, Ints, ceil_div
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.cuts import round_trips_ns
 from ...partition.tables.options import Ranges, StageOptions, held_times
-from ...partition.tables.split_paths import first_split, least_longest, shortest_split, up_to
+from ...partition.tables.split_paths import first_split, least_longest, short_splits, up_to
 from ...partition.tables.stages import SearchTables
 from ...plan import Stage
-from ...problem import Device, Level, Problem
+from ...problem import Device, Level, Platform, Problem
 from ...schedule.programs.one_f_one_b import forwards_ahead
 from .run import Run
 from .timing import Retiming, retimed
-
-SLACK = (0, 1, 2, 4, 8, 16, 32, 64, 96)  # 256ths by which the longest stage may exceed the shortest possible
-_FAR = 4  # places by which one cut moves
-_PAIRS = 16  # cuts up to which any two move together
 
 Split = tuple[int, ...]  # indices of cuts
 Bools = npt.NDArray[np.bool_]
@@ -37,16 +34,27 @@ Bools = npt.NDArray[np.bool_]
 
 class Tables:
     """What every stage takes on a group of devices of which it has one part in ``parts`` of the memory, each table
-    computed once, shape (cuts, cuts)."""
+    computed once, shape (cuts, cuts).
 
-    def __init__(self, problem: Problem, found: SearchTables, most_ns: int, parts: int = 1) -> None:
-        self.problem, self.found, self.most_ns, self.parts = problem, found, most_ns, parts
-        self.microbatches = problem.policy.accumulate or 1
-        self.size = len(found.cuts)
+    No stage that takes more than ``most_ns`` is in them; ``exact``: all others are, at their least times. With
+    ``microbatches`` they are of one of equal pipelines that runs so many.
+    """
+
+    def __init__(
+        self, problem: Problem, found: tuple[SearchTables, int, bool], parts: int = 1, microbatches: int | None = None
+    ) -> None:
+        self.found, self.most_ns, self.exact = found
+        self.problem, self.parts, self.alike = problem, parts, microbatches is not None
+        self.microbatches = microbatches or problem.policy.accumulate or 1
+        self.size = len(self.found.cuts)
         self.retimed: tuple[Run, Retiming] | None = None  # the last
-        self._options: dict[Device, StageOptions] = {x.device: x.options for x in found.classes}
-        self._stages = StageTables.between(problem, found.cuts)
+        self._options: dict[Device, StageOptions] = {x.device: x.options for x in self.found.classes}
+        self.stages = StageTables.between(problem, self.found.cuts)
         self._known: dict[object, Ints] = {}
+
+    def copies(self, group: Sequence[int]) -> int:
+        """Return the replicas of a stage on a group that its times are to know."""
+        return 1 if self.alike else len(group)
 
     def options(self, group: Sequence[int]) -> StageOptions | None:
         """Return the times of all stages on a group of devices."""
@@ -54,7 +62,7 @@ class Tables:
 
     def times(self, group: Sequence[int], in_flight: int) -> Ints | None:
         """Return U of every stage whose replicas each hold so many microbatches, NEVER if they can't."""
-        options, r = self.options(group), len(group)
+        options, r = self.options(group), self.copies(group)
         if options is None:
             return None
         key = "times", self.problem.platform.slowest(group), r, in_flight
@@ -66,17 +74,27 @@ class Tables:
     def forward(self, group: Sequence[int]) -> Ints:
         """Return F of every stage, with what it waits for where transfers block."""
         device = self.problem.platform.slowest(group)
-        before, behind = self._stages.waits
-        return self._stages.once(("waited", device), lambda: self._stages.forward(device) + before // 2 + behind // 2)
+        before, behind = self.stages.waits
+        return self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
 
     def update(self, group: Sequence[int]) -> Ints:
         """Return what the update of every stage takes behind its last backward, at least."""
         platform = self.problem.platform
-        return self._stages.update(platform.slowest(group), len(group), platform.paths[platform.level_of(group)])
+        return self.stages.update(platform.slowest(group), len(group), platform.paths[platform.level_of(group)])
 
     def weight(self, group: Sequence[int]) -> Ints:
         """Return the part of every stage's backward that may come later."""
-        return self._stages.later(self.problem.platform.slowest(group), len(group))
+        return self.stages.later(self.problem.platform.slowest(group), len(group))
+
+    def bare(self, group: Sequence[int]) -> Ints:
+        """Return U of every stage that recomputes nothing, whatever it can hold."""
+        table = StageTables.between(self.found.problem, self.found.cuts).work(self.problem.platform.slowest(group))
+        return np.where(self.stages.stop > self.stages.start, table, NEVER)
+
+    def load(self, one: Sequence[int], other: Sequence[int]) -> Ints:
+        """Return how long a microbatch keeps the link between two groups busy over each cut, at least."""
+        platform, trip = self.problem.platform, self.trip(one, other)
+        return trip // 2 if platform.both_ways(platform.level_between(one, other)) else trip
 
     def trip(self, one: Sequence[int], other: Sequence[int]) -> Ints:
         """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
@@ -102,7 +120,29 @@ def tables_of(problem: Problem, parts: int = 1) -> Tables | None:
         level = Level(count, *platform.paths[0 if platform.blocking else -1])
         relaxed = replace(problem, platform=replace(platform, devices=devices, levels=(level,)))
     found = tables_within(relaxed, slack)
-    return None if found is None else Tables(problem, found[0], found[1], parts)
+    return None if found is None else Tables(problem, found, parts)
+
+
+def tables_of_pipelines(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> Tables | None:
+    """Return the tables of equal pipelines whose stage s runs on ``groups[s]``, of which each runs so many
+    ``microbatches``; None when no split fits.
+
+    ``policy.accumulate`` counts those of all pipelines. Any split that drains sooner than p stages at the shortest
+    possible period has no stage longer than (p + M) / M of that period, so longer ones aren't looked at.
+    """
+    platform, count = problem.platform, len(groups)
+    alone = Platform(
+        tuple(platform.slowest(group) for group in groups),
+        (Level(count, *platform.paths[0 if platform.blocking else -1]),),
+        platform.full_duplex,
+        platform.blocking,
+        overhead_ns=platform.overhead_ns,
+    )
+    # a replica's share of a step is the same, and of the optimizer's state
+    policy = replace(problem.policy, accumulate=microbatches, pipelines=len(groups[0]))
+    slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
+    found = tables_within(replace(problem, platform=alone, policy=policy, replicas=False), slack)
+    return None if found is None else Tables(problem, found, microbatches=microbatches)
 
 
 def _part(device: Device, parts: int) -> Device:
@@ -132,7 +172,8 @@ class Layout:
         way += sum(int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True))
         longest = max(int(x[pair]) for x, pair in zip(self._each, pairs, strict=True))
         updates = max(int(costs[-1][pair]) for costs, pair in zip(self.costs, pairs, strict=True))
-        return way + (self.tables.microbatches - 1) * longest + updates
+        pipelines = len(self.groups[0]) // self._shares[0]
+        return way + (ceil_div(self.tables.microbatches, pipelines) - 1) * longest + updates
 
     @cached_property
     def times(self) -> list[Ints] | None:
@@ -147,10 +188,21 @@ class Layout:
         return [self.tables.trip(one, other) for one, other in pairwise(self.groups)]
 
     @cached_property
+    def loads(self) -> list[Ints]:
+        """What a microbatch takes of the links over each cut, by the stage before it."""
+        return [self.tables.load(one, other) for one, other in pairwise(self.groups)]
+
+    @cached_property
+    def _shares(self) -> list[int]:
+        """The replicas of each stage in every one of as many equal pipelines as there may be."""
+        common = gcd(*map(len, self.groups))
+        return [len(group) // common for group in self.groups]
+
+    @cached_property
     def _each(self) -> list[Ints]:
         """What a microbatch takes of each stage's time on all its GPUs."""
-        pairs = zip(self.times or (), self.groups, strict=True)
-        return [np.where(x < NEVER, ceil_div(x, len(group)), NEVER) for x, group in pairs]
+        pairs = zip(self.times or (), self._shares, strict=True)
+        return [np.where(x < NEVER, ceil_div(x, r), NEVER) for x, r in pairs]
 
     def fits(self, split: Split) -> bool:
         """Whether the stages of a split can hold what they are to."""
@@ -181,18 +233,10 @@ class Layout:
 
     def starts(self) -> Iterator[Split]:
         """Yield splits whose longest stage is shortest, or somewhat longer, and the way through them short."""
-        if self.times is None:
-            return
-        shortest, seen = least_longest(self._each), set()
-        if shortest is None:
-            return
-        for step in SLACK:
-            longest = shortest + shortest * step // 256
-            allowed = [np.where(x <= longest, u, NEVER) for x, u in zip(self._each, self.times, strict=True)]
-            split = shortest_split(allowed, self.trips)
-            if split is not None and split not in seen:
-                seen.add(split)
-                yield split
+        if self.times is not None:
+            pairs = zip(self.loads, pairwise(self._shares), strict=True)
+            links = [ceil_div(load, lcm(*ends)) for load, ends in pairs]
+            yield from short_splits(self._each, self.times, self.trips, links)
 
     def makespans(self, splits: Sequence[Split], run: Run, again: Ints | int = 0) -> Ints:
         """Return about what a mini-batch of each split takes, NEVER where one doesn't fit: if devices and links keep
@@ -224,7 +268,7 @@ class Layout:
         for group, (i, j) in zip(self.groups, pairwise(split), strict=True):
             options = self.tables.options(group)
             assert options is not None, "its times were asked for"
-            found.append(options.ways(i, j, len(group)))
+            found.append(options.ways(i, j, self.tables.copies(group)))
         return found
 
     def _retimed(self, run: Run) -> Retiming:
@@ -240,19 +284,7 @@ class Layout:
         for (i, j), group, held in zip(pairwise(split), self.groups, self.held, strict=True):
             options = self.tables.options(group)
             assert options is not None, "its times were asked for"
-            found.append(Stage(int(cuts[i]), int(cuts[j]), group, options.checkpoint(i, j, held, len(group))))
+            found.append(
+                Stage(int(cuts[i]), int(cuts[j]), group, options.checkpoint(i, j, held, self.tables.copies(group)))
+            )
         return tuple(found)
-
-
-def near(split: Split, size: int) -> Iterator[Split]:
-    """Yield splits with one cut moved up to some places, several neighbouring ones, or any two, by a place."""
-    inner = range(1, len(split) - 1)
-    moves: list[dict[int, int]] = [{s: step} for s in inner for far in range(1, _FAR + 1) for step in (far, -far)]
-    moves += [dict.fromkeys(range(a, b), step) for a in inner for b in range(a + 2, len(split)) for step in (1, -1)]
-    if len(inner) <= _PAIRS:
-        moves += [{a: x, b: y} for a, b in combinations(inner, 2) for x, y in ((1, -1), (-1, 1))]
-        moves += [{a: x, b: x} for a, b in combinations(inner, 2) if b > a + 1 for x in (1, -1)]
-    for change in moves:
-        moved = tuple(cut + change.get(s, 0) for s, cut in enumerate(split))
-        if moved[-1] == size - 1 and all(low < high for low, high in pairwise(moved)):
-            yield moved

@@ -70,10 +70,10 @@ def retimed(timeline: Timeline) -> Retiming:
     order = np.argsort(levels, kind="stable")
     place = np.zeros(len(path) + 1, dtype=np.int64)  # the last entry stands for nothing
     place[order] = np.arange(1, len(path) + 1)
-    one, other = (np.concatenate([[0], place[np.array(x)[order]]]) for x in (path, lane))
+    behind, after = (np.concatenate([[0], place[np.array(x)[order]]]) for x in (path, lane))
     takes = np.tile(np.arange(length), count)[order]
     ends_at = tuple((np.cumsum(np.bincount(levels)) + 1).tolist())
-    return Retiming((one, other), np.concatenate([[0], takes]), ends_at, tuple(place[steps] for steps in last))
+    return Retiming((behind, after), np.concatenate([[0], takes]), ends_at, tuple(place[steps] for steps in last))
 
 
 def _levels(path: Sequence[int], lane: Sequence[int]) -> list[int]:

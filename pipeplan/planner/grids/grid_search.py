@@ -29,7 +29,7 @@ def search_grids(asked: GridProblem, settings: Settings, effort: str = "normal")
     """Return the best grid found for ``asked``, a table of the others, and a bound on all.
 
     Configurations are taken in the order of their work bounds and dropped when these are above the best so far, but
-    every grid of all GPUs gets a figure. Heuristic: splits are the shortest paths of ``partition.drained``, the limits
+    every grid of all GPUs gets a figure. Heuristic: splits are shortest paths, the limits
     a few, and local moves improve the best of them; ``effort`` says how much. A KeyboardInterrupt or the deadline ends
     it with the best so far.
     """
@@ -146,8 +146,7 @@ class _Search:
 
         end = simulated() + steps
         for config in finalists:
-            for _ in self.opened(config).improve(lambda: simulated() >= end or self.expired):
-                self._note(config)
+            self.opened(config).improve(lambda: simulated() >= end or self.expired, partial(self._note, config))
 
     def settle(self) -> None:
         """Simulate the best few configurations in full, so that the figure of the best is that of its plan."""

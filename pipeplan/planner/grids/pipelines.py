@@ -1,25 +1,35 @@
 """Where are layers cut over the stages of one grid of equal pipelines, and how many microbatches does each admit?
 
 A grid is p stages of as many devices as there are pipelines; device j of every stage makes pipeline j, and all share a
-batch, message-driven. Splits are the shortest paths of ``partition.contiguous.batch``, simulation says how long each
-takes, and local moves improve the best.
+batch, message-driven. Splits are shortest paths, simulation says how long each takes, and local moves improve the best.
+
+Legend: p stages, M microbatches, at most ``limit`` of them in the pipeline; U(i, j) forward and backward of the stage
+between the cuts i and j, with what it must recompute to hold its microbatches; P the sum of U and of the transfers over
+the stages before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
 
-from ...partition.blocks import moved
+import numpy as np
+
+from ...cost import time_model
+from ...integers import NEVER, ceil_div
+from ...partition.tables.split_paths import near, soonest_split
 from ...plan import Stage
 from ...problem import Problem
+from ..drained.search import climbed
+from ..drained.tables import Layout, Tables, tables_of_pipelines
 from .arrivals import BatchTime, batch_time
-from .paths import PipelineTables, drained_bound, held, least_drained_ns, pipeline_tables, splits
 
 _WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
+Groups = Sequence[tuple[int, ...]]
 Proposal = tuple[tuple[int, ...], tuple[int, ...], int]  # cuts, microbatches that stages are to hold, limit
 
 
@@ -33,6 +43,11 @@ class Split:
     stages: tuple[Stage, ...]
     result: BatchTime
 
+    @property
+    def makespan_ns(self) -> int:
+        """Time of the batch."""
+        return self.result.batch_ns
+
 
 class Pipelines:
     """The splits of one grid that were tried: the ``best`` (None: none has fitted), and a bound on all in ``bound_ns``.
@@ -44,24 +59,24 @@ class Pipelines:
     def __init__(
         self,
         problem: Problem,
-        groups: Sequence[tuple[int, ...]],
+        groups: Groups,
         microbatches: int,
         limit: int | None = None,
         bound_ns: int = 0,
     ) -> None:
-        self.problem, self.groups, self.microbatches, self.bound_ns = problem, groups, microbatches, bound_ns
+        self.problem, self.groups, self.microbatches, self.bound_ns = problem, tuple(groups), microbatches, bound_ns
         self.best: Split | None = None
         self.unfit = False
         self.steps = 0
         self._limit = limit
-        self._tables: PipelineTables | None = None
+        self._tables: Tables | None = None
         self._seen: dict[tuple[tuple[Stage, ...], int], BatchTime] = {}
 
     @property
-    def tables(self) -> PipelineTables | None:
+    def tables(self) -> Tables | None:
         """What the stages may be and take, computed when first asked for; None when no split fits."""
         if self._tables is None and not self.unfit:
-            self._tables = pipeline_tables(self.problem, self.groups, self.microbatches)
+            self._tables = tables_of_pipelines(self.problem, self.groups, self.microbatches)
             self.unfit = self._tables is None
         return self._tables
 
@@ -80,7 +95,7 @@ class Pipelines:
         """Yield splits (at most ``most`` for each way to hold ``limit`` microbatches) that may drain soon."""
         if self.tables is not None:
             for in_flight in dict.fromkeys(held(len(self.groups), min(limit, self.microbatches))):
-                for cuts in islice(splits(self.tables, in_flight), most):
+                for cuts in islice(Layout(self.tables, self.groups, in_flight).starts(), most):
                     yield cuts, in_flight, limit
 
     def probe(self, most: int | None = None) -> Iterator[Proposal]:
@@ -99,7 +114,7 @@ class Pipelines:
         simulated = self.best.result.in_flight
         if simulated != in_flight:
             yield cuts, simulated, limit
-        for others in moved(cuts):
+        for others in near(cuts, 2, False):
             yield others, in_flight, limit
         if self._limit is None and len(self.groups) > 1:
             for other in (limit + 1, limit - 1):
@@ -112,23 +127,26 @@ class Pipelines:
         if tables is None:
             return
         for cuts, in_flight, limit in proposals:
-            least = least_drained_ns(tables, cuts, in_flight, limit)
-            if least is None or (self.best is not None and least >= self.best.result.batch_ns):
+            layout = Layout(tables, self.groups, in_flight)
+            least = least_drained_ns(layout, cuts, limit)
+            if least is None or (self.best is not None and least >= self.best.makespan_ns):
                 continue
-            stages = tables.stages(cuts, in_flight)
-            assert stages is not None, "each of them fits"
+            stages = layout.stages(cuts)
             result = self._simulated(stages, limit)
-            if result.fits and (self.best is None or result.batch_ns < self.best.result.batch_ns):
+            if result.fits and (self.best is None or result.batch_ns < self.best.makespan_ns):
                 self.best = Split(cuts, in_flight, limit, stages, result)
                 yield self.best
 
-    def improve(self, done: Callable[[], bool]) -> Iterator[Split]:
-        """Move the best about while that helps and ``done`` doesn't say otherwise; yield each better one."""
-        improved: Split | None = self.best
-        while improved is not None:
-            improved = next(self.try_(takewhile(lambda _: not done(), self.moves())), None)
-            if improved is not None:
-                yield improved
+    def improve(self, done: Callable[[], bool], better: Callable[[], None]) -> None:
+        """Move the best about while that helps and ``done`` doesn't say otherwise; tell of each ``better`` one."""
+
+        def moved(_: Split) -> Iterator[Split]:
+            for split in self.try_(takewhile(lambda _: not done(), self.moves())):
+                better()
+                yield split
+
+        if self.best is not None:
+            climbed(self.best, moved)
 
     def simulate_in_full(self) -> None:
         """Simulate the best in full, unless that takes too long; it is dropped where it doesn't fit then."""
@@ -143,12 +161,12 @@ class Pipelines:
         if self.tables is None:
             return
         if not by_limit:
-            found = drained_bound(self.tables, enough=enough)
+            found = drained_bound(self.tables, self.groups, enough=enough)
         else:
             tried = sorted(self.limits())
             ends = tried if self._limit is not None else [*(x - 1 for x in tried[1:]), None]
             spans = zip(tried, ends, strict=True)
-            found = min(drained_bound(self.tables, low, high, enough) for low, high in spans)
+            found = min(drained_bound(self.tables, self.groups, low, high, enough) for low, high in spans)
         self.bound_ns = max(self.bound_ns, found)
 
     def _simulated(self, stages: tuple[Stage, ...], limit: int) -> BatchTime:
@@ -174,3 +192,58 @@ def limits(stages: int, microbatches: int) -> list[int]:
         tried = [stages, 2 * stages - 1]
         tried += [stages * 5 // 4, stages * 3 // 2, stages * 3 // 4, stages // 2, stages // 4, 2, 1]
     return list(dict.fromkeys(min(x, microbatches) for x in tried))
+
+
+def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what ``stages`` stages hold when ``limit`` mini-batches of ``batch`` microbatches are in the pipeline.
+
+    First the most, whatever arrives when: the last stage alone runs every backward right after its forward. Then
+    counts that fall towards the last stage, as they often do; simulation says whether they hold.
+    """
+    most = (limit * batch,) * (stages - 1) + (batch,)
+    return most, tuple(batch * min(limit, 2 * (stages - s) - 1) for s in range(stages))
+
+
+def drained_bound(
+    tables: Tables, groups: Groups, least: int = 1, most: int | None = None, enough: int | None = None
+) -> int:
+    """Return a time below which no contiguous split on these groups runs a batch, for any limit in ``least..most``.
+
+    Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
+    on, so no split drains before M U(s) + P(s), nor before the forwards ahead, M U(s) and its all-reduce, nor before a
+    link has moved everything. Microbatch m + limit enters when m has left, so not before ceil(M / limit) P(p) either.
+    The first stage holds min(limit, M) microbatches, the others at least one, which says what they must recompute.
+    ``enough`` is returned where it is such a time. O(p n^2) for n cuts and each step.
+    """
+    count, microbatches, problem = len(groups), tables.microbatches, tables.problem
+    first = min(least, microbatches) if count > 1 else 1
+    layout = Layout(tables, tuple(groups), (first, *[1] * (count - 1)))
+    # without all ways to recompute it isn't known what that takes at least
+    times = layout.times if tables.exact and layout.times else [tables.bare(group) for group in groups]
+    fastest = np.min([tables.stages.forward(problem.platform.slowest(group))[0] for group in groups], axis=0)
+    ends = [microbatches * np.where(table >= NEVER, NEVER // microbatches, table) for table in times]
+    alone = [end + fastest[:, None] + tables.update(group) for end, group in zip(ends, groups, strict=True)]
+    for s, load in enumerate(layout.loads):
+        alone[s] = np.maximum(alone[s], microbatches * load)
+    relaxed = time_model.relative(problem)
+    low = int(relaxed.chain.sums.forward_ns[-1] + relaxed.chain.sums.backward_ns[-1])
+    low = max(1, low * microbatches // (count * math.ceil(relaxed.platform.best_device.speed)))
+    beyond = tables.most_ns * microbatches  # longer stages are not in the tables
+    rounds = 1 if most is None else ceil_div(microbatches, most)
+    highest = beyond if enough is None else min(beyond, enough - 1)
+    found = soonest_split(times, layout.trips, ends, alone, low, highest, rounds)
+    return highest + (highest < beyond) if found is None else found[0]
+
+
+def least_drained_ns(layout: Layout, cuts: tuple[int, ...], limit: int) -> int | None:
+    """Return what :func:`drained_bound` says of one split whose stages hold what they do; None if one doesn't fit."""
+    if layout.times is None or not all(low < high for low, high in pairwise(cuts)) or not layout.fits(cuts):
+        return None
+    microbatches, path, least = layout.tables.microbatches, 0, 0
+    trips = [0, *(int(trip[at]) for trip, at in zip(layout.trips, cuts[1:-1], strict=True))]
+    for table, pair, trip in zip(layout.times, pairwise(cuts), trips, strict=True):
+        path += trip
+        least = max(least, path + microbatches * int(table[pair]))
+        path += int(table[pair])
+    loads = (int(load[at]) for load, at in zip(layout.loads, cuts[1:-1], strict=True))
+    return max(least, ceil_div(microbatches, limit) * path, microbatches * max(loads, default=0))

@@ -177,7 +177,7 @@ def configs(asked: GridProblem) -> Iterator[GridConfig]:
 def work_bound(asked: GridProblem, config: GridConfig) -> int:
     """Return a time below which no plan of a configuration runs the batch, from its work alone.
 
-    With U(s) and P(s) of ``partition.drained`` a batch takes at least M U(s) + P(s) for every stage s. Work in all is
+    With U(s) the time of a stage and P(s) that of those before it a batch takes at least M U(s) + P(s). Work in all is
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
     the mean over the stages of M U(s) and the update after it, or M times the largest layer.
     """

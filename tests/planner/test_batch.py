@@ -10,8 +10,9 @@ from cases.chains import random_chain, random_platform
 from pipeplan.cost.saved import storages
 from pipeplan.integers import NEVER
 from pipeplan.plan import Stage
+from pipeplan.planner.drained.tables import Layout, tables_of_pipelines
 from pipeplan.planner.grids.arrivals import batch_time
-from pipeplan.planner.grids.paths import drained_bound, least_drained_ns, pipeline_tables, splits
+from pipeplan.planner.grids.pipelines import drained_bound, held, least_drained_ns
 from pipeplan.problem import Platform, Policy, Problem
 
 
@@ -31,55 +32,60 @@ def instance(seed, checkpointing="segments"):
     return problem, groups, microbatches
 
 
-def every_split(pipeline):
-    size = len(pipeline.stage_tables.cuts)
-    for inner in combinations(range(1, size - 1), len(pipeline.groups) - 1):
+def every_split(layout):
+    size = layout.tables.size
+    for inner in combinations(range(1, size - 1), len(layout.groups) - 1):
         yield (0, *inner, size - 1)
+
+
+def at_most(pipeline, groups, limit):
+    """Return the layout of stages that hold what a limit lets them at most."""
+    return Layout(pipeline, tuple(groups), held(len(groups), min(limit, pipeline.microbatches))[0])
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_simulated_split_beats_the_bound_or_its_own(seed):
     problem, groups, microbatches = instance(seed, ("segments", "stages", "none")[seed % 3])
-    pipeline = pipeline_tables(problem, groups, microbatches)
+    pipeline = tables_of_pipelines(problem, groups, microbatches)
     if pipeline is None:  # then not even whole stages recomputed fit
         for inner in combinations(range(1, len(problem.chain)), len(groups) - 1):
             parts = zip(pairwise((0, *inner, len(problem.chain))), groups, strict=True)
             stages = [Stage(a, b, group) for (a, b), group in parts]
             assert not batch_time(problem, stages, microbatches, 1).fits
         return
-    whole = drained_bound(pipeline)
+    whole = drained_bound(pipeline, groups)
     for limit in range(1, 2 * len(groups)):
-        own = drained_bound(pipeline, limit, limit)
+        own = drained_bound(pipeline, groups, limit, limit)
         assert own >= whole
-        in_flight = pipeline.in_flight(limit if len(groups) > 1 else 1)
-        for cuts in every_split(pipeline):
-            stages = pipeline.stages(cuts, in_flight)
-            if stages is None:
+        layout = at_most(pipeline, groups, limit if len(groups) > 1 else 1)
+        for cuts in every_split(layout):
+            if not layout.fits(cuts):
                 continue
+            stages = layout.stages(cuts)
             run = batch_time(problem, stages, microbatches, limit if len(groups) > 1 else 1)
-            assert run.fits  # whatever arrives when, no stage holds more than in_flight
-            assert all(held <= most for held, most in zip(run.in_flight, in_flight, strict=True))
+            assert run.fits  # whatever arrives when, no stage holds more
+            assert all(held <= most for held, most in zip(run.in_flight, layout.held, strict=True))
             assert own <= run.batch_ns
-            assert least_drained_ns(pipeline, cuts, in_flight, limit) <= run.batch_ns
+            assert least_drained_ns(layout, cuts, limit) <= run.batch_ns
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_splits_are_the_shortest_paths_of_their_longest_stage(seed):
     problem, groups, microbatches = instance(seed)
-    pipeline = pipeline_tables(problem, groups, microbatches)
+    pipeline = tables_of_pipelines(problem, groups, microbatches)
     if pipeline is None:
         return
-    in_flight = pipeline.in_flight(1)
+    layout = at_most(pipeline, groups, 1)
 
     def figures(cuts):
-        times = [int(pipeline.times(s, in_flight[s])[i, j]) for s, (i, j) in enumerate(pairwise(cuts))]
-        loads = [int(pipeline.loads[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
-        trips = [int(pipeline.trips[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
+        times = [int(layout.times[s][pair]) for s, pair in enumerate(pairwise(cuts))]
+        loads = [int(layout.loads[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
+        trips = [int(layout.trips[s][cuts[s + 1]]) for s in range(len(cuts) - 2)]
         return max(times + loads), sum(times) + sum(trips)
 
-    every = [figures(cuts) for cuts in every_split(pipeline)]
+    every = [figures(cuts) for cuts in every_split(layout)]
     every = [pair for pair in every if pair[0] < NEVER]
-    found = [figures(cuts) for cuts in splits(pipeline, in_flight)]
+    found = [figures(cuts) for cuts in layout.starts()]
     assert bool(found) == bool(every)
     if found:
         assert found[0][0] == min(longest for longest, _ in every)
@@ -88,16 +94,17 @@ def test_splits_are_the_shortest_paths_of_their_longest_stage(seed):
 
 
 def test_a_bound_that_is_enough_is_returned():
-    pipelines = (pipeline_tables(*instance(seed)) for seed in range(4, 60))
-    pipeline = next(pipeline for pipeline in pipelines if pipeline is not None and len(pipeline.groups) > 1)
-    bound = drained_bound(pipeline)
-    assert drained_bound(pipeline, enough=1) == 1
-    assert drained_bound(pipeline, enough=bound) == bound
-    assert drained_bound(pipeline, enough=10 * bound) in (bound, bound + 1)
+    cases = [instance(seed) for seed in range(4, 60)]
+    pipelines = ((tables_of_pipelines(*case), case[1]) for case in cases)
+    pipeline, groups = next(pair for pair in pipelines if pair[0] is not None and len(pair[1]) > 1)
+    bound = drained_bound(pipeline, groups)
+    assert drained_bound(pipeline, groups, enough=1) == 1
+    assert drained_bound(pipeline, groups, enough=bound) == bound
+    assert drained_bound(pipeline, groups, enough=10 * bound) in (bound, bound + 1)
 
 
 def test_what_fits_nowhere_is_none():
     problem, groups, microbatches = instance(4)
     tiny = Platform.flat(len(problem.platform), 1)
     starved = Problem(problem.chain, tiny, problem.policy, checkpointing="segments")
-    assert pipeline_tables(starved, groups, microbatches) is None
+    assert tables_of_pipelines(starved, groups, microbatches) is None
