@@ -52,9 +52,9 @@ def short_splits(
         return
     for step in SLACK:
         longest = shortest + shortest * step // 256
-        allowed = [np.where(x <= longest, way, NEVER) for x, way in zip(each, ways, strict=True)]
-        links = [np.where(load <= longest, cost, NEVER) for load, cost in zip(loads, between, strict=True)]
-        split = shortest_split(allowed, links if loads else between)
+        allowed = [up_to(longest, x, way) for x, way in zip(each, ways, strict=True)]
+        links = [up_to(longest, load, cost) for load, cost in zip(loads, between, strict=True)] if loads else between
+        split = shortest_split(allowed, links)
         if split is not None and split not in seen:
             seen.add(split)
             yield split
@@ -131,9 +131,10 @@ def first_split(tables: Sequence[Ints], long_first: bool) -> tuple[int, ...] | N
     return tuple(split)
 
 
-def up_to(longest: int, table: Ints) -> Ints:
-    """Return ``table`` with NEVER where it is over ``longest``."""
-    return np.where(table <= longest, table, NEVER)
+def up_to(longest: int, table: Ints, costs: Ints | None = None) -> Ints:
+    """Return ``costs``, those of the ``table`` itself unless others are given, with NEVER where that is over
+    ``longest``."""
+    return np.where(table <= longest, table if costs is None else costs, NEVER)
 
 
 def walked(chosen: Sequence[Ints]) -> tuple[int, ...]:
