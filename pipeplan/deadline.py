@@ -6,7 +6,6 @@ and what reads, sums up or validates has none that asks; so a search runs under 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -54,10 +54,11 @@ class Deadline:
         end = left - left / share
         return Deadline(lambda: self.remaining_s() - end)
 
-    def of_work(self, seconds: float) -> Deadline:
-        """Return this deadline, or that when this process and those it waited for have computed so long, if sooner."""
-        end = _worked_s() + seconds
-        return Deadline(lambda: min(self.remaining_s(), end - _worked_s()))
+    def of_looks(self, most: int) -> Deadline:
+        """Return this deadline, or the one that has passed when it was looked at so often, if sooner: equal searches
+        look equally often, on a busy machine as on any."""
+        looks = count(1)
+        return Deadline(lambda: self.remaining_s() if next(looks) <= most else 0.0)
 
     def later(self, seconds: float) -> Deadline:
         """Return the deadline so many seconds behind this one."""
@@ -101,10 +102,6 @@ class Deadline:
             rest_s = max(1e-3, before_s - (time.monotonic() - began)) if before_s else 0.0
             signal.setitimer(signal.ITIMER_REAL, rest_s, again_s)
             signal.signal(signal.SIGALRM, handler)
-
-
-def _worked_s() -> float:
-    return sum(os.times()[:4])
 
 
 def _until(end_s: float) -> Deadline:

@@ -133,8 +133,7 @@ def plan(
     )
     found, degree = best_degree(parts(given, said["tensor"]), of_part, planned, worth, until, status)
     if said["for_"] is not None:
-        seconds, whole = time.perf_counter() - began, replace(degree.problem, deadline=until)
-        found = priced(whole, found, said["for_"], question.settings, question.effort, seconds)
+        found = priced(replace(degree.problem, deadline=until), found, said["for_"], question.settings)
     _refuse_small_matrices(found.plan)
     if best:
         status.phase = "orders of passes"
@@ -230,12 +229,12 @@ def _searched(question: Question, problem: Problem) -> Planned:
     from ..planner.least_late import drained_quickly, least_late
     from ..planner.what_if.alternatives import with_alternatives
 
-    worked, said = time.process_time(), question.said
+    said = question.said
     asked = said["weights"] is not None
     free = question.kind is None and said["limit"] is None and question.stated is None
 
     def drained(interval: int) -> Planned | None:
-        return drained_quickly(problem, interval, question.settings, time.process_time() - worked)
+        return drained_quickly(problem, interval, question.settings)
 
     found, ordered = (
         question.found(problem) if asked else least_late(problem, question.found, drained if free else None)
@@ -244,8 +243,7 @@ def _searched(question: Question, problem: Problem) -> Planned:
         return found
     quiet = replace(question.settings, progress=None, explained=False, status=Status())
     other = replace(question, settings=quiet, kind=None, jitter=None)
-    seconds = time.process_time() - worked if asked or not free else None
-    return with_alternatives(found, ordered, question.settings, seconds, lambda x: other.found(x)[0])
+    return with_alternatives(found, ordered, question.settings, asked or not free, lambda x: other.found(x)[0])
 
 
 def grid(

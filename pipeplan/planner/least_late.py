@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +9,7 @@ from fractions import Fraction
 
 from ..check.bounds import any_bound
 from ..check.delays import plan_delays
-from ..deadline import Deadline, OutOfTime
+from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..plan import Alternative
 from ..problem import Problem
@@ -21,7 +20,7 @@ from .plan import Planned, make_plan
 
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
 AS_LONG = Fraction(1, 1000)  # that it may be for gradients that aren't late at all
-LEAST_S = 5.0  # of CPU time for a quick search that drains
+LOOKS = 4 * 10**5  # at the clock, which a quick search may take: some seconds where there is much to simulate
 
 Found = tuple[Planned, Problem]  # the problem may have its layers in another order
 Quickly = Callable[[int], Planned | None]
@@ -50,15 +49,17 @@ def least_late(problem: Problem, find: Callable[[Problem], Found], drained: Quic
     return _naming(found, quick, quickly=True) if quick.plan.provenance.solver_status != "time limit" else found
 
 
-def drained_quickly(problem: Problem, interval: int, settings: Settings, seconds: float) -> Planned | None:
+def drained_quickly(problem: Problem, interval: int, settings: Settings) -> Planned | None:
     """Return the best plan with updates every ``interval`` microbatches that drains, by a quick search under all
-    schedules in ``seconds`` of CPU time or :data:`LEAST_S`, or the best so far; None without any."""
+    schedules, or the best so far after :data:`LOOKS` at the clock; None without any."""
+    return found_quickly(problem.with_policy(problem.policy.drained(interval)), settings)
+
+
+def found_quickly(problem: Problem, settings: Settings) -> Planned | None:
+    """Return the best plan of a quick search, or the best so far after :data:`LOOKS` at the clock; None without any."""
     settings = replace(settings, explained=False, simplest=False, progress=None, status=Status())
-    end, given = time.process_time() + max(seconds, LEAST_S), problem.deadline
-    deadline = Deadline(lambda: min(end - time.process_time(), given.remaining_s()))
-    problem = replace(problem.with_policy(problem.policy.drained(interval)), deadline=deadline)
     with suppress(BadInput, Infeasible, OutOfTime):  # some have too many steps to be simulated
-        return make_plan(problem, settings=settings, effort="quick")
+        return make_plan(replace(problem, deadline=problem.deadline.of_looks(LOOKS)), settings=settings, effort="quick")
     return None
 
 

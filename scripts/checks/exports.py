@@ -350,7 +350,7 @@ def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: 
         for label, platform in platforms(gpus):
             policy = Policy("flush", accumulate=8 * len(platform), optimizer="adam", precision="mixed")
             problem = Problem(chain, platform, policy, checkpointing="segments")
-            free = {} if quick else unrestricted(problem, effort="quick")
+            free = {} if quick else unrestricted(problem)
             for name, accept in ACCEPT.items():
                 folder = folders.get(name, Path())
                 row = f"{case.name:10} {label:5} {name:12}"

@@ -130,7 +130,7 @@ def test_what_drains_is_taken_where_it_takes_no_longer() -> None:
         named = {(x.weights, x.period_ns, x.quick) for x in found.plan.provenance.alternatives}
         assert ("stash", 1000, False) in named if weights == "flush" else ("flush", period, True) in named
         assert least_late(problem, find)[0].plan.policy.weights == "stash", "nobody asked for one that drains"
-    assert drained_quickly(problem, 12, Settings(), 0.0) is not None
+    assert drained_quickly(problem, 12, Settings()) is not None
 
 
 def test_by_default_nothing_is_late_without_gain() -> None:

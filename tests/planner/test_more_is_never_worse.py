@@ -68,7 +68,7 @@ def test_what_nobody_says_is_no_worse_than_what_is_named(seed: int) -> None:
         return make_plan(problem), problem
 
     try:
-        own = least_late(problem, find, lambda n: drained_quickly(problem, n, Settings(), 0.0))[0].evaluation.period_ns
+        own = least_late(problem, find, lambda n: drained_quickly(problem, n, Settings()))[0].evaluation.period_ns
     except Infeasible:
         own = float("inf")
     named = {x: period(problem.with_policy(Policy(x, 4)), effort="normal") for x in ("2bw", "stash", "flush")}

@@ -149,7 +149,7 @@ def test_servers_tied_weights_and_what_nobody_can_do():
 
 def test_the_price_is_that_of_the_same_updates():
     problem = Problem(network(), Platform.flat(2, 10**6, 10**9), Policy("flush", accumulate=4))
-    plan = with_price(make_target_plan(problem, "torch"), unrestricted(problem, effort="quick")).plan
+    plan = with_price(make_target_plan(problem, "torch"), unrestricted(problem)).plan
     price = plan.provenance.options["price"]
     assert set(price) == {"flush", "2bw"}
     assert all(0 < value <= check(plan).period_ns for value in price.values())
@@ -170,7 +170,7 @@ def test_a_plan_is_there_before_the_search_and_before_its_price():
     def ended(line):
         raise Ended(signal.SIGTERM)
 
-    assert priced(problem, found, "megatron", Settings(progress=ended), "quick", 1.0) == found
+    assert priced(problem, found, "megatron", Settings(progress=ended)) == found
 
 
 @pytest.mark.parametrize(("name", "binds"), [("torch", True), ("megatron", False)])
@@ -181,7 +181,7 @@ def test_what_makes_a_plan_much_longer_is_said(name, binds):
     problem = Problem(
         network(tied=True), Platform.flat(2, 10**6, 10**12), Policy("flush", accumulate=8), False, checkpointing="none"
     )
-    found = priced(problem, make_target_plan(problem, name), name, Settings(), "quick", 300.0)
+    found = priced(problem, make_target_plan(problem, name), name, Settings())
     lines = [x for x in restriction(found.plan, found.evaluation) if x.startswith("binds")]
     assert [bool(re.match(f"binds +{said}", x)) for x in lines] == [True] * binds
 
@@ -195,5 +195,5 @@ def test_drained_plans_without_restriction_are_no_longer_than_grids():
     assert free.plan.schedule.kind == "zbv"
     assert violations(free.plan) == []
     assert free.evaluation.period_ns <= target.evaluation.period_ns < patterns.evaluation.period_ns
-    price = with_price(target, unrestricted(problem, effort="quick")).plan.provenance.options["price"]
+    price = with_price(target, unrestricted(problem)).plan.provenance.options["price"]
     assert price["flush"] == target.evaluation.period_ns

@@ -35,14 +35,14 @@ def with_alternatives(
     planned: Planned,
     problem: Problem,
     settings: Settings | None = None,
-    seconds: float | None = 0.0,
+    drained: bool = True,
     find: Callable[[Problem], Planned] | None = None,
 ) -> Planned:
     """Return the plan with what others take with weights kept otherwise, at the same interval: its own stages, the
     best contiguous ones, and where layers must stay on one GPU, the best with several stages on one; where these take
     longer than the plan, and that doesn't drain, what ``find``, the search that it is from, finds. What drains is the
-    best that a quick search under all such schedules finds in as many ``seconds`` of CPU time as the plan took, if that
-    comes to an end; None: it was made before.
+    best that a quick search under all such schedules finds, if that comes to an end; without ``drained`` it was made
+    before.
 
     Left out are what the plan names already, all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
@@ -57,8 +57,9 @@ def with_alternatives(
     with suppress(OutOfTime):
         for weights in COMPARED:
             if weights not in known and problem.policy.goes_with(weights):
-                drained = _drained(problem, plan.interval, settings, seconds) if WEIGHTS[weights].drains else []
-                found += drained or _alternative(problem, weights, planned, find)
+                wanted = drained and WEIGHTS[weights].drains
+                quick = _drained(problem, plan.interval, settings) if wanted else []
+                found += quick or _alternative(problem, weights, planned, find)
     found.sort(key=lambda x: COMPARED.index(x.weights) if x.weights in COMPARED else -1)
     options = dict(plan.provenance.options)
     if plan.allocation.data_parallel:
@@ -77,9 +78,9 @@ def _pipeline_ns(problem: Problem, plan: Plan) -> int | None:
         return None
 
 
-def _drained(problem: Problem, interval: int, settings: Settings | None, seconds: float | None) -> list[Alternative]:
+def _drained(problem: Problem, interval: int, settings: Settings | None) -> list[Alternative]:
     """Return what the best plan takes that drains, by a quick search; nothing where that takes long."""
-    found = None if seconds is None else drained_quickly(problem, interval, settings or Settings(), seconds)
+    found = drained_quickly(problem, interval, settings or Settings())
     if found is None or found.plan.provenance.solver_status == "time limit":
         return []
     return [Alternative(found.plan.policy.weights, interval, found.evaluation.period_ns, quick=True)]

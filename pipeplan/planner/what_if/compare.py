@@ -118,7 +118,7 @@ def _row(
 
     @cache
     def drained(every: int) -> Planned | None:
-        return drained_quickly(problem, every, settings, 0.0)
+        return drained_quickly(problem, every, settings)
 
     def make(name: str, algorithm: str) -> None:
         began = clock()

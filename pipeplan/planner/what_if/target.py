@@ -10,7 +10,6 @@ from ...check.bounds import any_bound
 from ...check.targets import TARGETS, CannotExpress, Target, Unit, refuse_chain
 from ...check.validate import check
 from ...choices import DRAINED
-from ...deadline import OutOfTime
 from ...errors import BadInput, Infeasible, NoBetter
 from ...integers import ceil_div
 from ...names import shown
@@ -19,11 +18,13 @@ from ...problem import MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Problem, Weights
 from ...version import __version__
 from ..drained.block_search import BlockSearch
 from ..drained.search import EFFORTS
+from ..least_late import found_quickly
 from ..periodic.incumbent import Settings
-from ..plan import Planned, make_plan
+from ..periodic.portfolio import MOST_PLACES, places
+from ..plan import Planned
 
 PRICED = [weights for weights, rules in WEIGHTS.items() if rules.together and not rules.fresher]
-PRICE_S = 2.0  # of CPU time, which the price may take where the search took less
+BINDS_LOOKS = 10**5  # at the clock, while it is sought what binds
 MUCH = 1.1  # times as long as without the restriction: what binds is then said
 
 
@@ -108,20 +109,17 @@ def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) 
     return ceil_div(search.bound_ns(kind), problem.policy.accumulate or 1)
 
 
-def priced(problem: Problem, planned: Planned, name: str, settings: Settings, effort: str, seconds: float) -> Planned:
+def priced(problem: Problem, planned: Planned, name: str, settings: Settings) -> Planned:
     """Return the plan of the target ``name`` with what the restriction costs, and what binds where that is much.
 
-    Both are looked for in ``seconds`` of CPU time, or in :data:`PRICE_S`; what is not found by then is left out. A
-    KeyboardInterrupt ends it, too.
+    Both are looked for quickly; what is not found is left out. A KeyboardInterrupt ends it, too.
     """
-    count = planned.plan.policy.accumulate
-    within = problem.deadline.of_work(max(seconds, PRICE_S))
-    problem = replace(problem.with_policy(replace(problem.policy, accumulate=count)), deadline=within)
+    plan = planned.plan
+    problem = problem.with_policy(replace(problem.policy, accumulate=plan.policy.accumulate))
     with suppress(KeyboardInterrupt):
-        planned = with_price(planned, unrestricted(problem, settings, effort))
-        settings.status.phase = "what binds"
-        plan = planned.plan
-        binds = what_binds(replace(problem, deadline=within.of_work(PRICE_S)), planned, name)
+        planned = with_price(planned, unrestricted(problem, settings))
+        settings.status.phase, plan = "what binds", planned.plan
+        binds = what_binds(replace(problem, deadline=problem.deadline.of_looks(BINDS_LOOKS)), planned, name)
         if binds is not None:
             options = {**plan.provenance.options, "binds": binds}
             planned = replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
@@ -189,24 +187,20 @@ def _layers(chain: Chain) -> tuple[Unit, ...]:
     return tuple(Unit(chain.layers[i].name, i, stop, min(stop, chain.modules), True) for i, stop in enumerate(ends))
 
 
-def unrestricted(problem: Problem, settings: Settings | None = None, effort: str = "normal") -> dict[Weights, int]:
-    """Return the periods (ns) of what is found without a target's restriction, drained and under 2bw, for the same
-    updates; nothing of what the deadline cuts off or doesn't fit. Drained it may take half of the time that is left.
-    A KeyboardInterrupt ends all of it."""
+def unrestricted(problem: Problem, settings: Settings | None = None) -> dict[Weights, int]:
+    """Return the periods (ns) of what a quick search finds without a target's restriction, drained and under 2bw, for
+    the same updates; nothing of what doesn't fit, or takes long. A KeyboardInterrupt ends all of it."""
     found: dict[Weights, int] = {}
     settings = settings or Settings()
-    tell = settings.progress
-    for share, weights in zip((2, 1), PRICED, strict=True):
+    for weights in PRICED if places(problem) <= MOST_PLACES else ():
         settings.status.phase = f"price: weights {weights} without the restriction"
-        told = tell and (lambda line: tell(f"without the restriction {line}"))
-        own = replace(settings, simplest=False, explained=False, progress=told)
-        with suppress(OutOfTime, Infeasible, BadInput):
-            problem.deadline.check()
-            free = problem.with_policy(replace(problem.policy, weights=weights, engine=None))
-            free = replace(free, deadline=problem.deadline.part(share))
-            planned = make_plan(free, settings=own, effort=effort)
-            if planned.plan.provenance.solver_status == "interrupted":
-                raise KeyboardInterrupt
+        if settings.progress:
+            settings.progress(settings.status.phase)
+        free = problem.with_policy(replace(problem.policy, weights=weights, engine=None))
+        planned = found_quickly(free, settings)
+        if planned is not None and planned.plan.provenance.solver_status == "interrupted":
+            raise KeyboardInterrupt
+        if planned is not None:
             found[weights] = planned.evaluation.period_ns
     return found
 
