@@ -211,8 +211,8 @@ def _found(
         found = plan_nf1b(problem, propose, settings, widen, kind, limit)
     else:
         relaxed = widen and problem.policy.vertical_sync
-        moves = algorithm == AUTO and EFFORTS[effort].moves > 0
-        again = partial(search, effort=EFFORTS[effort].without_walks, tighter=()) if moves else propose
+        moves = algorithm == AUTO and EFFORTS[effort].rounds > 0
+        again = partial(search, effort=EFFORTS[effort].again, tighter=()) if moves else propose
         first, again = (synced(one) if relaxed else one for one in (propose, again))
         found = _plan_pattern(problem, first, again, settings, widen, moves)
     incumbent, status = found

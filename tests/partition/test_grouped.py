@@ -11,9 +11,8 @@ from pipeplan.partition.contiguous import contiguous, grouped
 from pipeplan.partition.contiguous.claims import claimed
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.partition.cuts import near_cuts
-from pipeplan.partition.moves.local_search import MANY_STAGES, local_search
 from pipeplan.partition.tables import stages as tables
-from pipeplan.plan import Allocation, Stage
+from pipeplan.plan import Stage
 from pipeplan.problem import Device, Level, Platform, Policy, Problem
 
 
@@ -120,22 +119,3 @@ def test_cuts_near_stages_are_theirs_and_some_on_each_side():
     near = near_cuts(np.arange(101), stages, 2)
     assert near.tolist() == [0, 1, 2, 38, 39, 40, 41, 42, 88, 89, 90, 91, 92, 98, 99, 100]
     assert near_cuts(np.arange(0, 101, 10), stages, 5) is None
-
-
-def test_of_very_many_stages_some_are_moved_and_none_to_anothers_devices():
-    count = 2 * MANY_STAGES
-    problem = problem_of(1, layers=2 * count, devices=count)
-    start = Allocation(tuple(Stage(2 * i, 2 * i + 2, (i,)) for i in range(count)))
-    seen = []
-
-    def look(allocation):
-        seen.append(allocation.stages)
-
-    local_search(problem, start, look, lambda _: False, 200, lambda: False)
-    assert len(seen) >= 150
-    for stages in seen:
-        devices = [d for stage in stages for d in stage.devices]
-        assert len(devices) == len(set(devices))
-    again, seen = seen, []
-    local_search(problem, start, look, lambda _: False, 200, lambda: False)
-    assert seen == again

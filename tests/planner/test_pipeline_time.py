@@ -11,7 +11,7 @@ from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.partition.balance import balance
-from pipeplan.partition.moves.local_search import _changed
+from pipeplan.partition.moves.wander import _Changes
 from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.grids.arrivals import batch_on, batch_time
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
@@ -80,8 +80,8 @@ def test_any_stages_take_what_the_validator_finds(seed):
     policy = Policy("flush", rng.randint(1, 24), rng.choice(("sgd", "adam")), coarsening=rng.choice((None, 1)))
     problem = Problem(chain, platform, policy, True, "segments")
     stages = next(iter(balance(problem))).stages
-    for _ in range(8):
-        stages = rng.choice([x for x, allowed in _changed(problem, stages, rng) if allowed] or [stages])
+    for _ in range(24):
+        stages = _Changes(problem).one(stages, rng) or stages
         if structure_violations(chain, platform, policy, stages):
             continue
         graph, limit = stage_graph(chain, platform, policy, stages), rng.randint(1, 2 * len(stages))

@@ -19,8 +19,6 @@ from pipeplan.errors import Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
 from pipeplan.partition.madpipe.exact import one_special_bound
-from pipeplan.partition.moves.local_search import local_search
-from pipeplan.plan import Allocation, Stage
 from pipeplan.planner.periodic.incumbent import Settings, Status
 from pipeplan.planner.periodic.portfolio import EFFORTS
 from pipeplan.planner.plan import make_plan
@@ -166,17 +164,6 @@ def test_the_search_stops_within_the_gap_and_goes_on_without_one() -> None:
         assert status.floor_ns == any_bound(uneven()).period_ns
     assert looked[0.5] == 1  # the contiguous plan is a third above
     assert looked[0.0] > 1
-
-
-def test_local_moves_end_where_none_can_pay() -> None:
-    asked: list[Allocation] = []
-
-    def hopeless(allocation: Allocation) -> None:
-        asked.append(allocation)
-
-    start = Allocation((Stage(0, 3, (0,)), Stage(3, 5, (1,))))
-    looked = local_search(uneven(), start, hopeless, lambda _: False, 10**6, lambda: False, patience=30)
-    assert len(asked) <= looked < 200
 
 
 def test_high_effort_is_never_worse_than_normal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Which allocation may reach a shorter period? A walk over small changes, worse ones too, to what misses it least.
 
-:mod:`.local_search` looks at allocations that may beat the best alone, and finds no way where all small changes of
-good plans lack some memory or time. Here every allocation has a number, what it misses of the period to beat, and the
-walk goes wherever that grows by less than a threshold, which falls to nothing (threshold accepting; Dueck and Scheuer
-1990). Where nothing is missed the allocation is scheduled. A heuristic without guarantee; deterministic.
+Any device may hold several stages of any kind, beyond MadPipe, whose one special device is the only one with several
+(its section 4.2). Every allocation has a number, what it misses of the period to beat, and the walk goes wherever that
+grows by less than a threshold, which falls to nothing (threshold accepting; Dueck and Scheuer 1990). Where nothing is
+missed the allocation is scheduled. A heuristic without guarantee; deterministic.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from math import inf
 
 from ...plan import Allocation, Stage
 from ...problem import Problem
-from .local_search import MOST_STAGES_PER_DEVICE, kept
 
 Stages = tuple[Stage, ...]
 Ranges = tuple[tuple[int, int], ...]
 HOT = 0.1  # of what there is: by how much a step at the start may add to what is missing
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 8)  # layers by which an end moves
+MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 SCHEDULED = 20  # steps that can be made in the time that scheduling an allocation takes
 REFUTED = 0.02  # what an allocation counts as missing that may reach the period by its bound, and cannot
 
@@ -201,3 +201,17 @@ class _Changes:
                     return None
                 found[at] = (first, last)
         return (*stages[:s], replace(stage, checkpoint=tuple(sorted(found))), *stages[s + 1 :])
+
+
+def kept(stage: Stage, start: int, stop: int) -> Stage:
+    """Return the stage with other layers, of which those are recomputed that were.
+
+    Segments at the stage's ends grow with it; new layers behind a stored one are stored.
+    """
+    found = []
+    for first, last in stage.checkpoint:
+        begin = start if first == stage.start else max(start, first)
+        end = stop if last == stage.stop else min(stop, last)
+        if begin < end:
+            found.append((begin, end))
+    return replace(stage, start=start, stop=stop, checkpoint=tuple(found))

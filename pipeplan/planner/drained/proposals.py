@@ -19,9 +19,9 @@ from ...partition.contiguous.contiguous import feasible
 from ...partition.cuts import legal_cuts
 from ...partition.madpipe.exact import madpipe
 from ...partition.madpipe.tables import MOST_CUTS
-from ...partition.moves.local_search import local_search
+from ...partition.moves.wander import REFUTED, wander
 from ...partition.pipedream.paper import pipedream
-from ...plan import Allocation
+from ...plan import Allocation, Stage
 from ...problem import Problem
 from ..grids.pipelines import Pipelines, held
 from ..grids.space import GridConfig
@@ -30,7 +30,7 @@ from ..periodic.limits import LimitSearch
 from ..periodic.portfolio import on_less_memory
 from .tables import Layout, tables_of_pipelines
 
-DRAINED_MOVES = 300  # local moves of a plan whose cost is a simulated run
+DRAINED_STEPS = 300  # of a walk from a plan whose cost is a simulated run
 SPECIAL_NODES = 3000  # of the integer program for MadPipe's plan
 
 
@@ -88,9 +88,13 @@ def with_others(propose: Propose) -> Propose:
 
 def move(incumbent: Incumbent) -> None:
     """Walk from the best allocation so far, if there is one, to better ones."""
+
+    def misfit(stages: tuple[Stage, ...], enough: float) -> float:
+        return REFUTED if incumbent.lower_bound(Allocation(stages)) is None else 0.0
+
     if incumbent.best is not None:
-        start, score, try_ = incumbent.best.allocation, incumbent.lower_bound, incumbent.try_
-        local_search(incumbent.problem, start, score, try_, DRAINED_MOVES, lambda: incumbent.expired)
+        start, try_ = incumbent.best.allocation, incumbent.try_
+        wander(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired)
 
 
 def _others(incumbent: Incumbent) -> Iterator[Allocation]:

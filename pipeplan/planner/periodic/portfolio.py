@@ -16,7 +16,6 @@ from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
-from ...partition.moves.local_search import local_search
 from ...partition.moves.misfit import Misfits
 from ...partition.moves.wander import wander
 from ...plan import Allocation, Stage
@@ -39,21 +38,15 @@ MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a seco
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """How many candidates to try: periods tried between the one-special bound and the incumbent, local moves.
+    """How many candidates to try: periods tried between the one-special bound and the incumbent, and walks.
 
-    Local ``moves`` are made several ``times``, each with chances of its own, and once more keeping what is recomputed
-    in part. They end early after ``patience`` of them in a row that can't pay by their bounds, for each percent that
-    the best plan is above the bound by averages: the more there is to gain. Then come ``rounds`` of ``walks`` that may
-    become worse meanwhile, as long as a round has found something better: each of ``steps`` where there are
-    :data:`MUCH` or more to gain, else of as many less. ``nodes`` end the integer program of one
-    candidate, ``solver_s`` one that takes long for them; a
-    plan whose search they cut short says ``node limit`` or ``time limit``.
+    There are ``rounds`` of ``walks``, which may become worse meanwhile, as long as a round has found something better:
+    each of ``steps`` where the best plan is :data:`MUCH` or more above the bound by averages, else of as many less.
+    ``nodes`` end the integer program of one candidate, ``solver_s`` one that takes long for them; a plan whose search
+    they cut short says ``node limit`` or ``time limit``.
     """
 
     periods: int
-    moves: int
-    patience: int
-    times: int
     rounds: int
     walks: int
     steps: int
@@ -61,15 +54,15 @@ class SearchEffort:
     solver_s: float
 
     @property
-    def without_walks(self) -> SearchEffort:
+    def again(self) -> SearchEffort:
         """The same for a second search of nearly the same problem."""
-        return replace(self, rounds=0)
+        return replace(self, rounds=min(self.rounds, 1), walks=min(self.walks, 2))
 
 
 EFFORTS = {
-    "quick": SearchEffort(0, 0, 0, 0, 0, 0, 0, 3000, 300),
-    "normal": SearchEffort(8, 8000, 150, 2, 2, 3, 12000, 50, 20),
-    "high": SearchEffort(24, 60000, 600, 4, 8, 12, 40000, 3000, 300),
+    "quick": SearchEffort(0, 0, 0, 0, 3000, 300),
+    "normal": SearchEffort(8, 3, 5, 12000, 50, 20),
+    "high": SearchEffort(24, 8, 20, 40000, 3000, 300),
 }
 
 
@@ -100,33 +93,20 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
         incumbent.try_(allocation)
         if done():
             return
-    if incumbent.best_ns is not None and effort.moves:
+    if incumbent.best_ns is not None and effort.rounds:
         incumbent.floor_ns = status.floor_ns = proof(problem, up_to=incumbent.best_ns).period_ns
         if done():
             return
-    status.phase = "where local moves start"
-    made: set[tuple[int, tuple[Stage, ...]]] = set()
-    for start in _starts(incumbent, effort, () if problem.policy.open else tighter):
-        status.phase = "local moves"
-        for walk in range(effort.times + 1 if effort.times else 0):
-            if walk:
-                if incumbent.best is None:
-                    break  # a walk without end has found nothing that fits
-                start = incumbent.best.allocation
-            if evenly_shared(problem, start) or (walk, start.stages) in made:
-                continue  # small changes make it worse, or it would be the same again
-            made.add((walk, start.stages))
-            moves = _moves(effort, problem, start)
-            patience = moves if incumbent.best_ns is None else _patience(effort, incumbent.best_ns / averaged - 1)
-            patience, try_ = min(moves, patience), incumbent.try_
-            local_search(problem, start, incumbent.lower_bound, try_, moves, done, walk, patience, walk == effort.times)
+    status.phase = "where walks start"
+    _widen(incumbent, effort, () if problem.policy.open else tighter)
+    if done():
+        return
     best = incumbent.best
     if best is not None and (evenly_shared(problem, best.allocation) or best.cost <= proved.period_ns * LITTLE):
         return
     status.phase = "walks"
     for round_ in range(effort.rounds):
-        steps = _moves(replace(effort, moves=effort.steps), problem, _walk_start(incumbent))
-        steps = min(steps, STEPS_EACH * len(problem.chain) * len(problem.platform))
+        steps = _steps(effort, problem, _walk_start(incumbent))
         if incumbent.best_ns is not None:
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
         if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
@@ -199,43 +179,26 @@ def places(problem: Problem) -> int:
     return len(legal_cuts(problem)) ** 2 * len(problem.platform)
 
 
-def _moves(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
-    """Return how many moves a walk may make: fewer where each takes long, with very many stages or layers."""
-    return (
-        effort.moves
-        * FEW_STAGES
-        * FEW_LAYERS
-        // (max(FEW_STAGES, len(start.stages)) * max(FEW_LAYERS, len(problem.chain)))
-    )
+def _steps(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
+    """Return how many steps a walk may make: fewer where each takes long, with very many stages or layers."""
+    scale = max(FEW_STAGES, len(start.stages)) * max(FEW_LAYERS, len(problem.chain))
+    most = effort.steps * FEW_STAGES * FEW_LAYERS // scale
+    return min(most, STEPS_EACH * len(problem.chain) * len(problem.platform))
 
 
-def _patience(effort: SearchEffort, gap: float) -> int:
-    """Return how many moves in a row that can't pay end a walk at a plan ``gap`` above the bound by averages."""
-    return ceil(effort.patience * 100 * gap)
-
-
-def _starts(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -> Iterator[Allocation]:
-    """Yield where local search starts: the best so far, or else the evenest split over single devices.
-
-    Its moves leave segments as they are, so it starts from the best plan that recomputes whole stages as well; and
-    they seldom take replicas apart, so with those from the best plan without. Last, from what a search finds in
-    less memory, so that more of it is seldom worse.
-    """
+def _widen(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -> None:
+    """Try more places from which walks may start: the evenest split over single devices where there is nothing; else
+    the best plan that recomputes whole stages, as steps seldom bring these about, also without replicas, which steps
+    seldom take apart; last what is found in less memory, so that more of it is seldom worse."""
     problem = incumbent.problem
     if incumbent.best is None:
-        yield from islice(balance(problem), 1)
+        incumbent.try_all(islice(balance(problem), 1))
         return
-    seen = {incumbent.best.allocation.stages}
-    yield incumbent.best.allocation
     whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
     quick = places(problem) <= MOST_PLACES
     for replicas in (True, False)[: 2 if quick else 1] if problem.replicas else (False,):
-        for allocation in contiguous(replace(problem, checkpointing=whole, replicas=replicas)):
-            incumbent.try_(allocation)
-            if allocation.stages not in seen:
-                seen.add(allocation.stages)
-                yield allocation
-    if not (quick and effort.moves) or incumbent.expired or incumbent.near_bound:
+        incumbent.try_all(contiguous(replace(problem, checkpointing=whole, replicas=replicas)))
+    if not (quick and effort.rounds) or incumbent.expired or incumbent.near_bound:
         return
     if evenly_shared(problem, incumbent.best.allocation):
         return
@@ -243,11 +206,9 @@ def _starts(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) 
         other = Incumbent(
             on_less_memory(problem, share, 10), replace(incumbent.settings, progress=None, status=Status())
         )
-        search(other, effort, ())
-        if other.best is not None and other.best.allocation.stages not in seen:
+        search(other, effort.again, ())
+        if other.best is not None:
             incumbent.try_(other.best.allocation)
-            seen.add(other.best.allocation.stages)
-            yield other.best.allocation
 
 
 def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
