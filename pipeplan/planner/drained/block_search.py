@@ -14,10 +14,8 @@ import numpy as np
 
 from ...check.bounds import work_ns
 from ...check.bounds.drained.proofs import shape_bound
-from ...check.evaluate import evaluate_simulated, fits
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, time_model
-from ...cost.stage_graph import stage_graph
 from ...cost.stage_tables import StageTables
 from ...errors import BadInput
 from ...partition.blocks import Activations, Pipe, Rule
@@ -29,6 +27,7 @@ from ...schedule.kinds import KINDS, too_long
 from ...schedule.occupancy import homes_of, most_held
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
+from .run import any_run
 from .search import climbed, until_ended
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, where all have equally many blocks
@@ -145,7 +144,7 @@ class BlockSearch:
                 if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
                     break
                 if self.cutoff_ns is None or self._bounded(config) < self.cutoff_ns:
-                    (self._probe_split if KINDS[config.kind].splits else self._probe)(config)
+                    self._probe(config)
             for config in self.configs if self.best is not None else ():  # those that came before the first plan
                 if self.cutoff_ns is not None and config.bound_ns < self.cutoff_ns:
                     self._bounded(config)
@@ -191,7 +190,11 @@ class BlockSearch:
         return min(self.cutoff_ns, *(self.bounds.get(config, config.bound_ns) for config in own))
 
     def _probe(self, config: Config) -> None:
-        """Try the splits of a configuration that promise most, for every way to recompute that may pay."""
+        """Try the splits of a configuration that promise most, for every way to recompute that may pay; even ones of
+        one that splits backwards, where nothing is recomputed."""
+        if KINDS[config.kind].splits:
+            self._try_all(config, Recompute(), self._pipe(config, Recompute()).even())
+            return
         bound: int | None = None
         spent: str | None = None  # a rule whose other ways take as long or longer than the best
         for way in self._ways(config):
@@ -205,7 +208,7 @@ class BlockSearch:
                     spent = way.rule
                 continue
             bound = least[0] if bound is None else min(bound, least[0])
-            self._try(config, way, [least[1], *pipe.even()])
+            self._try_all(config, way, [least[1], *pipe.even()])
             better = config in self.finals and self.finals[config].recompute == way
             free = pipe.least(fit=False)
             if better and free is not None and free[0] == least[0]:
@@ -218,11 +221,6 @@ class BlockSearch:
                 self._note_lack(config)
         if config.shape.chunks == 1:  # what stages that share a device may fill of it is a guess, which bounds nothing
             self.bounds[config] = max(config.bound_ns, bound)
-
-    def _probe_split(self, config: Config) -> None:
-        """Try even splits of a configuration that splits backwards, where nothing is recomputed."""
-        pipe = self._pipe(config, Recompute())
-        self._try(config, Recompute(), pipe.even())
 
     def _ways(self, config: Config) -> Iterator[Recompute]:
         stages = config.shape.ranks * config.shape.chunks
@@ -253,12 +251,9 @@ class BlockSearch:
         held = most_held(config.kind, shape.ranks, shape.chunks, count)
         return Pipe(self._tables, self._activations[way], groups, count, held, share=shape.chunks)
 
-    def _try(self, config: Config, way: Recompute, splits: Iterable[tuple[int, ...]]) -> Found | None:
-        """Simulate splits; return the last that became the best of its configuration, if one did."""
-        better = None
+    def _try_all(self, config: Config, way: Recompute, splits: Iterable[tuple[int, ...]]) -> None:
         for split in splits:
-            better = self._try_split(config, way, split) or better
-        return better
+            self._try_split(config, way, split)
 
     def _try_split(self, config: Config, way: Recompute, split: tuple[int, ...]) -> Found | None:
         """Simulate a split; return it if it became the best of its configuration."""
@@ -287,16 +282,9 @@ class BlockSearch:
         """Return the time of a mini-batch, None where it doesn't fit the memory."""
         key = config.kind, stages
         if key not in self._seen:
-            problem = self.problem
-            graph, count = (
-                stage_graph(problem.chain, problem.platform, problem.policy, stages),
-                problem.policy.accumulate,
-            )
-            if problem.platform.shared_level is None:  # the pipelines are alike
-                graph, count = graph.first_replicas(), (count or 1) // config.shape.pipelines
-            self.steps += (count or 1) * len(graph.operations)
-            result = evaluate_simulated(graph, Schedule(config.kind, count), problem.platform, problem.deadline)
-            self._seen[key] = result.makespan_ns if fits(result) else None
+            run = any_run(self.problem, stages, config.kind)
+            self.steps += 0 if run is None else run.timeline.program.microbatches * len(run.graph.operations)
+            self._seen[key] = run.makespan_ns if run is not None and run.fits else None
         return self._seen[key]
 
     def _improve(self, moves: int) -> None:
@@ -319,13 +307,10 @@ class BlockSearch:
         way = list(self._ways(config))[-1]
         pipe = self._pipe(config, way)
         free = pipe.least(fit=False)
-        if free is None:
+        run = free and any_run(self.problem, pipe.stages(free[1], self._rule(way)), config.kind)
+        if run is None:
             return
-        problem = self.problem
-        stages = pipe.stages(free[1], self._rule(way))
-        graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
-        schedule = Schedule(config.kind, problem.policy.accumulate)
-        uses = evaluate_simulated(graph, schedule, problem.platform, problem.deadline).devices
+        uses = run.uses
         worst = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
         over = uses[worst].peak_bytes - uses[worst].memory_bytes
         if self._lacking is None or over < self._lacking[0]:

@@ -22,7 +22,7 @@ from ...schedule.timeline import flush_makespan_ns
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from ..periodic.limits import ENOUGH, LimitSearch
 from ..simulated.other_schedules import schedule_stages
-from .proposals import holding, move, widened, with_special
+from .proposals import holding, move, widened
 from .run import drained_run
 from .search import ALTERNATING, search_stages, searches, until_ended
 
@@ -198,7 +198,7 @@ def plan_nf1b(
     sizes = [problem.policy.accumulate] if problem.policy.accumulate else _mini_batches(len(problem.platform))
     chosen: Incumbent | None = None
     status = None
-    proposals = with_special(propose) if widen else propose
+    proposals = widened(propose, walks=False) if widen else propose
     for size in sizes:
         here = problem.with_policy(replace(problem.policy, accumulate=size))
         incumbent = Incumbent(

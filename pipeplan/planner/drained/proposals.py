@@ -7,7 +7,6 @@ other stages, and so may a pattern whose stages all keep as many versions of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain, takewhile
 
@@ -16,9 +15,6 @@ from ...cost.stage_graph import stage_graph
 from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import feasible
-from ...partition.cuts import legal_cuts
-from ...partition.madpipe.exact import madpipe
-from ...partition.madpipe.tables import MOST_CUTS
 from ...partition.moves.wander import REFUTED, wander
 from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation, Stage
@@ -31,57 +27,25 @@ from ..periodic.portfolio import on_less_memory
 from .tables import Layout, tables_of_pipelines
 
 DRAINED_STEPS = 300  # of a walk from a plan whose cost is a simulated run
-SPECIAL_NODES = 3000  # of the integer program for MadPipe's plan
 
 
-def widened(propose: Propose) -> Propose:
-    """Return ``propose``, then more contiguous plans, MadPipe's with several stages on one GPU, and local moves.
+def widened(propose: Propose, walks: bool = True) -> Propose:
+    """Return ``propose``, then more contiguous plans, and with ``walks`` grids and walks from the best.
 
     The shortest period of a pattern need not drain fastest, nor be the shortest of nF1B.
     """
-
-    def proposed(incumbent: Incumbent) -> None:
-        with_special(propose)(incumbent)
-        move(incumbent)
-        walked = incumbent.best
-        if incumbent.limits is not None:
-            incumbent.try_all(_grids(incumbent, incumbent.limits))
-            if incumbent.best is not walked:
-                move(incumbent)
-
-    return proposed
-
-
-def with_special(propose: Propose) -> Propose:
-    """Return ``propose``, then more contiguous plans, and MadPipe's with several stages on one GPU."""
-
-    def proposed(incumbent: Incumbent) -> None:
-        with_others(propose)(incumbent)
-        _try_special(incumbent)
-
-    return proposed
-
-
-def _try_special(incumbent: Incumbent) -> None:
-    """Try MadPipe's plan with several stages on one GPU; its integer program may take long, as it is the only one."""
-    problem, settings = incumbent.problem, incumbent.settings
-    if len(legal_cuts(problem, several=True)) > MOST_CUTS + 1:
-        return
-    incumbent.settings = replace(settings, node_limit=SPECIAL_NODES)
-    try:
-        incumbent.try_all(madpipe(problem))
-    finally:
-        incumbent.settings = settings
-
-
-def with_others(propose: Propose) -> Propose:
-    """Return ``propose``, then more contiguous plans, but of what GPUs decide as they go only where nothing fits."""
 
     def proposed(incumbent: Incumbent) -> None:
         propose(incumbent)
         limits = incumbent.limits
         if incumbent.best is None or limits is None or not limits.kind.by_arrival:  # whose grids hold better ones
             incumbent.try_all(_others(incumbent))
+        if walks:
+            move(incumbent)
+            walked = incumbent.best
+            incumbent.try_all(() if limits is None else _grids(incumbent, limits))
+            if incumbent.best is not walked:
+                move(incumbent)
 
     return proposed
 

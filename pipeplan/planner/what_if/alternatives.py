@@ -20,7 +20,7 @@ from ...plan import Allocation, Alternative, Plan, Provenance, Schedule
 from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ...schedule.kinds import kinds_for
 from ..drained.plan import plan_drained
-from ..drained.proposals import with_others
+from ..drained.proposals import widened
 from ..least_late import drained_quickly
 from ..periodic.incumbent import Incumbent, Settings
 from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
@@ -106,7 +106,7 @@ def _alternative(
         steps = interval * (4 * min(len(here.platform), len(here.chain)) - 2)
         if steps > MOST_STEPS:
             return []
-        propose = with_others(_contiguous) if _DRAINED * steps <= MOST_STEPS else _contiguous
+        propose = widened(_contiguous, walks=False) if _DRAINED * steps <= MOST_STEPS else _contiguous
         incumbent, _ = plan_drained(here, propose, Settings(), False, kind, None)
     else:
         incumbent = Incumbent(here, Settings())
