@@ -14,12 +14,9 @@ from functools import cache, partial
 from itertools import islice
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from ...check.bounds import work_ns
 from ...check.targets import Shape
 from ...cost import time_model
-from ...cost.saved import saved_bytes
 from ...deadline import OutOfTime
 from ...integers import NEVER, Ints
 from ...partition.tables.split_paths import near
@@ -28,7 +25,7 @@ from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long
 from ...schedule.occupancy import homes_of
 from ..periodic.incumbent import Incumbent
-from .recompute import fitting_run, uses_by_group
+from .recompute import fitting_run
 from .run import Run, any_run
 from .sharing import Groups, shared_gpus
 from .tables import Layout, Split, Tables, tables_of
@@ -243,10 +240,10 @@ class _Search:
             at, here = splits[best], int(times[best])
         return at
 
-    def _timed(self, layout: Layout, splits: Sequence[Split], run: Run, again: Ints | int = 0) -> Ints:
+    def _timed(self, layout: Layout, splits: Sequence[Split], run: Run) -> Ints:
         self.problem.deadline.check()
         self.steps += len(splits) * len(run.timeline.program.operations) * self.microbatches
-        return layout.makespans(splits, run, again)
+        return layout.makespans(splits, run)
 
     def _fitting(self, kind: ScheduleKind, layout: Layout, split: Split) -> _Found | None:
         """Return the run of a split that recomputes what its memory asks for; None where it doesn't help to know."""
@@ -280,37 +277,11 @@ class _Search:
         splits = [split for split in near(here.split, _FAR, True) if split not in tried]
         if not splits or self.steps > self.row.steps:
             return
-        again = self._again(here, [here.split, *splits]) if max(layout.held) == 1 else 0
-        times = self._timed(layout, [here.split, *splits], run, again).tolist()
-        hopeful = sorted((ns, split) for ns, split in zip(times[1:], splits, strict=True) if ns < NEVER)[:_MOVES]
+        times = self._timed(layout, splits, run).tolist()
+        hopeful = sorted((ns, split) for ns, split in zip(times, splits, strict=True) if ns < NEVER)[:_MOVES]
         chosen = [split for _, split in hopeful]
         if max(layout.held) > 1:  # what neighbours recompute is known
             chosen = list(dict.fromkeys((self._walked(here, self.row.steps), *chosen)))
         tried.update(chosen)
         runs = [x for split in chosen if (x := self._fitting(run.kind, layout, split))]
         yield from sorted(runs, key=lambda x: x.makespan_ns)[:1]
-
-    def _again(self, here: _Found, splits: Sequence[Split]) -> Ints:
-        """Return about what the stages of splits near a run's recompute of a microbatch, shape (stages, splits).
-
-        That is what the run's do, and for bytes that stages keep more than their GPU has left, or less, as much more or
-        less as bytes take in the mean of the stage of which it holds most.
-        """
-        layout, run, count = here.layout, here.run, len(here.run.stages)
-        bare, _, _ = layout.durations([here.split], run.timeline.program.split)
-        at = {work.stage: work.duration_ns for work in run.timeline.program.operations if work.kind == "B"}
-        own = np.array([at[s] - int(bare[count + s, 0]) for s in range(count)], dtype=np.int64)
-        cuts = layout.tables.found.cuts[np.array(splits, dtype=np.int64).T]
-        saved = np.asarray(saved_bytes(self.problem.chain, cuts[:-1], cuts[1:]))
-        forward = np.asarray(self.problem.chain.sums.forward_ns)
-        found = np.repeat(own[:, None], len(splits), axis=1)
-        for stages, use in uses_by_group(run):
-            held = np.array(use.in_flight)[:, None]
-            change = (held * (saved[stages] - saved[stages, :1])).sum(axis=0)
-            lacks = np.where(change > 0, np.maximum(change - (use.memory_bytes - use.peak_bytes), 0), change)
-            most = stages[int(held.argmax())]
-            price = (forward[cuts[most + 1]] - forward[cuts[most]]) / np.maximum(saved[most], 1) / held.max()
-            more, total = (lacks * price).astype(np.int64), int(own[stages].sum())
-            found[most] += np.maximum(more, 0)
-            found[stages] += own[stages][:, None] * np.minimum(np.maximum(more, -total), 0) // max(total, 1)
-        return found

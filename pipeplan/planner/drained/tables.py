@@ -13,7 +13,6 @@ from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
-import numpy.typing as npt
 
 from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div
@@ -29,7 +28,6 @@ from .run import Run
 from .timing import Retiming, retimed
 
 Split = tuple[int, ...]  # indices of cuts
-Bools = npt.NDArray[np.bool_]
 
 
 class Tables:
@@ -238,29 +236,24 @@ class Layout:
             links = [ceil_div(load, lcm(*ends)) for load, ends in pairs]
             yield from short_splits(self._each, self.times, self.trips, links)
 
-    def makespans(self, splits: Sequence[Split], run: Run, again: Ints | int = 0) -> Ints:
-        """Return about what a mini-batch of each split takes, NEVER where one doesn't fit: if devices and links keep
-        the order of a ``run``, and backwards, by stages and splits, take ``again`` more."""
-        durations, updates, fits = self.durations(splits, run.timeline.program.split)
-        durations[len(self.groups) : 2 * len(self.groups)] += again
-        count = len(self.groups)
-        first = {"F": 0, "B": count, "SEND_F": 2 * count, "SEND_B": 2 * count - 1, "W": 3 * count - 1}
-        rows = [first[work.kind] + work.stage for work in run.timeline.program.operations]
-        return np.where(fits, self._retimed(run).makespans(durations[rows], updates), NEVER)
-
-    def durations(self, splits: Sequence[Split], apart: bool = False) -> tuple[Ints, Ints, Bools]:
-        """Return what the stages of each split take, and their updates, by columns, and whether they fit: forwards,
-        backwards, one-way transfers behind all but the last, and, ``apart``, what of a backward comes later."""
-        cuts = np.array(splits, dtype=np.int64).T
+    def makespans(self, splits: Sequence[Split], run: Run) -> Ints:
+        """Return about what a mini-batch of each split takes if devices and links keep the order of a ``run``, NEVER
+        where one doesn't fit."""
+        cuts, program, count = np.array(splits, dtype=np.int64).T, run.timeline.program, len(self.groups)
         picked = [
             tuple(table[low, high] for table in tables)
             for tables, low, high in zip(self.costs, cuts[:-1], cuts[1:], strict=True)
         ]
-        forward, work, weight, update = (np.stack(x) for x in zip(*picked, strict=True))
-        there = [trip[at] // 2 for trip, at in zip(self.trips, cuts[1:-1], strict=True)]
-        fits: Bools = np.all(work < NEVER, axis=0)
-        backward = np.where(fits, work - forward - (weight if apart else 0), 0)
-        return np.concatenate([forward, backward, *(x[None, :] for x in there), weight]), update, fits
+        forward, work, later, updates = (np.stack(x) for x in zip(*picked, strict=True))
+        there = [trip[at][None, :] // 2 for trip, at in zip(self.trips, cuts[1:-1], strict=True)]
+        fits = np.all(work < NEVER, axis=0)
+        backward = np.where(fits, work - forward - (later if program.split else 0), 0)
+        durations = np.concatenate([forward, backward, *there, later])
+        first = {"F": 0, "B": count, "SEND_F": 2 * count, "SEND_B": 2 * count - 1, "W": 3 * count - 1}
+        rows = [first[work.kind] + work.stage for work in program.operations]
+        if self.tables.retimed is None or self.tables.retimed[0] is not run:
+            self.tables.retimed = run, retimed(run.timeline)
+        return np.where(fits, self.tables.retimed[1].makespans(durations[rows], updates), NEVER)
 
     def ways(self, split: Split) -> list[Sequence[Ranges]]:
         """Return the ways to recompute each stage of a split, the quickest first, those later keeping less."""
@@ -270,12 +263,6 @@ class Layout:
             assert options is not None, "its times were asked for"
             found.append(options.ways(i, j, self.tables.copies(group)))
         return found
-
-    def _retimed(self, run: Run) -> Retiming:
-        known = self.tables.retimed
-        if known is None or known[0] is not run:
-            known = self.tables.retimed = run, retimed(run.timeline)
-        return known[1]
 
     def stages(self, split: Split) -> tuple[Stage, ...]:
         """Return the stages of a split, which recompute what they must."""
