@@ -45,23 +45,26 @@ _SEARCH = 30_000  # and where its order is searched for
 class Effort:
     """How much is searched.
 
-    Of ways to share GPUs among stages so many ``starts`` are simulated; pipelines have at most ``chunks`` stages on a
-    GPU; cuts are moved from the best of all, ``climbs``. All this takes no more than ``steps`` of a split that is
-    timed, of which a simulated one is many. Of a target's blocks, and of grids, local moves may simulate so many steps.
+    Of ways to share GPUs among stages so many ``starts`` are simulated, of which cuts are moved of ``climbs``; of equal
+    pipelines with at most ``chunks`` stages on a GPU they are moved of ``placed_climbs``. Both count steps: of a split
+    that is timed, of which a simulated one is many. Of a target's blocks, and of grids, local moves may simulate so
+    many steps.
     """
 
     starts: int
     climbs: int
+    own_steps: int
     chunks: int
-    steps: int
+    placed_climbs: int
+    placed_steps: int
     block_steps: int
     grid_steps: int
 
 
 EFFORTS = {
-    "quick": Effort(10, 3, 2, 10**8, 0, 0),
-    "normal": Effort(60, 16, 3, 6 * 10**8, 2 * 10**5, 10**6),
-    "high": Effort(400, 76, 4, 6 * 10**9, 4 * 10**6, 2 * 10**7),
+    "quick": Effort(10, 2, 6 * 10**7, 2, 1, 4 * 10**7, 0, 0),
+    "normal": Effort(60, 12, 4 * 10**8, 3, 5, 2 * 10**8, 2 * 10**5, 10**6),
+    "high": Effort(400, 60, 4 * 10**9, 4, 16, 2 * 10**9, 4 * 10**6, 2 * 10**7),
 }
 
 
@@ -148,12 +151,17 @@ class _Search:
         self.incumbent, self.problem, self.kinds, self.row = incumbent, incumbent.problem, kinds, row
         self.microbatches = self.problem.policy.accumulate or 1
         self.tables: Callable[[int], Tables | None] = cache(partial(tables_of, self.problem))
-        self.steps = 0
+        self.steps = self.most = 0
 
     def run(self) -> None:
         """Run what promises most, and move the cuts of the best few about as long as that helps."""
-        starts = [*self._on_own_gpus(), *self._placed()]
-        for start in sorted(starts, key=lambda x: x.makespan_ns)[: self.row.climbs]:
+        row = self.row
+        self._search(self._on_own_gpus, row.climbs, row.own_steps)
+        self._search(self._placed, row.placed_climbs, row.placed_steps)
+
+    def _search(self, starts: Callable[[], Iterable[_Found]], climbs: int, most: int) -> None:
+        self.steps, self.most = 0, most
+        for start in sorted(starts(), key=lambda x: x.makespan_ns)[:climbs]:
             tried = {start.split}
             climbed(start, lambda here, tried=tried: self._near(here, tried))  # type: ignore[misc]
 
@@ -179,12 +187,11 @@ class _Search:
     def _placed(self) -> list[_Found]:
         """Return the soonest few of every placement, of those that have hope."""
         found: list[_Found] = []
-        end = self.steps + (self.row.steps - self.steps) // 2
         for placement in sorted(self._placements(), key=lambda x: x.hope):
-            if self.steps > end:
+            if 2 * self.steps > self.most:
                 break
             if self.incumbent.best_ns is None or placement.floor_ns < self.incumbent.best_ns:
-                found += sorted(self._probe(placement, end), key=lambda x: x.makespan_ns)[:_STARTS]
+                found += sorted(self._probe(placement), key=lambda x: x.makespan_ns)[:_STARTS]
         return found
 
     def _placements(self) -> Iterator[_Placement]:
@@ -210,7 +217,7 @@ class _Search:
             if stages == ranks * chunks > 1 and stages <= len(self.problem.chain):
                 yield chunks
 
-    def _probe(self, placement: _Placement, end: int) -> Iterator[_Found]:
+    def _probe(self, placement: _Placement) -> Iterator[_Found]:
         """Yield some splits, made to fit the memory: those of stages as equal as can be, and where cuts go from the
         best of them, whatever the memory."""
         parts = (1, placement.shape.chunks)
@@ -222,7 +229,7 @@ class _Search:
         starts = list(islice(dict.fromkeys((*layout.even(), *layout.starts())), _TRIED))
         runs = ((self._run(placement.kind, layout.stages(split)), split) for split in starts)
         bare = sorted((_Found(x, layout, split) for x, split in runs if x is not None), key=lambda x: x.makespan_ns)
-        moved = [self._walked(x, end) for x in bare[:1]]
+        moved = [self._walked(x, self.most // 2) for x in bare[:1]]
         for start in dict.fromkeys((*moved, *(x.split for x in bare[:_STARTS]))):
             fitting = self._fitting(placement.kind, layout, start)
             if fitting is not None:
@@ -264,7 +271,7 @@ class _Search:
         """Return a run, fitting or not; None where there is none, or no more steps."""
         each = _SEARCH if searches(kind) else _SIMULATE
         self.steps += each * (self.microbatches // len(stages[0].devices)) * 4 * len(stages)
-        return None if self.steps > self.row.steps else any_run(self.problem, stages, kind)
+        return None if self.steps > self.most else any_run(self.problem, stages, kind)
 
     def _near(self, here: _Found, tried: set[Split]) -> Iterator[_Found]:
         """Yield the same cuts with as many microbatches held as the run's pattern has, and the soonest of the most
@@ -275,13 +282,13 @@ class _Search:
             if other.fits(here.split) and (found := self._fitting(run.kind, other, here.split)):
                 yield found
         splits = [split for split in near(here.split, _FAR, True) if split not in tried]
-        if not splits or self.steps > self.row.steps:
+        if not splits or self.steps > self.most:
             return
         times = self._timed(layout, splits, run).tolist()
         hopeful = sorted((ns, split) for ns, split in zip(times, splits, strict=True) if ns < NEVER)[:_MOVES]
         chosen = [split for _, split in hopeful]
         if max(layout.held) > 1:  # what neighbours recompute is known
-            chosen = list(dict.fromkeys((self._walked(here, self.row.steps), *chosen)))
+            chosen = list(dict.fromkeys((self._walked(here, self.most), *chosen)))
         tried.update(chosen)
         runs = [x for split in chosen if (x := self._fitting(run.kind, layout, split))]
         yield from sorted(runs, key=lambda x: x.makespan_ns)[:1]
