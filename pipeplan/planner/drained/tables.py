@@ -16,13 +16,14 @@ import numpy as np
 
 from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div
+from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.cuts import round_trips_ns
 from ...partition.tables.options import Ranges, StageOptions, held_times
 from ...partition.tables.split_paths import first_split, least_longest, short_splits, up_to
 from ...partition.tables.stages import SearchTables
 from ...plan import Stage
-from ...problem import Device, Level, Platform, Problem
+from ...problem import Device, Level, Platform, Policy, Problem
 from ...schedule.programs.one_f_one_b import forwards_ahead
 from .run import Run
 from .timing import Retiming, retimed
@@ -207,19 +208,22 @@ class Layout:
         return self.times is not None and all(u[x] < NEVER for u, x in zip(self.times, pairwise(split), strict=True))
 
     def even(self) -> Iterator[Split]:
-        """Yield a split of about equal work, and those whose longest stage is shortest, with the long ones first or
-        last; all as far as they fit."""
+        """Yield splits whose longest stage is shortest, if nothing is recomputed or as it must, then with the long ones
+        first or last; all as far as they fit."""
         if self.times is None:
             return
-        work, shares = self.tables.found.work, np.cumsum(list(map(len, self.groups)))
-        inner = (int(np.abs(work - work[-1] * share // shares[-1]).argmin()) for share in shares[:-1])
-        split = (0, *inner, self.tables.size - 1)
-        if all(low < high for low, high in pairwise(split)) and self.fits(split):
-            yield split
+        yield from (x for x in (self._balanced(),) if all(low < high for low, high in pairwise(x)) and self.fits(x))
         longest = least_longest(self._each)
         if longest is not None:
             allowed = [up_to(longest, x) for x in self._each]
             yield from (found for long in (True, False) if (found := first_split(allowed, long)))
+
+    def _balanced(self) -> Split:
+        """Return the split whose longest stage is shortest if nothing is recomputed; -1 for cuts that there aren't."""
+        problem, place = self.tables.problem, {int(cut): i for i, cut in enumerate(self.tables.found.cuts)}
+        devices = tuple(map(problem.platform.slowest, self.groups))
+        alone = Problem(problem.chain, Platform(devices, problem.platform.levels), Policy(), False, "none")
+        return (0, *(place.get(stage.stop, -1) for stage in next(balance(alone)).stages))
 
     @cached_property
     def costs(self) -> list[tuple[Ints, Ints, Ints, Ints]]:

@@ -31,7 +31,6 @@ one_special = Late("planner.periodic.special:one_special")
 FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 TIGHTER = (9,)  # tenths of the memory, in which plans leave room for moves
-LITTLE = 1.01  # times the bound: no walks are made for less
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
@@ -101,8 +100,7 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
     _widen(incumbent, effort, () if problem.policy.open else tighter)
     if done():
         return
-    best = incumbent.best
-    if best is not None and (evenly_shared(problem, best.allocation) or best.cost <= proved.period_ns * LITTLE):
+    if incumbent.best is not None and evenly_shared(problem, incumbent.best.allocation):
         return
     status.phase = "walks"
     for round_ in range(effort.rounds):
