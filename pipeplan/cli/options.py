@@ -131,9 +131,9 @@ class Number(click.FloatRange):
 class CountOr(Count):
     """A number, or a ``word`` that stands for ``value``."""
 
-    def __init__(self, word: str, value: str | None, least: int = 1, most: int = MOST) -> None:
-        super().__init__(least, most)
-        self.word, self.value, self.name = word, value, f"N|{word}"
+    def __init__(self, name: str, word: str, value: str | None, most: int = MOST) -> None:
+        super().__init__(most=most)
+        self.name, self.word, self.value = name, word, value
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or what the word stands for."""
@@ -215,8 +215,8 @@ BY_UNIT: dict[str, click.ParamType[Any]] = {  # types of values
     "FILE": FILE,
     "DIR": click.Path(path_type=Path),
     "N|NxN": Gpus(),
-    "N|any": CountOr("any", "any"),
-    "auto|N": CountOr("auto", None, most=10**6),
+    "N|any": CountOr("N|any", "any", "any"),
+    "auto|N": CountOr("auto|N", "auto", None, 10**6),
     "N,..": Counts(),
 }
 UNSAID = ("N", "X", "PERCENT", "COLUMNS", "SEED", "OUT")  # whose metavars are click's
