@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,8 @@ def test_a_search_that_takes_more_memory_than_there_is_says_so(pipeplan, profile
     def exhausted(*_, **__):
         raise MemoryError
 
+    for module in ("least_late", "what_if.alternatives", "what_if.target"):  # which take it by name, once
+        import_module(f"pipeplan.planner.{module}")
     monkeypatch.setattr("pipeplan.planner.plan.make_plan", exhausted)
     code, out, err = pipeplan("plan", profile, *SMALL)
     assert (code, out) == (1, "")
