@@ -67,21 +67,18 @@ PLANTS = {
     "a loader's tensors aren't recorded": Plant(
         "engine/reading.py", "tensor.record_stream(stream)", LOADED, "is given back"
     ),
-    "a loader's thread is left on the first GPU": Plant(
-        "engine/reading.py", "torch.cuda.set_device(self._device)  # of this thread", LOADED, "uses GPU 0"
-    ),
     "copies of offloaded state aren't waited for": Plant(
         "training/update/offload.py", "stream.wait_event(event)", "offloaded", "may still"
     ),
     "a sum isn't behind its gradients": Plant(
-        "training/update/beside.py", "self._stream.wait_stream(torch.cuda.current_stream(self._device))", CHUNKS,
+        "training/update/exchanges.py", "self._stream.wait_stream(torch.cuda.current_stream(self._device))", CHUNKS,
         "may still write",
     ),
     "steps don't wait for their sum": Plant(
-        "training/update/beside.py", 'here on wait."""\n        self._there[part].wait()', CHUNKS, "may still", '"""'
+        "training/update/exchanges.py", "self._there[index].wait()\n\n", CHUNKS, "may still", "pass\n\n"
     ),
     "dropout draws what it likes on GPUs": Plant(
-        "training/draws.py", "torch.cuda.manual_seed_all(key)", "stash, recomputed", "differ"
+        "training/repeatable.py", "torch.cuda.manual_seed_all(key)", "stash, recomputed", "differ"
     ),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import signal
 import time
 from importlib import import_module
 from multiprocessing import parent_process
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -126,19 +127,22 @@ SAVED = "pipeplan.runtime.training.state.saved_state"
 def in_second_file(rank, do):
     """Let ``do`` happen in the middle of the file that ``rank`` writes to its second checkpoint."""
     saved = import_module(SAVED)
-    write_file, write, made = saved._write_file, saved._Summed.write, [0, 0]
+    write_file, save, made = saved._write_file, saved._save, [0, 0]
 
     def counted(*args):
         made[0] += 1
         return write_file(*args)
 
-    def wrapped(*args):
-        made[1] += made[0] == 2 and dist.get_rank() == rank
-        if made[1] == 8:
-            do()
-        return write(*args)
+    def wrapped(value, file):
+        def write(data):
+            made[1] += made[0] == 2 and dist.get_rank() == rank
+            if made[1] == 8:
+                do()
+            return file.write(data)
 
-    saved._write_file, saved._Summed.write = counted, wrapped
+        save(value, SimpleNamespace(write=write, flush=file.flush))
+
+    saved._write_file, saved._save = counted, wrapped
 
 
 IN_FILE = {

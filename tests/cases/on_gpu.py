@@ -14,12 +14,12 @@ from oracles.ranks import Ranks
 from torch import nn
 
 from pipeplan.runtime.device import random_state
-from pipeplan.runtime.engine import phases, preparation, reading
+from pipeplan.runtime.engine import own_stages, phases, preparation, reading
 from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import draws, stage
-from pipeplan.runtime.training.update import beside, loss_scale, offload
+from pipeplan.runtime.training import repeatable, stage
+from pipeplan.runtime.training.update import exchanges, factors, offload
 
 
 def mean_square(output, target):
@@ -55,14 +55,14 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (torch.Tensor, "record_stream", lambda tensor, chosen: gpu.record_stream(tensor, chosen)),
             (links, "new_stream", lambda *_, **__: gpu.new_stream()),
             (offload, "new_stream", lambda *_: gpu.new_stream()),
-            (beside, "new_stream", lambda *_: gpu.new_stream()),
+            (exchanges, "new_stream", lambda *_: gpu.new_stream()),
             (offload, "_event", lambda _: Stream(gpu, gpu.current).record_event()),
             (links, "settle", lambda *_: Stream(gpu, gpu.current).synchronize()),
             (links, "on_host", gpu.on_host),
             (stage, "on_host", gpu.on_host),
-            (loss_scale, "on_host", gpu.on_host),
+            (factors, "on_host", gpu.on_host),
             (reading, "moved", gpu.moved),
-            (draws, "random_state", lambda device: gpu.of_the_host(random_state(device))),
+            (repeatable, "random_state", lambda device: gpu.of_the_host(random_state(device))),
             (phases, "gc", SimpleNamespace(collect=int, freeze=int, set_threshold=lambda *_: None)),
             (preparation, "exchange_of", lambda *_: "nccl"),
             (preparation, "clock_offset", lambda *_: 0),
@@ -92,7 +92,7 @@ def play(job: Job, lowered, number: int) -> tuple[Gpu, Ranks]:
         rank, ties, masters = preparation.build_model(job, number, launcher)
         with Kernels(gpu):
             meeting = preparation.meet(job, rank, launcher, ties, masters)
-            stages = preparation.build_stages(job, rank, meeting, ties, masters)
+            stages = own_stages.build_stages(job, rank, meeting, ties, masters)
             gpu.waits.clear()  # what is waited for before the run is no matter
-            phases.train(job, rank, meeting, stages, launcher, reading.Reader(job, rank))
+            phases.train(own_stages.RankRun(job, rank, launcher, meeting, stages, reading.Reader(job, rank)))
     return gpu, ranks

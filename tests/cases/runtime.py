@@ -30,10 +30,11 @@ from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.stage import StageModule
+from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
+from pipeplan.runtime.training.update.exchanges import Way
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 from pipeplan.runtime.training.update.stage_optimizer import Stepping
-from pipeplan.runtime.training.update.stepper import Stepper
-from pipeplan.runtime.training.update.update import StageUpdate
+from pipeplan.runtime.training.update.update import StageUpdate, sums_of
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions
 from pipeplan.schedule.pattern import most_in_flight, starts_of
@@ -135,8 +136,11 @@ def chain_cut(position, crossing):
 
 def update_of(gradients, optimizer, lr, masters=None, **how):
     """What updates the weights of a stage by itself."""
-    stepper = Stepper(gradients.versions, optimizer_maker(optimizer, lr), how=Stepping(**how), masters=masters)
-    return StageUpdate(0, gradients, stepper, HostRecorder())
+    how = Stepping(**how)
+    kind = stepper_kind(gradients.versions, how)
+    stepper = kind(gradients.versions, optimizer_maker(optimizer, lr), how=how, masters=masters)
+    recorder = HostRecorder()
+    return StageUpdate(Way(sums_of(0, gradients, stepper, recorder)), recorder)
 
 
 def stage_of(

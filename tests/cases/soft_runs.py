@@ -30,6 +30,7 @@ from pipeplan.errors import PipeplanError, RunFailed
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Plan, Stage
 from pipeplan.problem import Problem
+from pipeplan.runtime.engine.options import HeldOutOptions
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -145,6 +146,10 @@ MODES: dict[str, Callable[[], Mode]] = {
     ),
     "stash, recomputed": lambda: Mode(
         planned("dropping", [Stage(0, 3, (0,), ((0, 3),)), Stage(3, 5, (1,))], weights="stash"), "dropping"
+    ),
+    "1f1b, evaluated while it trains": lambda: Mode(
+        planned("linears", TWO, kind="1f1b", accumulate=4), "linears",
+        options={"held_out": HeldOutOptions("cases.runtime:vectors", 1, 2)},
     ),
     "tied, four ranks": lambda: Mode(
         planned("tied", [(0, 2, (0, 1)), (2, 5, (2,)), (5, 9, (3,))], weights="2bw"), "tied"

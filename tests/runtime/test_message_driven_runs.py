@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -24,12 +25,13 @@ from pipeplan.files.plans import plan_text
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform, Problem
 from pipeplan.runtime.engine.arrival_order import arrival_order
-from pipeplan.runtime.engine.executor import RankWork, execute
+from pipeplan.runtime.engine.executor import execute
 from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.exchange.threaded import Message
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.lowering.otherwise import under
+from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.schedule.program import Step
@@ -222,10 +224,10 @@ def words(script, rank, letters, durations, limit=None, allows=lambda _: True, m
     """Carry out a rank's instructions in the order of arrival; return (time, word) of its passes."""
     clock = Clock()
     instructions = script.instructions[rank]
-    work = RankWork({}, 1, None, None, {}, None, lambda _: None, 0, allows, None, None, None)
     order = arrival_order(
-        script, rank, work, Letters(clock, letters), limit or script.limit, most_held or script.most_held(rank), clock
-    )
+        SimpleNamespace(lowered=script, number=rank), SimpleNamespace(allows=allows, at=lambda _: None),
+        Letters(clock, letters), limit or script.limit, most_held or script.most_held(rank), clock,
+    )  # fmt: skip
     done = []
     for index in order:
         match instructions[index]:
@@ -395,14 +397,18 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
         box = PostBox(post, rank)
         updates = {s: FakeUpdate(barriers[s]) for s in mine}
         made.extend(updates.values())
-        work = RankWork(
-            mine, 2, box, lambda m: (torch.tensor(m), None), updates, None, lambda _: None, 0, lambda _: True,
-            lambda _: False, None, lambda s, version: None,
-        )  # fmt: skip
-        instructions = script.instructions[rank]
-        order = arrival_order(script, rank, work, box, script.limit, {s: min(2, limit) for s in mine})
+        run = SimpleNamespace(
+            rank=SimpleNamespace(lowered=script, number=rank),
+            stages=SimpleNamespace(runners=mine, updates=updates),
+            reader=SimpleNamespace(activity="DATA", take=lambda m: (torch.tensor(m), None)),
+            meeting=SimpleNamespace(recorder=HostRecorder()),
+        )
+        end = SimpleNamespace(
+            allows=lambda _: True, over=lambda _: False, at=lambda _: None, updated=lambda s, version: None
+        )
+        order = arrival_order(run.rank, end, box, script.limit, {s: min(2, limit) for s in mine})
         try:
-            ran[rank] = execute(instructions, work, order)
+            ran[rank] = execute(run, end, box, order)
         except BaseException as error:
             errors.append(error)
 

@@ -24,7 +24,7 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.optimizers import Choice
-from pipeplan.runtime.training.update.tied import check_ties, separated, ties_of
+from pipeplan.runtime.training.update.update import check_ties, separated, ties_of
 from pipeplan.runtime.training.weights.versions import borrowers
 from pipeplan.schedule.kinds import graph_of
 

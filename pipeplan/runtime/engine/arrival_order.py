@@ -8,17 +8,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from ...schedule.program import Arrival, Decide, Step, StepKind
+from ...schedule.program import Arrival, Step
 from ..exchange.threaded import ThreadedTransport
-from ..lowering.instructions import Backward, Forward, Instruction, Pass, Receive, Send
-from ..lowering.lowered_run import LoweredRun
-from .executor import RankWork
+from ..lowering.instructions import Backward, Forward, Pass, Receive, Send
+from ..training.rank import Rank
+from .minibatch_end import MiniBatchEnd
 
 
 def arrival_order(
-    lowered: LoweredRun,
-    rank: int,
-    work: RankWork,
+    rank: Rank,
+    end: MiniBatchEnd,
     inbox: ThreadedTransport,
     limit: int,
     most_held: Mapping[int, int],
@@ -47,12 +46,12 @@ def arrival_order(
 
     Source: Myelin section IV, Algorithm 2, with a guard on its line 25: nothing is injected when no microbatch remains.
     """
-    instructions, decide, position = lowered.instructions[rank], lowered.rule(rank), lowered.program.position
-    for _, group in groupby(range(len(instructions)), key=lambda i: lowered.minibatch(instructions[i])):
+    instructions = rank.lowered.instructions[rank.number]
+    for _, group in groupby(range(len(instructions)), key=lambda i: rank.lowered.minibatch(instructions[i])):
         indices = list(group)
-        if not work.allows(instructions[indices[0]]):
+        if not end.allows(instructions[indices[0]]):
             return
-        yield from _MiniBatch(instructions, indices, work, inbox, decide, most_held, position, clock).order(limit)
+        yield from _MiniBatch(rank, indices, end, inbox, most_held, clock).order(limit)
 
 
 Place = tuple[Pass, int, int]  # kind, stage, microbatch
@@ -63,16 +62,17 @@ class _MiniBatch:
 
     def __init__(
         self,
-        instructions: Sequence[Instruction],
+        rank: Rank,
         indices: Sequence[int],
-        work: RankWork,
+        end: MiniBatchEnd,
         inbox: ThreadedTransport,
-        decide: Decide,
         most_held: Mapping[int, int],
-        position: Mapping[tuple[StepKind, int], int],
         clock: Callable[[], int],
     ) -> None:
-        self._work, self._inbox, self._decide, self._position, self._clock = work, inbox, decide, position, clock
+        lowered, instructions = rank.lowered, rank.lowered.instructions[rank.number]
+        self._end, self._inbox, self._clock = end, inbox, clock
+        self._decide, self._position = lowered.rule(rank.number), lowered.program.position
+        self._last = len(lowered.plan.allocation.stages) - 1
         self._room = dict(most_held)
         self._passes: dict[Place, int] = {}  # those that have not run
         self._sends: dict[Place, int] = {}
@@ -121,13 +121,13 @@ class _MiniBatch:
             chosen = self._decide(now, [a for a in self._announced if a.kind == "B" or self._room[a.stage] > 0])
             if chosen is not None:
                 return chosen
-            self._work.progress(next(iter(self._passes.values())))
+            self._end.at(next(iter(self._passes.values())))
             news = self._inbox.news(min((a.at_ns for a in self._announced if a.at_ns > now), default=None))
 
     def _follow(self, place: Place, sent: bool) -> None:
         """Announce what a pass makes possible on this rank."""
         kind, s, m = place
-        if kind == "F" and s == self._work.last:
+        if kind == "F" and s == self._last:
             self._announce(("B", s, m))
         elif kind == "F" and not sent:  # the next stage is here too
             self._announce(("F", s + 1, m))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -30,12 +29,12 @@ from ..lowering.instructions import (
     sentence,
 )
 from ..lowering.repeats import Repeated
-from ..measure.recorder import HostRecorder, Recorder, Times
+from ..measure.recorder import Times
 from ..measure.times import Activity
 from ..model.user_code import RAISED
 from ..training.split_stage import SplitStage
-from ..training.stage import StageModule
-from ..training.update.update import StageUpdate
+from .minibatch_end import MiniBatchEnd
+from .own_stages import RankRun
 
 
 class OperationFailed(Exception):
@@ -46,76 +45,30 @@ class OperationFailed(Exception):
         super().__init__(sentence(instruction))
 
 
-def _nothing_tied(stages: tuple[int, ...], version: int) -> None:
-    raise AssertionError(f"nobody sums what stages {stages} share")
-
-
-def _nothing_clipped(version: int) -> None:
-    raise AssertionError(f"nobody clips the gradients of update {version}")
-
-
-@dataclass(frozen=True)
-class RankWork:
-    """All that one rank needs to walk its instructions.
-
-    ``stages`` are its own by index; ``last`` is the index of the chain's last stage. ``data(microbatch)`` gives inputs
-    and target, which is noted as ``reading``; ``updates`` make the stages' updates, after ``agree(version)`` where all
-    ranks must agree on them, after ``reduce_tied(stages, version)`` where stages share weights, and ``norm(version)``
-    where gradients are clipped; ``progress`` hears the index of each instruction before it is carried out. Microbatches
-    below ``counted`` are counted.
-    ``allows(instruction)`` is False for those of mini-batches that the run was asked not to begin, and
-    ``over(instruction)`` True where it will be, of those behind it too; ``save(step)`` writes a checkpoint and
-    ``updated(stage, version)`` hears of updates. ``recorder`` notes when all this happens.
-    """
-
-    stages: Mapping[int, StageModule]
-    last: int
-    transport: Transport
-    data: Callable[[int], tuple[Any, Any]]
-    updates: Mapping[int, StageUpdate]
-    agree: Callable[[int], None]
-    progress: Callable[[int], None]
-    counted: int
-    allows: Callable[[Instruction], bool]
-    over: Callable[[Instruction], bool]
-    save: Callable[[int], None]
-    updated: Callable[[int, int], None]
-    evaluates: bool = False
-    reading: Activity = "DATA"
-    reduce_tied: Callable[[tuple[int, ...], int], None] = _nothing_tied
-    norm: Callable[[int], None] = _nothing_clipped
-    recorder: Recorder = field(default_factory=HostRecorder)
-
-
-def split(stage: StageModule) -> SplitStage:
-    """Return a stage whose backwards come in two parts."""
-    assert isinstance(stage, SplitStage), "stages of programs that split backwards do so"
-    return stage
-
-
-def execute(instructions: Sequence[Instruction], work: RankWork, order: Iterable[int] | None = None) -> Times:
-    """Carry out ``instructions`` and return when everything happened.
+def execute(run: RankRun, end: MiniBatchEnd, transport: Transport, order: Iterable[int] | None = None) -> Times:
+    """Carry out the instructions of a rank and return when everything happened.
 
     ``order`` gives their indices one by one, and may wait to see what came of one before it gives the next; without it
-    they are carried out as listed. Raises OperationFailed with the instruction at which anything failed. A receive is
-    posted at its place at the latest, and waited for where it is used. Between stages of one rank tensors are handed
-    over as they are.
+    they are carried out as listed, but for those of mini-batches that ``end`` doesn't allow. Raises OperationFailed
+    with the instruction at which anything failed. A receive is posted at its place at the latest, and waited for where
+    it is used. Between stages of one rank tensors are handed over as they are.
     """
-    work.transport.start()
-    walk = _Walk(work, waits=order is not None)
-    for index in Repeated.of(instructions).places(work.over) if order is None else order:
+    instructions, recorder = run.rank.lowered.instructions[run.rank.number], run.meeting.recorder
+    transport.start()
+    walk = _Walk(run, end, transport, waits=order is not None)
+    for index in Repeated.of(instructions).places(end.over) if order is None else order:
         instruction = instructions[index]
-        if not work.allows(instruction):
+        if not end.allows(instruction):
             continue
-        work.progress(index)
+        end.at(index)
         try:
             walk.carry_out(instruction)
         except RAISED as error:
             raise OperationFailed(instruction) from error
         if order is not None:
-            walk.idle_since = work.recorder.mark()
-    work.transport.finish()
-    return work.recorder.settle()
+            walk.idle_since = recorder.mark()
+    transport.finish()
+    return recorder.settle()
 
 
 class _Walk:
@@ -124,80 +77,78 @@ class _Walk:
     An order that ``waits`` does so for the message that comes next, since ``idle_since``.
     """
 
-    def __init__(self, work: RankWork, waits: bool) -> None:
-        self._work, self._waits = work, waits
+    def __init__(self, run: RankRun, end: MiniBatchEnd, transport: Transport, waits: bool) -> None:
+        lowered = run.rank.lowered
+        self._own, self._reader, self._end, self._transport, self._waits = run.stages, run.reader, end, transport, waits
+        self._last, self._evaluates = len(lowered.plan.allocation.stages) - 1, lowered.evaluates
+        # hooks that are there anyway can count everything
+        first = lowered.first.microbatch
+        self._counted = lowered.last.microbatch if lowered.reads_newest else first + lowered.filled
         self._made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
-        self._mark, self._note = work.recorder.mark, work.recorder.note
+        self._mark, self._note = run.meeting.recorder.mark, run.meeting.recorder.note
         self.idle_since = self._mark()
 
     def carry_out(self, instruction: Instruction) -> None:
         """Do it, and note when."""
-        work, start = self._work, self._mark
+        own, end = self._own, self._end
         match instruction:
             case Forward():
                 self._forward(instruction)
             case Backward():
                 self._backward(instruction)
             case Recompute(s, m, version, lent):
-                begun = start()
-                work.stages[s].recompute(m, version, lent)
-                self._note("R", s, m, begun)
+                self._noted("R", s, m, own.runners[s].recompute, m, version, lent)
             case BackwardWeights(s, m, version, lent):
-                begun = start()
-                split(work.stages[s]).backward_weights(m, version, lent)
-                self._note("W", s, m, begun)
+                self._noted("W", s, m, own.split(s).backward_weights, m, version, lent)
             case Send():
                 self._send(instruction)
             case Receive():
-                work.transport.post(instruction)
+                self._transport.post(instruction)
             case Agree(version):
-                begun = start()
-                work.agree(version)
-                self._note("AGREE", -1, version, begun)
+                self._noted("AGREE", -1, version, end.agree, version)
             case Reduce(s, version):
-                work.updates[s].reduce(version)
+                own.updates[s].reduce(version)
             case ReduceTied(stages, version):
-                work.reduce_tied(stages, version)
+                own.tied_sums.reduce(stages, version)
             case PutAside(s, _):
-                work.updates[s].put_aside()
+                own.updates[s].gradients.put_aside()
             case Norm(version):
-                begun = start()
-                work.norm(version)
-                self._note("NORM", -1, version, begun)
+                self._noted("NORM", -1, version, own.measure, version)
             case Update(s, version):
-                work.updates[s].update(version)
-                work.updated(s, version)
+                own.updates[s].update(version)
+                end.updated(s, version)
             case Save(step):
-                begun = start()
-                work.save(step)
-                self._note("SAVE", -1, step, begun)
+                self._noted("SAVE", -1, step, end.pause, step)
+
+    def _noted(self, activity: Activity, stage: int, number: int, does: Callable[..., Any], *given: Any) -> Any:
+        """Return what is done, whose time is noted."""
+        start = self._mark()
+        found = does(*given)
+        self._note(activity, stage, number, start)
+        return found
 
     def _forward(self, instruction: Forward) -> None:
         s, m, version, lent = instruction.stage, instruction.microbatch, instruction.version, instruction.lent
-        stage, work = self._work.stages[s], self._work
+        stage = self._own.runners[s]
         given = self._sample(s, m) if stage.reads and not self._waits else None  # what comes may still be on its way
         x = self._arrived("F", s, m) if s > 0 else None
         inputs, target = given or (self._sample(s, m) if stage.reads else ((), None))
-        start = self._mark()
         target = target if stage.takes_targets else None
-        if work.evaluates:
-            out = stage.evaluate(m, version, x, target, lent, inputs)
+        if self._evaluates:
+            out = self._noted("F", s, m, stage.evaluate, m, version, x, target, lent, inputs)
         else:
-            out = stage.forward(m, version, x, target, m < work.counted, lent, inputs)
-        self._note("F", s, m, start)
-        if s < work.last:
+            out = self._noted("F", s, m, stage.forward, m, version, x, target, m < self._counted, lent, inputs)
+        if s < self._last:
             self._made[("F", s), m] = out
 
     def _backward(self, instruction: Backward) -> None:
         s, m, version, lent = instruction.stage, instruction.microbatch, instruction.version, instruction.lent
-        stage = self._work.stages[s]
-        gradient = self._arrived("B", s, m) if s < self._work.last else None
-        start = self._mark()
+        stage = self._own.runners[s]
+        gradient = self._arrived("B", s, m) if s < self._last else None
         if instruction.inputs_only:
-            back = split(stage).backward_inputs(m, version, gradient, lent)
+            back = self._noted("B", s, m, self._own.split(s).backward_inputs, m, version, gradient, lent)
         else:
-            back = stage.backward(m, version, gradient, instruction.covers, lent)
-        self._note("B", s, m, start)
+            back = self._noted("B", s, m, stage.backward, m, version, gradient, instruction.covers, lent)
         if isinstance(stage, SplitStage) and not instruction.inputs_only:
             self._note("W", s, m, self._mark())  # was part of it
         if s > 0:
@@ -205,27 +156,23 @@ class _Walk:
             self._made[("B", s), m] = back
 
     def _send(self, send: Send) -> None:
-        transport = self._work.transport
         tensor = self._made.pop((send.edge, send.microbatch))
         start = self._mark()
-        if transport.await_room(send):
+        if self._transport.await_room(send):
             self._note("ROOM_F" if send.kind == "F" else "ROOM_B", send.stage, send.microbatch, start)
             start = self._mark()
-        transport.send(send, tensor)
+        self._transport.send(send, tensor)
         self._note("SEND_F" if send.kind == "F" else "SEND_B", send.stage, send.microbatch, start)
 
     def _arrived(self, kind: Pass, stage: int, microbatch: int) -> Tensor:
         edge = edge_into(kind, stage)
-        if edge[1] in self._work.stages:
+        if edge[1] in self._own.runners:
             return self._made.pop((edge, microbatch))
         start = self.idle_since if self._waits else self._mark()
-        tensor = self._work.transport.take(edge, microbatch)
+        tensor = self._transport.take(edge, microbatch)
         self._note("WAIT_F" if kind == "F" else "WAIT_B", stage, microbatch, start)
-        self._work.transport.look_ahead(edge)
+        self._transport.look_ahead(edge)
         return tensor
 
-    def _sample(self, stage: int, microbatch: int) -> tuple[Any, Any]:
-        start = self._mark()
-        pair = self._work.data(microbatch)
-        self._note(self._work.reading, stage, microbatch, start)
-        return pair
+    def _sample(self, stage: int, microbatch: int) -> Any:
+        return self._noted(self._reader.activity, stage, microbatch, self._reader.take, microbatch)

@@ -7,7 +7,7 @@ are. Messages go through the hosts, in one order for all ranks, so that none wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -18,23 +18,22 @@ from torch import Tensor
 
 from ...errors import BadInput
 from ..data.loader import Span
-from ..device import random_state, set_random_state
-from ..exchange.transport import everybodys, exchanging
+from ..device import random_state, set_random_state, settle
+from ..exchange.transport import Group, everybodys, exchanging
 from ..measure.held_bytes import HeldBytes
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel
 from ..model.network import LOSS, LayerCode
 from ..model.structure import mapped
 from ..model.user_code import user_code
-from ..training.draws import Draws
 from ..training.rank import Rank
-from ..training.stage import StageModule
 from ..training.state.state import assembled, averaged
 from ..training.trial import Trial
 from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job, Launcher
-from .preparation import Meeting, OwnStages, build_model
+from .own_stages import OwnStages, RankRun, runner_of
+from .preparation import build_model
 from .reading import reads_of
 
 
@@ -52,23 +51,29 @@ class HeldOut:
         self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, launcher)
         self._asked, self._seed = asked, job.options.seed
         self._metrics: list[dict[str, float]] = []
+        self._later: list[Callable[[], None]] = []  # what reads losses once they are there
         model = self._rank.model
         if asked.metrics is not None:
             model = _watched(model, find(asked.metrics), asked.metrics, self._metrics)
-        self._runners = {s: _runner(self._rank, model, s, self._seed) for s in self._rank.first_of}
+        weights = Gradients(Versions([]))  # weights are where they are used already
+        about = self._seed, weights, HeldBytes(), self._later.append, model
+        self._runners = {s: runner_of(self._rank, s, *about) for s in self._rank.first_of}
+        for module in (module for s in self._rank.first_of for module in self._rank.modules(s)):
+            module.eval()
         self.trial = Trial()
         self.found: dict[int, Mapping[str, float]] = {}  # by update
         self.ends = False
 
-    def judge(self, step: int, rank: Rank, meeting: Meeting, stages: OwnStages) -> tuple[Mapping[str, float], bool]:
+    def judge(self, step: int, run: RankRun) -> tuple[Mapping[str, float], bool]:
         """Evaluate after ``step`` updates, all ranks together; return the means, and whether they are the best yet."""
+        rank, stages, patient = run.rank, run.stages, run.meeting.patient
         kept, flags = random_state(rank.device), {}
         for s in rank.stages:
             for module in (part for root in rank.modules(s) for part in root.modules()):
                 flags[module] = module.training
-        meeting.recorder.settle()
+        run.meeting.recorder.settle()
         self._take_weights(rank, stages)
-        means = self._run(meeting)
+        means = self._run(patient)
         for module, training in flags.items():
             module.training = training
         set_random_state(kept, rank.device)
@@ -108,26 +113,30 @@ class HeldOut:
                         )
                     x.data = found.data.to(x.device, x.dtype)
 
-    def _run(self, meeting: Meeting) -> Mapping[str, float]:
+    def _run(self, patient: Group) -> Mapping[str, float]:
         last = len(self._rank.lowered.plan.allocation.stages) - 1
         homes = [self._rank.lowered.ranks_of(s)[0] for s in range(last + 1)]
         mine = set(self._runners)
         reads = self._asked.count if any(runner.reads for runner in self._runners.values()) else 0
-        samples = _samples(self._rank.model, self._seed, reads)
+        data = self._rank.model.data
+        samples = (data.enter(x.microbatch, x.given) for x in reads_of(data.source, Span(self._seed, 0, reads)))
         self._metrics.clear()
         for m in range(self._asked.count):
             given = next(samples, None)
             out: Tensor | None = None
             for s in sorted(mine):
                 if s > 0 and homes[s - 1] != self._rank.number:
-                    out = self._received(s, homes[s - 1], meeting)
+                    out = self._received(s, homes[s - 1], patient)
                 runner = self._runners[s]
                 inputs, target = _moved(given, self._rank.device) if given is not None else ((), None)
                 out = runner.evaluate(m, 0, out, target if runner.takes_targets else None, inputs=inputs)
                 if s < last and homes[s + 1] != self._rank.number:
                     with exchanging("an evaluation"):
-                        dist.send(_bytes(out), homes[s + 1], meeting.patient, tag=s)
+                        dist.send(_bytes(out), homes[s + 1], patient, tag=s)
         means: dict[str, float] = {}
+        settle(self._rank.device)
+        while self._later:
+            self._later.pop()()
         if last in mine:
             losses = self._runners[last].losses
             totals = {"loss": fmean(losses[m] for m in range(self._asked.count))}
@@ -135,32 +144,14 @@ class HeldOut:
                 totals[name] = fmean(one[name] for one in self._metrics if name in one)
             means = totals
         with exchanging("an evaluation"):
-            return everybodys(means, meeting.patient)[homes[last]]
+            return everybodys(means, patient)[homes[last]]
 
-    def _received(self, stage: int, source: int, meeting: Meeting) -> Tensor:
+    def _received(self, stage: int, source: int, patient: Group) -> Tensor:
         spec = self._rank.model.cut(self._rank.stage(stage).start).forward
         came = torch.empty(spec.nbytes, dtype=torch.uint8)
         with exchanging("an evaluation"):
-            dist.recv(came, source, meeting.patient, tag=stage - 1)
+            dist.recv(came, source, patient, tag=stage - 1)
         return came.view(spec.dtype).reshape(spec.shape).to(self._rank.device)
-
-
-def _runner(rank: Rank, model: LoadedModel, s: int, seed: int) -> StageModule:
-    stage = rank.stage(s)
-    end = stage.stop == len(rank.lowered.plan.chain)
-    for layer in rank.layers(s):
-        layer.module.eval()
-    return StageModule(
-        index=s,
-        pieces=model.pieces(stage),
-        cuts=(model.cut(stage.start), None if end else model.cut(stage.stop)),
-        gradients=Gradients(Versions([])),  # weights are where they are used already
-        activations=HeldBytes(),
-        divisor=1,
-        device=rank.device,
-        draws=Draws(seed, rank.device),
-        data=model.read_by(stage),
-    )
 
 
 def _watched(model: LoadedModel, metrics: Callable[..., Any], name: str, found: list[dict[str, float]]) -> LoadedModel:
@@ -184,12 +175,6 @@ def _watched(model: LoadedModel, metrics: Callable[..., Any], name: str, found: 
 
     *others, last = model.layers
     return replace(model, layers=(*others, replace(last, codes=tuple(map(watching, last.codes)))))
-
-
-def _samples(model: LoadedModel, seed: int, count: int) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-    """Yield the first ``count`` microbatches of the first pass over the data: the same ones at every evaluation."""
-    for read in reads_of(model.data.source, Span(seed, 0, count)):
-        yield model.data.enter(read.microbatch, read.given)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -20,8 +20,8 @@ from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from ..measure.progress import StepDone
 from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
-from ..training.groups import check_decay
 from ..training.half import half_type
+from ..training.rank import check_decay
 from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
 from ..training.update.stage_optimizer import check_elementwise, is_elementwise
 from ..training.weights.late import correctable, is_plain

@@ -13,9 +13,7 @@ from ...registry import Late
 from ..exchange.collective import share_from
 from ..lowering.instructions import Instruction
 from ..measure.progress import StepDone
-from ..training.rank import Rank
-from .job import Job, Launcher
-from .preparation import Meeting, OwnStages
+from .own_stages import RankRun
 
 if TYPE_CHECKING:
     from .held_out import HeldOut
@@ -30,18 +28,10 @@ BEST: Final = "best"  # the folder, among the checkpoints, with that of the best
 class MiniBatchEnd:
     """One rank's part in what its run comes to between mini-batches, until the launcher lets no further one begin."""
 
-    def __init__(
-        self,
-        job: Job,
-        rank: Rank,
-        meeting: Meeting,
-        stages: OwnStages,
-        launcher: Launcher,
-        held_out: HeldOut | None = None,
-    ) -> None:
-        self._job, self._rank, self._meeting, self._stages, self._launcher = job, rank, meeting, stages, launcher
-        self._held_out = held_out
-        self.at = launcher.at
+    def __init__(self, run: RankRun, held_out: HeldOut | None = None) -> None:
+        job, rank, stages = run.job, run.rank, run.stages
+        self._run, self._job, self._rank, self._stages, self._held_out = run, job, rank, stages, held_out
+        self.at = run.launcher.at
         if held_out is not None:
             held_out.trial = stages.trial
         self._saved = rank.lowered.first.step  # the newest checkpoint is of so many updates
@@ -59,7 +49,7 @@ class MiniBatchEnd:
             return True
         if self._refused is not None:
             return False
-        if not self._launcher.may_begin(minibatch):
+        if not self._run.launcher.may_begin(minibatch):
             self._refused = minibatch
             return False
         self._begun = minibatch
@@ -95,9 +85,9 @@ class MiniBatchEnd:
         folder, options, last = self._job.folder, self._job.options, self._rank.lowered.last.step
         asked, best = options.held_out, False
         if self._held_out is not None and asked is not None and (step % asked.every == 0 or step == last):
-            means, best = self._held_out.judge(step, self._rank, self._meeting, self._stages)
+            means, best = self._held_out.judge(step, self._run)
             if len(self._rank.lowered.plan.allocation.stages) - 1 in self._rank.first_of:
-                self._launcher.done(StepDone(step, (), time.monotonic_ns(), metrics=means, best=best))
+                self._run.launcher.done(StepDone(step, (), time.monotonic_ns(), metrics=means, best=best))
             if self._held_out.ends and step < last:
                 self._refused = step
         if folder is not None and best:
@@ -106,7 +96,7 @@ class MiniBatchEnd:
             self._write(folder, step, options.keep)
 
     def _write(self, folder: Path, step: int, keep: int | None) -> None:
-        job, rank, stages, meeting = self._job, self._rank, self._stages, self._meeting
+        job, rank, stages, meeting = self._job, self._rank, self._stages, self._run.meeting
         options = job.options
         meeting.recorder.settle()
         for s, group in meeting.groups.items():
@@ -127,7 +117,7 @@ class MiniBatchEnd:
         if stage == len(lowered.plan.allocation.stages) - 1:
             runner = self._stages.runners[stage]
             rate = self._stages.updates[stage].stepper.rates.used
-            self._meeting.recorder.later(lambda: self._tell_of(version, runner.losses, rate))
+            self._run.meeting.recorder.later(lambda: self._tell_of(version, runner.losses, rate))
 
     def _tell_of(self, version: int, losses: Mapping[int, float], rate: float | None) -> None:
         lowered = self._rank.lowered
@@ -136,5 +126,5 @@ class MiniBatchEnd:
         clipping = self._stages.clipping
         norm = None if clipping is None else clipping.norms.get(version)
         last = len(lowered.plan.allocation.stages) - 1  # its update may wait for others: the passes tell the pace
-        through = self._meeting.recorder.times.last_end_ns("B", last, range(begin, begin + lowered.interval))
-        self._launcher.done(StepDone(version, found, through or time.monotonic_ns(), norm, rate))
+        through = self._run.meeting.recorder.times.last_end_ns("B", last, range(begin, begin + lowered.interval))
+        self._run.launcher.done(StepDone(version, found, through or time.monotonic_ns(), norm, rate))

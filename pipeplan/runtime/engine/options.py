@@ -60,54 +60,35 @@ class RunOptions:
 
     steps: int
     """Weight updates from the very start of training; of an evaluation, as many microbatches as they would take."""
-    lr: float
-    """Learning rate."""
-    seed: int = 0
-    """Of a zoo model's weights, of the data and of random numbers."""
-    optimizer: Choice | None = None
-    """Instead of the plan's."""
+    lr: float  # learning rate
+    seed: int = 0  # of a zoo model's weights, of the data and of random numbers
+    optimizer: Choice | None = None  # instead of the plan's
     no_decay: tuple[str, ...] = ()
     """Words in the names of weights, or of their modules' classes, that have no weight decay."""
-    groups: str | None = None
-    """``module:function`` that makes the optimizer's parameter groups of all named parameters."""
-    scheduler: Choice | None = None
-    """Changes the learning rate after each update."""
-    warmup: int = 0
-    """Updates in which the learning rate rises, before the schedule begins."""
-    ema: float | None = None
-    """Of the running average of the weights that is kept, the share that stays at each update."""
+    groups: str | None = None  # ``module:function`` that makes the optimizer's parameter groups of all named parameters
+    scheduler: Choice | None = None  # changes the learning rate after each update
+    warmup: int = 0  # updates in which the learning rate rises, before the schedule begins
+    ema: float | None = None  # of the running average of the weights that is kept, the share that stays at each update
     delay_correction: DelayCorrection | None = None
     """What is done about late gradients; None: sc, and both with mixed precision, as far as the optimizer can be."""
-    averaged: bool = False
-    """Whether what is saved, or evaluated, is the running average of the weights."""
-    held_out: HeldOutOptions | None = None
-    """How the model is evaluated while it trains."""
-    clip_norm: float | None = None
-    """The total norm that gradients are clipped to; None: they aren't."""
-    evaluates: bool = False
-    """Whether the model is run forward alone."""
-    epoch: int | None = None
-    """Microbatches after which the data repeats, with the next seed."""
-    compares: bool = True
-    """Whether a model that was traced is compared with plain training on its first microbatch."""
-    half: HalfOptions = AS_PROFILED
-    """Which 16 bits a plan of mixed precision runs in, and its loss scale."""
+    averaged: bool = False  # whether what is saved, or evaluated, is the running average of the weights
+    held_out: HeldOutOptions | None = None  # how the model is evaluated while it trains
+    clip_norm: float | None = None  # the total norm that gradients are clipped to; None: they aren't
+    evaluates: bool = False  # whether the model is run forward alone
+    epoch: int | None = None  # microbatches after which the data repeats, with the next seed
+    compares: bool = True  # whether a model that was traced is compared with plain training on its first microbatch
+    half: HalfOptions = AS_PROFILED  # which 16 bits a plan of mixed precision runs in, and its loss scale
     bucket_size: int | None = None
     """Parameters that are stepped at a time where the optimizer is offloaded or sums are cut; None: the plan's."""
     coarsening: int | None = None
     """Buckets that replicas sum at once while those before are stepped; None: as serves, 0: all."""
-    save: Path | None = None
-    """File for the trained model's ``state_dict``: safetensors by its name's end, else torch's."""
+    save: Path | None = None  # file for the trained model's ``state_dict``: safetensors by its name's end, else torch's
     load: Path | None = None
     """File, index or folder with a ``state_dict`` to start from, unless a checkpoint is resumed."""
-    checkpoint: Path | None = None
-    """Folder for checkpoints."""
-    every: int | None = None
-    """A checkpoint after each update whose number it divides as well."""
-    keep: int | None = None
-    """How many of the newest checkpoints stay; None: all."""
-    resume: bool = False
-    """Whether to go on from the folder's newest good checkpoint, if there is one."""
+    checkpoint: Path | None = None  # folder for checkpoints
+    every: int | None = None  # a checkpoint after each update whose number it divides as well
+    keep: int | None = None  # how many of the newest checkpoints stay; None: all
+    resume: bool = False  # whether to go on from the folder's newest good checkpoint, if there is one
     traced: bool = False
     """Whether a report is wanted of a run that a signal ends, too: it then ends as one with checkpoints does."""
     max_restarts: int = 0
@@ -117,10 +98,8 @@ class RunOptions:
     device: DeviceChoice = "auto"
     """CPUs over gloo, or GPUs over NCCL, or through the host where ranks share one; ``auto`` takes GPUs if torch sees
     any and the plan's profile isn't of a CPU."""
-    threads: int = 1
-    """CPU threads of each process."""
-    timeout_s: float | None = None
-    """Longest wait for another rank; None: from the plan."""
+    threads: int = 1  # CPU threads of each process
+    timeout_s: float | None = None  # longest wait for another rank; None: from the plan
     link_delay_s: float = 0.0
     """How much later than they could messages between ranks come, to see what a slow network would do."""
     link_rate: int | None = None
@@ -229,7 +208,8 @@ def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, le
     ``length`` is the number of microbatches in an epoch, by default the length of the data.
     """
     interval = lower_run(plan, 1).interval
-    has = _epoch_length(plan, model) if length is None else length
+    data = data_of(model, plan.chain.microbatch) if length is None else None
+    has = _length(data, model.data or "", "--epoch-length") if length is None else length
     epoch = has // interval * interval
     if not epoch:
         raise BadInput(f"--epochs: an epoch has {has} microbatches, fewer than the {interval} of one update")
@@ -252,10 +232,6 @@ def held_out_of(
     if most not in ("", "max") or not watched:
         raise BadInput(f"--monitor: {monitor!r} is neither the name of a metric nor max:NAME")
     return replace(about, every=every, count=batches, watched=watched, highest=most == "max")
-
-
-def _epoch_length(plan: Plan, model: ModelSpec) -> int:
-    return _length(data_of(model, plan.chain.microbatch), model.data or "", "--epoch-length")
 
 
 def _length(data: Any, name: str, option: str) -> int:

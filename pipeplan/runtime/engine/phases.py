@@ -23,11 +23,11 @@ from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
 from ..model.trace.adapted import run_uncompiled
-from ..training.rank import Rank
-from .executor import RankWork, execute
+from .executor import execute
 from .job import Job, Launcher
 from .minibatch_end import MiniBatchEnd
-from .preparation import Meeting, OwnStages, build_model, build_stages, by_threads, compared_clocks, meet
+from .own_stages import RankRun, build_stages
+from .preparation import build_model, by_threads, compared_clocks, meet
 from .reading import Reader, differing
 
 if TYPE_CHECKING:
@@ -56,9 +56,10 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     reader = Reader(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
+    run = RankRun(job, rank, launcher, meeting, stages, reader)
     with freed_kept(), run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
-        times, reading = train(job, rank, meeting, stages, launcher, reader, held_out)
-    found = report(job, rank, meeting, stages, times, reading)
+        times, reading = train(run, held_out)
+    found = report(run, times, reading)
     if found is None or held_out is None:
         return found
     return replace(found, evaluations=held_out.found, best_step=held_out.trial.step, ended_early=held_out.ends)
@@ -67,94 +68,53 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
 # --- the training ---------------------------------------------------------------------------------------------------
 
 
-def train(
-    job: Job,
-    rank: Rank,
-    meeting: Meeting,
-    stages: OwnStages,
-    launcher: Launcher,
-    reader: Reader,
-    held_out: HeldOut | None = None,
-) -> tuple[Times, Reading | None]:
+def train(run: RankRun, held_out: HeldOut | None = None) -> tuple[Times, Reading | None]:
     """Walk the rank's instructions; return when everything happened, and how reading went."""
     try:
-        wrong = differing(told_by_all(reader.begin(), meeting.patient))
+        wrong = differing(told_by_all(run.reader.begin(), run.meeting.patient))
         if wrong is not None:
             raise BadInput(wrong)
-        times = _walk(job, rank, meeting, stages, reader, MiniBatchEnd(job, rank, meeting, stages, launcher, held_out))
+        times = _walk(run, MiniBatchEnd(run, held_out))
     finally:
-        reading = reader.close()
+        reading = run.reader.close()
     return times, reading
 
 
-def _walk(job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, reader: Reader, end: MiniBatchEnd) -> Times:
-    lowered = rank.lowered
-    inbox = _inbox(job, rank, meeting) if by_threads(job, lowered) else None
-    work = _work(job, rank, meeting, stages, end, inbox, reader)
+def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
+    rank, meeting = run.rank, run.meeting
+    lowered, number, links = rank.lowered, rank.number, meeting.links
+    inbox = _inbox(run) if by_threads(run.job, lowered) else None
+    if inbox is None:
+        depth = len(lowered.plan.allocation.stages)
+        transport = links.transport(number, lowered.instructions[number], meeting.specs, depth)
+    else:
+        transport = links.through_host(inbox)
     end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     gc.set_threshold(*OFTEN)
     begin_peak(rank.device)
     barrier()
-    if job.options.engine == "torch":
-        times: Times = execute_on_torch(rank, work, meeting.links)
+    if run.job.options.engine == "torch":
+        times: Times = execute_on_torch(run, end)
     else:
         order = None
         if inbox is not None and lowered.limit is not None:
-            held = lowered.most_held(rank.number)
-            order = arrival_order(lowered, rank.number, work, inbox, lowered.limit, held)
-        times = execute(lowered.instructions[rank.number], work, order)
+            order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
+        times = execute(run, end, transport, order)
     end.save_if_refused()
     return times
 
 
-def _work(
-    job: Job,
-    rank: Rank,
-    meeting: Meeting,
-    stages: OwnStages,
-    end: MiniBatchEnd,
-    inbox: ThreadedTransport | None,
-    reader: Reader,
-) -> RankWork:
-    lowered, links, depth = rank.lowered, meeting.links, len(rank.lowered.plan.allocation.stages)
-    if inbox is None:
-        transport = links.transport(rank.number, lowered.instructions[rank.number], meeting.specs, depth)
-    else:
-        transport = links.through_host(inbox)
-    return RankWork(
-        stages=stages.runners,
-        last=depth - 1,
-        transport=transport,
-        data=reader.take,
-        updates=stages.updates,
-        agree=end.agree,
-        progress=end.at,
-        # hooks that are there anyway can count everything
-        counted=lowered.last.microbatch if lowered.reads_newest else lowered.first.microbatch + lowered.filled,
-        allows=end.allows,
-        over=end.over,
-        save=end.pause,
-        updated=end.updated,
-        evaluates=job.options.evaluates,
-        reading=reader.activity,
-        reduce_tied=stages.tied_sums.reduce,
-        norm=stages.measure,
-        recorder=meeting.recorder,
-    )
-
-
-def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
-    lowered = rank.lowered
+def _inbox(run: RankRun) -> ThreadedTransport:
+    lowered, options = run.rank.lowered, run.job.options
     room = 1 if lowered.limit is None else lowered.limit * lowered.plan.allocation.stages[0].replicas
-    timeout_s = job.timeout_s(lowered)
+    timeout_s = run.job.timeout_s(lowered)
     with exchanging("the making of groups"):
         group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
-    instructions = lowered.instructions[rank.number]
-    options = job.options
+    instructions = lowered.instructions[run.rank.number]
     made: ThreadedTransport = threaded(
-        instructions, meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
+        instructions, run.meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
     )
     return made
 
@@ -162,10 +122,9 @@ def _inbox(job: Job, rank: Rank, meeting: Meeting) -> ThreadedTransport:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def report(
-    job: Job, rank: Rank, meeting: Meeting, stages: OwnStages, times: Times, reading: Reading | None
-) -> RunReport | None:
+def report(run: RankRun, times: Times, reading: Reading | None) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
+    job, rank, meeting, stages = run.job, run.rank, run.meeting, run.stages
     runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
     clock = compared_clocks(rank.number, meeting.recorder.lag_ns)
     measurements = gathered(

@@ -1,27 +1,22 @@
-"""What does a rank have before it trains? Its model, what it got when all met, and its stages.
-
-Stages are as they are at the start or at a checkpoint.
-"""
+"""What does a rank have before it builds its stages? Its model, and what it got when all met."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...registry import Late
-from ..device import CPU, Exchange, exchange_of, gpu_of, kind_of, own_device, place, watch_last
+from ..device import Exchange, exchange_of, gpu_of, kind_of, own_device, place, watch_last
 from ..exchange.collective import (
     agree,
-    any_rank,
     clock_offset,
     greet,
     patient_group,
@@ -33,11 +28,9 @@ from ..exchange.collective import (
 )
 from ..exchange.gloo import spare_sockets
 from ..exchange.links import Links, open_links
-from ..exchange.replica_sum import SumGroup
-from ..exchange.transport import EmulatedLink, Group, everybodys, exchanging
+from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
-from ..measure.held_bytes import HeldBytes, StateBytes
 from ..measure.recorder import Recorder, recorder_of
 from ..measure.times import Compared
 from ..model.build.fitting import check_model, fitted
@@ -45,33 +38,15 @@ from ..model.build.loading import OwnPart, load_weights, versions_of
 from ..model.deferred import SMALL
 from ..model.loaded import LoadedModel
 from ..model.network import TARGET, TensorSpec
-from ..training.draws import Draws
-from ..training.groups import groups_of
-from ..training.half import conversion, first_scale, half_type, halved
-from ..training.rank import Rank
-from ..training.split_stage import SplitStage
-from ..training.stage import StageModule
-from ..training.trial import Trial
-from ..training.update.beside import OnStream, OnThread, Way
-from ..training.update.clipping import Clipping
-from ..training.update.loss_scale import Scaling
-from ..training.update.offload import BucketBuffers
-from ..training.update.optimizers import MakeOptimizer, check_state, rates_maker
-from ..training.update.shards import Sharing
-from ..training.update.stage_optimizer import Stepping
-from ..training.update.stepper import Stepper
-from ..training.update.tied import Stages, Tie, TiedSums, check_ties, copies_added, separated, share_ties, ties_of
-from ..training.update.update import StageUpdate, sums_of
-from ..training.weights.gradients import Gradients
-from ..training.weights.late import compensated
-from ..training.weights.newest_weights import read_weights_themselves
-from ..training.weights.versions import Versions, borrowers
+from ..training.half import conversion, halved
+from ..training.rank import Rank, groups_of
+from ..training.update.update import Stages, Tie, check_ties, separated, share_ties, ties_of
+from ..training.weights.versions import read_weights_themselves
 from .job import Job, Launcher
 
 COMPARED: Final = "compared"  # what rank 0 puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
 compared = Late("runtime.engine.comparison:compared")
-restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
 refuse_crossing = Late("runtime.engine.torch_engine:refuse_crossing")
 refuse_copies = Late("runtime.model.trace.weight_copies:refuse_copies")
 Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full precision
@@ -262,180 +237,3 @@ def _edge_specs(rank: Rank) -> dict[Edge, TensorSpec]:
         specs["F", s], spec = cut.forward, cut.backward
         specs["B", s + 1] = spec if covers == 1 else TensorSpec((covers, *spec.shape), spec.dtype)
     return specs
-
-
-# --- the stages -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OwnStages:
-    """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
-
-    ``tied_sums`` adds up the gradients of ``ties``, the weights that stages share; ``clipping`` is None where gradients
-    aren't clipped. ``trial`` is the best evaluation before the run.
-    """
-
-    runners: Mapping[int, StageModule]
-    updates: Mapping[int, StageUpdate]
-    ties: Sequence[Tie]
-    tied_sums: TiedSums
-    scaling: Scaling | None
-    activations: HeldBytes
-    states: StateBytes
-    clipping: Clipping | None = None
-    trial: Trial = Trial()  # noqa: RUF009 -- it is frozen
-
-    def measure(self, version: int) -> None:
-        """Begin with the norm of all gradients for ``version``."""
-        assert self.clipping is not None, "only then are norms asked for"
-        self.clipping.begin(version, [x for update in self.updates.values() for x in update.measured()])
-
-
-def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
-    """Return the rank's stages, as they are at the start or at the checkpoint to go on from; ``masters`` are theirs."""
-    plan, options, lowered = job.plan, job.options, rank.lowered
-    activations, states, buffers = HeldBytes(), StateBytes(), BucketBuffers()
-    link = None if options.link_rate is None else EmulatedLink(options.link_rate)
-    half = half_type(plan, options.half)
-    scaling = None
-    if half is not None:
-        scaling = Scaling(first_scale(plan, half, options.half), any_rank if lowered.drains else None)
-    clipping = None
-    if options.clip_norm is not None:
-        home = rank.device if meeting.sums == "nccl" else CPU
-        clipping = Clipping(options.clip_norm, meeting.everybody, home, meeting.recorder, scaling)
-    over = {stages: SumGroup(group, link) for stages, group in meeting.tied_groups.items()}
-    borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
-    gradients: dict[int, Gradients] = {}
-    updates: dict[int, StageUpdate] = {}
-    for s in rank.stages:
-        group = SumGroup(meeting.groups[s], link) if s in meeting.groups else None
-        how = _stepping(job, rank, meeting, s, group, buffers, states)
-        owners = {owner: gradients[owner] for owner, others in borrowing.items() if s in others}
-        tied = [tie.copy_in(s, rank.model) for tie in ties if s in tie.places]
-        gradients[s] = _gradients(job, rank, s, tied, owners, borrowing[s], how)
-        stepper = _stepper(job, rank, s, gradients[s], _for_delays(job, rank, s, ties, gradients[s], how), masters)
-        way = _way_beside(meeting.sums, rank.device) if s in lowered.beside else None
-        exchange = sums_of(s, gradients[s], stepper, meeting.recorder, group, job.chunk_buckets, way)
-        added, counted = copies_added(lowered, s, ties), _counted_once(rank, s, ties, gradients[s])
-        about = stepper, meeting.recorder, exchange, scaling, clipping
-        updates[s] = StageUpdate(s, gradients[s], *about, added, counted)
-        states.watch(updates[s].tensors)
-    runners = {
-        s: _stage_module(rank, s, activations, meeting.recorder, gradients[s], options.seed) for s in rank.stages
-    }
-    masters.clear()
-    trial = Trial()
-    torch.manual_seed(options.seed + 1 + rank.number)
-    if job.resume is not None:
-        trial = restore(job.resume, rank, updates, scaling)
-    if options.evaluates and options.averaged:
-        take_averages(rank, updates, meeting.groups)
-    for layer in rank.model.layers if options.evaluates else ():
-        layer.module.eval()
-    tied_sums = TiedSums(rank.model, ties, updates, over, meeting.recorder, scaling)
-    return OwnStages(runners, updates, ties, tied_sums, scaling, activations, states, clipping, trial)
-
-
-def _way_beside(sums: Exchange, device: torch.device) -> Callable[[int], Way] | None:
-    """Return what makes the way on which sums go on beside passes; None where GPUs' go through the host."""
-    if sums == "gloo":
-        return OnThread
-    return partial(OnStream, device=device) if sums == "nccl" else None
-
-
-def _stepping(
-    job: Job, rank: Rank, meeting: Meeting, s: int, group: SumGroup | None, buffers: BucketBuffers, states: StateBytes
-) -> Stepping:
-    """Return how the weights of stage ``s`` are stepped."""
-    policy, sharing = job.plan.policy, None
-    if group is not None and policy.zero:
-        hosts = None if meeting.sums == "nccl" else group.group
-        sharing = Sharing(dist.get_rank(group.group), rank.stage(s).replicas, job.chunk_buckets, group, hosts)
-    bucket = job.bucket_of(s, rank.lowered.graph.stages[s].parameters)
-    return Stepping(bucket, policy.offload, sharing, buffers, states.note)
-
-
-def _stepper(job: Job, rank: Rank, s: int, gradients: Gradients, how: Stepping, masters: Masters) -> Stepper:
-    """Return what steps the weights of stage ``s``; BadInput where its state would be another than planned."""
-    options = job.options
-    if not options.evaluates:
-        trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
-        check_state(options.optimizer or job.plan.policy.optimizer, trained, f"stage {s}")
-    rates = rates_maker(options.scheduler, options.warmup, options.steps)
-    make = job.make_optimizer
-    if any(how.delays) and options.delay_correction != "predict":
-        make = partial(_compensated, make)
-    return Stepper(gradients.versions, make, rates, how, masters, partial(rank.parted, s))
-
-
-def _compensated(make: MakeOptimizer, parameters: Any) -> torch.optim.Optimizer:
-    return compensated(make(parameters))
-
-
-def _for_delays(job: Job, rank: Rank, s: int, ties: Sequence[Tie], gradients: Gradients, how: Stepping) -> Stepping:
-    """Return ``how`` with the delays of the weights of stage ``s``; copies of one have the largest of their stages'."""
-    if job.options.delay_correction == "none" or not gradients.versions.installed:
-        return how
-    means = [delay.mean for delay in rank.lowered.delays]
-    delays = [means[s]] * len(gradients.versions.installed)
-    for tie in ties:
-        if s in tie.places and (place := gradients.versions.place_of(tie.copy_in(s, rank.model))) is not None:
-            delays[place] = max(means[x] for x in tie.stages)
-    return replace(how, delays=delays, predicts=job.plan.policy.predict and any(delays))
-
-
-def _counted_once(rank: Rank, s: int, ties: Sequence[Tie], gradients: Gradients) -> list[int]:
-    """Return the places of the copies of shared weights that stage ``s`` counts for all stages in norms."""
-    copies = [x.copy_in(s, rank.model) for x in ties if x.stages[0] == s in rank.first_of]
-    return [i for x in copies if (i := gradients.versions.place_of(x)) is not None]
-
-
-def _gradients(
-    job: Job,
-    rank: Rank,
-    s: int,
-    tied: Collection[nn.Parameter],
-    owners: Mapping[int, Gradients],
-    borrowing: Set[int],
-    how: Stepping,
-) -> Gradients:
-    """Return weights and gradients of stage ``s``, some of which ``owners`` keep, and which it keeps for those
-    ``borrowing``."""
-    lowered = rank.lowered
-    if how.bucket is not None or how.sharing is not None:
-        for parameter in (p for module in rank.modules(s) for p in module.parameters() if p.requires_grad):
-            parameter.data = parameter.data.contiguous()  # so that pieces of it are views
-    versions = Versions(
-        rank.modules(s),
-        None if job.options.engine == "torch" else lowered.instructions[rank.number].uses(s, borrowing),
-        lowered.first.step,
-        lowered.reads_newest,
-        tied,
-        {owner: found.versions for owner, found in owners.items()},
-    )
-    replicated = rank.stage(s).replicas > 1
-    ahead = lowered.puts_aside or (s in lowered.beside and not lowered.drains)
-    return Gradients(versions, replicated, ahead, bool(tied) and lowered.waits(s), owners)
-
-
-def _stage_module(
-    rank: Rank, s: int, activations: HeldBytes, recorder: Recorder, gradients: Gradients, seed: int
-) -> StageModule:
-    lowered, model, stage = rank.lowered, rank.model, rank.stage(s)
-    has_loss = stage.stop == len(lowered.plan.chain)
-    make = SplitStage if lowered.program.split else StageModule
-    return make(
-        index=s,
-        pieces=model.pieces(stage),
-        cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
-        gradients=gradients,
-        activations=activations,
-        divisor=lowered.interval,
-        reads_newest=lowered.reads_newest,
-        device=rank.device,
-        later=recorder.later,
-        draws=Draws(seed, rank.device),
-        data=model.read_by(stage),
-        trained=model.trained,
-    )

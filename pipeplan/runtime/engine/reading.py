@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing import active_children
@@ -28,8 +29,8 @@ from ..model.network import TensorSpec
 from ..model.randomness import DATA
 from ..model.structure import mapped, tensors_in
 from ..model.user_code import user_code
-from ..training.draws import begin_draws
 from ..training.rank import Rank
+from ..training.repeatable import begin_draws
 from .job import Job
 
 Sample = tuple[Any, Any]  # the network's inputs, and the target; None for what the rank doesn't need
@@ -162,7 +163,7 @@ class Reader:
             self._check_size(self._loader, x[0])
         mine = x if self._takers.inputs else None, target if self._takers.targets else None
         there = None
-        with torch.cuda.stream(self._stream):  # does nothing without one
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             sample = mapped(lambda tensor: moved(tensor, self._rank.device), mine)
             if self._stream is not None:
                 there = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -19,14 +19,14 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from ...errors import BadInput, RunFailed
 from ..device import group_timeout
-from ..exchange.links import Links
 from ..exchange.transport import PeerLost
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..model.loaded import LoadedModel
 from ..model.network import TARGET, LayerCode, TensorSpec, kind_of, own_loss
 from ..training.rank import Rank
-from .executor import RankWork
+from .minibatch_end import MiniBatchEnd
+from .own_stages import RankRun
 
 
 def refuse_for_torch(lowered: LoweredRun) -> None:
@@ -53,11 +53,12 @@ def refuse_for_torch(lowered: LoweredRun) -> None:
         raise BadInput("plan: the last stage is the loss alone, which torch's engine cannot run")
 
 
-def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
-    """Run all mini-batches of ``rank`` and return when updates were made; losses go to the last stage's runner."""
+def execute_on_torch(run: RankRun, end: MiniBatchEnd) -> Times:
+    """Run all mini-batches of a rank and return when updates were made; losses go to the last stage's runner."""
+    rank, links, updates = run.rank, run.meeting.links, run.stages.updates
+    lowered, model, runners = rank.lowered, rank.model, run.stages.runners
     if links.exchange == "staged":
         raise BadInput("run: torch's engine wants a GPU for each rank; ours can share them")
-    lowered, model, runners = rank.lowered, rank.model, work.stages
     interval = lowered.interval
     group = dist.new_group(None, group_timeout(links.timeout, "nccl"), "nccl") if links.exchange == "nccl" else None
     last = len(lowered.plan.allocation.stages) - 1
@@ -84,7 +85,7 @@ def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
         targets: Tensor | None = None
         losses: list[Tensor] = []
         if any(runner.reads for runner in runners.values()):
-            samples = [work.data(m) for m in range(begin, begin + interval)]
+            samples = [run.reader.take(m) for m in range(begin, begin + interval)]
             for s in runners:
                 for v, (place, _) in model.read_by(rank.stage(s)).items():
                     tensors = torch.cat([found[place] for found, _ in samples])
@@ -104,12 +105,12 @@ def execute_on_torch(rank: Rank, work: RankWork, links: Links) -> Times:
         for runner in runners.values():
             runner.gradients.detach(step)
         if lowered.plan.policy.clip:
-            work.norm(step + 1)
+            run.stages.measure(step + 1)
         for s, runner in runners.items():
-            work.updates[s].update(step + 1)
+            updates[s].update(step + 1)
             runner.versions.install(step + 1)
-            work.updated(s, step + 1)
-    return work.recorder.settle()
+            end.updated(s, step + 1)
+    return run.meeting.recorder.settle()
 
 
 class _StageCode(nn.Module):

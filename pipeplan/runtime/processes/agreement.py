@@ -34,8 +34,7 @@ from ..engine.options import RunOptions
 from ..exchange.collective import this_machine
 from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
-from ..training.state.checkpoint import Checkpoint, Peers, newest, tidy, usable_folder
-from ..training.state.folder_lock import one_run
+from ..training.state.checkpoint import Checkpoint, Peers, newest, one_run, tidy, usable_folder
 from ..training.state.saved_state import unreadable
 from .store import looks
 

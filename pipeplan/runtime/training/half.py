@@ -3,7 +3,7 @@
 Both run a model in the type of its profile, whose activation bytes and times the plan was made with. Under autocast
 (:mod:`.model.autocast`) a model stays as it is. Mixed precision converts it, and its inputs but not its targets; the
 loss is computed in 32 bits (:func:`..model.network.loss_value`). The weights in full precision, as the model was built
-or loaded, are handed over for the optimizer. The loss is scaled in both (:mod:`.loss_scale`).
+or loaded, are handed over for the optimizer. The loss is scaled in both (:mod:`.update.factors`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..model.contract import boundaries_of
 from ..model.loaded import LoadedModel, constants_of
 from ..model.network import refuse_converted
 from ..model.structure import converted
-from .update.loss_scale import START, WINDOW, LossScale
+from .update.factors import START, WINDOW, LossScale
 
 Half = Literal["bf16", "fp16"]
 TYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,18 +1,26 @@
-"""Who is a rank: what does it play in a run, on which device, with which model?"""
+"""Who is a rank: what does it play in a run, on which device, with which model, and which weights are stepped how?
+
+Each stage's optimizer has all groups of the whole model, in one order and some of them empty; so what a checkpoint
+keeps of them fits any other split.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...errors import BadInput
 from ...plan import Stage
 from ..lowering.lowered_run import LoweredRun
+from ..model.build.spec import find
 from ..model.loaded import LoadedModel, ModelLayer
-from .groups import Groups
+from ..model.network import kind_of
+from ..model.user_code import user_code
+from .update.optimizers import MakeOptimizer
 
 
 @dataclass(frozen=True)
@@ -68,3 +76,95 @@ class Rank:
     def modules(self, s: int) -> list[nn.Module]:
         """Return the modules of stage ``s``."""
         return self.model.modules(self.stage(s))
+
+
+OPTIONS = "parameter groups"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ``options`` of each group, and by a weight's first name in the whole model the group that it is in."""
+
+    options: tuple[Mapping[str, Any], ...]
+    place: Mapping[str, int]
+
+    def parted(self, names: Iterable[str], weights: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+        """Return torch's parameter groups of a stage's ``weights``, which have these ``names``."""
+        found: list[dict[str, Any]] = [{**options, "params": []} for options in self.options]
+        for name, weight in zip(names, weights, strict=True):
+            found[self.place[name]]["params"].append(weight)
+        return found
+
+
+def groups_of(model: LoadedModel, no_decay: Sequence[str], function: str | None) -> Groups | None:
+    """Return the groups that are asked for, in one way or the other; None for none."""
+    if function is not None:
+        return groups_by(model, function)
+    return without_decay(model, no_decay) if no_decay else None
+
+
+def check_decay(words: Sequence[str], make_optimizer: MakeOptimizer) -> None:
+    """Raise BadInput where there is no weight decay that some weights could be without."""
+    made = make_optimizer([nn.Parameter()])
+    if not made.defaults.get("weight_decay"):
+        raise BadInput(
+            f"no decay: {type(made).__name__} has no weight decay that {', '.join(words)} could be without; say it "
+            "with --optimizer, such as AdamW,weight_decay=0.1"
+        )
+
+
+def without_decay(model: LoadedModel, words: Sequence[str]) -> Groups:
+    """Return two groups: the second, without weight decay, has the weights in whose name, or module's class, one of
+    ``words`` stands, in small letters or large. BadInput for a word that stands in none."""
+    found: dict[str, int] = {}
+    left = set(words)
+    for name, (_, kind) in _weights(model).items():
+        text = f"{name} {kind}".lower()
+        said = {word for word in words if word.lower() in text}
+        found[name], left = int(bool(said)), left - said
+    if left:
+        raise BadInput(f"no decay: no weight's name, nor its module's class, has {min(left)!r} in it")
+    return Groups(({}, {"weight_decay": 0.0}), found)
+
+
+def groups_by(model: LoadedModel, function: str) -> Groups:
+    """Return the groups that ``module:function`` makes of the whole model's named parameters, as torch takes them.
+
+    Each is a dict of ``params`` and options. BadInput unless every trained weight is in one of them.
+    """
+    weights = _weights(model)
+    name_of = {parameter: name for name, (parameter, _) in weights.items()}
+    make: Callable[[Any], Any] = find(function)
+    with user_code(f"{OPTIONS}: {function}"):
+        given = make([(name, parameter) for name, (parameter, _) in weights.items()])
+        given = list(given)
+    options: list[dict[str, Any]] = []
+    place: dict[str, int] = {}
+    for index, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise BadInput(f"{OPTIONS}: {function} returned {kind_of(group)} as group {index}, not a dict of params")
+        params = group["params"]
+        for entry in [params] if isinstance(params, Tensor) else params:
+            parameter: Any = entry[1] if isinstance(entry, tuple) else entry
+            if parameter not in name_of:
+                raise BadInput(f"{OPTIONS}: {function} returned something in group {index} that isn't a trained weight")
+            if place.setdefault(name_of[parameter], index) != index:
+                raise BadInput(f"{OPTIONS}: {function} put {name_of[parameter]} into two groups")
+        options.append({key: value for key, value in group.items() if key != "params"})
+    for name in weights:
+        if name not in place:
+            raise BadInput(f"{OPTIONS}: {function} left {name} out; what isn't to be trained has requires_grad False")
+    return Groups(tuple(options), place)
+
+
+def _weights(model: LoadedModel) -> dict[str, tuple[nn.Parameter, str]]:
+    """Return every trained weight of the whole model once, by its first name, and the class of the module it is in."""
+    found: dict[str, tuple[nn.Parameter, str]] = {}
+    for prefix, root in model.roots:
+        for path, module in root.named_modules():
+            for own, parameter in module.named_parameters(recurse=False):
+                name = prefix + (f"{path}.{own}" if path else own)
+                first = model.first_names.get(name, name)
+                if parameter.requires_grad:
+                    found.setdefault(first, (parameter, type(module).__name__))
+    return found

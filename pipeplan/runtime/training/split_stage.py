@@ -15,13 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from ...errors import RunFailed
 from ...schedule.weight_versions import Lent
 from ..measure.held_bytes import Holding
 from ..model.network import LayerCode
 from ..model.pieces import Piece
 from ..model.split_backward import Saved, WeightPart, input_part, later_part
-from .stage import Entry, Held, InFlight, StageModule, names_of
+from .stage import Entry, Held, InFlight, StageModule
 
 
 @dataclass
@@ -48,17 +47,7 @@ class SplitStage(StageModule):
 
     def backward_inputs(self, microbatch: int, version: int, gradient: Tensor | None, lent: Lent = ()) -> Tensor | None:
         """Return the gradient of the stage's input, as :meth:`backward` does, and leave those of weights for later."""
-        flight = self._in_flight.pop(microbatch)
-        known = self._opened_back(gradient)
-        self.versions.install(version, lent, back=True)
-        self.gradients.attach(version)
-        later: list[Later] = []
-        for number in reversed(range(len(self._pieces))):
-            later += self._inputs_through(number, flight, known)
-        self.gradients.detach(version)
-        self.versions.released(version)
-        self._waiting[microbatch] = later
-        return None if self.index == 0 else self._closed_back(known)
+        return self._back(microbatch, version, gradient, 1, lent, self._inputs_through)
 
     def backward_weights(self, microbatch: int, version: int, lent: Lent = ()) -> None:
         """Add the gradients of the weights to what is there."""
@@ -90,17 +79,21 @@ class SplitStage(StageModule):
         found: Tensor = Entry.apply(self._anchor, made.detach(), held.gradients, value)  # type: ignore[no-untyped-call]
         return found
 
-    def _inputs_through(self, number: int, flight: InFlight, known: dict[int, Tensor]) -> Iterator[Later]:
+    def _inputs_through(self, flights: Sequence[InFlight], gradients: Sequence[dict[int, Tensor]]) -> None:
+        for flight, known in zip(flights, gradients, strict=True):
+            numbers = reversed(range(len(self._pieces)))
+            self._waiting[flight.microbatch] = [x for n in numbers for x in self._first_part(n, flight, known)]
+
+    def _first_part(self, number: int, flight: InFlight, known: dict[int, Tensor]) -> Iterator[Later]:
         """Run the first part of a piece's backward, add to the gradients that are ``known``, and yield what is left."""
         piece, held = self._pieces[number], flight.pieces.pop()
-        if held.again is not None:
-            self._run_again(number, held, flight)
+        self._run_again(piece, held, flight)
         gradients = {value: known.pop(value) for value in piece.makes if value in known}
         ends = [(edge, gradients[value]) for value, edge in held.ends.items() if value in gradients]
         del gradients
         held.ends = {}
         if ends:
-            part, holding = self._first_part(number, held, ends), Holding()
+            part, holding = self._input_part(number, held, ends), Holding()
             if flight.counted:
                 for tensor in part.gradients():
                     self._activations.hold(holding, tensor)
@@ -110,13 +103,9 @@ class SplitStage(StageModule):
             yield Later(part, holding)
         elif held.saved is not None:
             held.saved.clear()
-        for value, gradient in held.gradients.items():
-            known[value] = known[value] + gradient if value in known else gradient
-        if held.want and not any(value in known for value in held.want):
-            raise RunFailed(f"no gradient comes back to the input of {names_of(piece)}")
-        self._activations.release(held.holding)
+        self._pass_on(piece, held, known)
 
-    def _first_part(self, number: int, held: Held, ends: list[tuple[GradientEdge, Tensor]]) -> WeightPart:
+    def _input_part(self, number: int, held: Held, ends: list[tuple[GradientEdge, Tensor]]) -> WeightPart:
         assert held.saved is not None, "a graph saves something, or nothing, but knows it"
         part = input_part(ends, [self._anchor], held.saved)
         ends.clear()

@@ -27,10 +27,9 @@ from ..measure.held_bytes import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
 from ..model.split_backward import Saved
-from .changing_buffers import Before, ChangingBuffers
-from .draws import Draws
+from .repeatable import Before, ChangingBuffers, Draws
 from .weights.gradients import Gradients
-from .weights.newest_weights import reading_newest
+from .weights.versions import reading_newest
 
 FromData = Mapping[int, tuple[int, TensorSpec]]
 NO_DATA: FromData = MappingProxyType({})
@@ -87,6 +86,9 @@ class InFlight:
     target: Tensor | None
     pieces: list[Held]
     counted: bool
+
+
+Through = Callable[[Sequence[InFlight], Sequence[dict[int, Tensor]]], None]  # a backward, which adds to gradients
 
 
 def _at_once(action: Callable[[], None]) -> None:
@@ -190,7 +192,8 @@ class StageModule:
                 passes_on = bool(held.want) or piece.trains
                 wanted |= set(piece.makes) if passes_on else set()
             else:
-                with self._buffers[number].apart(recomputed=False), self._keeping(held, counted):
+                keeping = self._reading_newest if self._reads_newest else self._saving
+                with self._buffers[number].apart(recomputed=False), keeping(held, counted):
                     made = self._draws.run(piece, microbatch, self._entered(piece, entered, held), target)
                 held.ends = ends_of(piece, made)
                 wanted |= held.ends.keys()
@@ -236,15 +239,9 @@ class StageModule:
         """Run again all pieces that are recomputed, so that the backward of the microbatch finds their graphs."""
         flight = self._in_flight[microbatch]
         self.versions.install(version, lent, back=True)
-        for number, held in enumerate(flight.pieces):
-            if held.again is not None:
-                self._run_again(number, held, flight)
+        for piece, held in zip(self._pieces, flight.pieces, strict=True):
+            self._run_again(piece, held, flight)
         self.versions.released(version)
-
-    def _run_again(self, number: int, held: Held, flight: InFlight) -> None:
-        assert held.again is not None, "only what is recomputed runs again"
-        again, held.again = held.again, None
-        held.ends = self._recomputed(self._pieces[number], held, *again, flight)
 
     def backward(
         self, microbatch: int, version: int, gradient: Tensor | None, covers: int = 1, lent: Lent = ()
@@ -255,6 +252,11 @@ class StageModule:
         backward that ``covers`` several microbatches, up to ``microbatch``, takes and returns their gradients stacked.
         It is one pass of autograd through all of them, unless the stage recomputes: then, for memory, one by one.
         """
+        return self._back(microbatch, version, gradient, covers, lent, self._through)
+
+    def _back(
+        self, microbatch: int, version: int, gradient: Tensor | None, covers: int, lent: Lent, through: Through
+    ) -> Tensor | None:
         flights = [self._in_flight.pop(m) for m in range(microbatch - covers + 1, microbatch + 1)]
         messages = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
         known = [self._opened_back(message) for message in messages]
@@ -262,7 +264,7 @@ class StageModule:
         self.versions.install(version, lent, back=True)
         self.gradients.attach(version)
         for first in range(0, covers, together):
-            self._through(flights[first : first + together], known[first : first + together])
+            through(flights[first : first + together], known[first : first + together])
         self.gradients.detach(version)
         self.versions.released(version)
         if self.index == 0:
@@ -277,39 +279,39 @@ class StageModule:
             ends: list[GradientEdge] = []
             starts: list[Tensor | None] = []
             for flight, held, known in zip(flights, everybodys, gradients, strict=True):
-                found = held.ends if held.again is None else self._recomputed(piece, held, *held.again, flight)
-                held.ends = {}
+                self._run_again(piece, held, flight)
                 for value in piece.makes:
                     gradient = known.pop(value, None)
-                    if value in found and gradient is not None:
-                        ends.append(found[value])
+                    if value in held.ends and gradient is not None:
+                        ends.append(held.ends[value])
                         starts.append(gradient)
-                del found
+                held.ends = {}
             if ends:
                 torch.autograd.backward(ends, starts)
             del ends, starts
             for edge, gradient in (begun for held in everybodys for begun in held.begun()):
                 torch.autograd.backward(edge, gradient)
             for held, known in zip(everybodys, gradients, strict=True):
-                for value, gradient in held.gradients.items():
-                    known[value] = known[value] + gradient if value in known else gradient
-                if held.want and not any(value in known for value in held.want):
-                    raise RunFailed(f"no gradient comes back to the input of {names_of(piece)}")
                 if held.saved is not None:
                     held.saved.clear()
-                self._activations.release(held.holding)
+                self._pass_on(piece, held, known)
 
-    def _recomputed(
-        self, piece: Piece, held: Held, entered: Sequence[Tensor], before: Before, flight: InFlight
-    ) -> dict[int, GradientEdge]:
-        """Run a piece again on what it read, as at the first time, and return its graph's ends."""
-        with (
-            before.installed(),
-            buffers_kept(piece.modules),
-            self._saving(held, flight.counted),
-        ):
+    def _pass_on(self, piece: Piece, held: Held, known: dict[int, Tensor]) -> None:
+        """Add what has come to a piece's input to the gradients that are ``known``, and forget what it kept."""
+        for value, gradient in held.gradients.items():
+            known[value] = known[value] + gradient if value in known else gradient
+        if held.want and not any(value in known for value in held.want):
+            raise RunFailed(f"no gradient comes back to the input of {', '.join(x.name for x in piece.layers)}")
+        self._activations.release(held.holding)
+
+    def _run_again(self, piece: Piece, held: Held, flight: InFlight) -> None:
+        """Run a piece that is recomputed, and hasn't been, on what it read, as at the first time."""
+        if held.again is None:
+            return
+        (entered, before), held.again = held.again, None
+        with before.installed(), buffers_kept(piece.modules), self._saving(held, flight.counted):
             made = self._draws.run(piece, flight.microbatch, self._entered(piece, entered, held), flight.target)
-        return ends_of(piece, made)
+        held.ends = ends_of(piece, made)
 
     def _opened(self, microbatch: int, message: Tensor | None, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
         values = {v: inputs[place] for v, (place, _) in self._data.items()}
@@ -335,15 +337,10 @@ class StageModule:
         return self._output.opened_back(message)
 
     def _closed_back(self, known: Mapping[int, Tensor]) -> Tensor:
-        """Return the message of the gradients that go back."""
-        return packed([self._gradient(known, v) for v in self._input.trained], device=self._device)
-
-    def _gradient(self, known: Mapping[int, Tensor], value: int) -> Tensor:
-        """Return the gradient of a value that came in; zeros where nothing depends on it."""
-        if value in known:
-            return known[value]
-        spec = self._input.spec(value)
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        """Return the message of the gradients that go back; zeros of what nothing depends on."""
+        specs, device = [(v, self._input.spec(v)) for v in self._input.trained], self._device
+        found = [known[v] if v in known else torch.zeros(x.shape, dtype=x.dtype, device=device) for v, x in specs]
+        return packed(found, device=device)
 
     def _forget(self, values: dict[int, Tensor], number: int) -> None:
         """Keep of ``values`` those alone that are needed after piece ``number``."""
@@ -367,22 +364,18 @@ class StageModule:
             for value, x in zip(piece.reads, tensors, strict=True)
         ]
 
-    def _keeping(self, held: Held, counted: bool) -> AbstractContextManager[None]:
-        """Return the context in which a stored piece runs."""
-        return self._reading_newest(held.holding, counted) if self._reads_newest else self._saving(held, counted)
-
     def _saving(self, held: Held, counted: bool) -> AbstractContextManager[None]:
         return self._activations.saving(held.holding, self._permanent()) if counted else nullcontext()
 
     @contextmanager
-    def _reading_newest(self, holding: Holding, counted: bool) -> Iterator[None]:
+    def _reading_newest(self, held: Held, counted: bool) -> Iterator[None]:
         if counted and self._fixed is None:
             self._fixed = {x.untyped_storage()._cdata for x in self._tensors() if not x.requires_grad}
         permanent = self._fixed or set()
 
         def hold(tensor: Tensor) -> None:
             if counted and tensor.untyped_storage()._cdata not in permanent:
-                self._activations.hold(holding, tensor)
+                self._activations.hold(held.holding, tensor)
 
         with reading_newest(self.versions, hold):
             yield
@@ -409,8 +402,3 @@ class StageModule:
 def ends_of(piece: Piece, made: Sequence[Tensor]) -> dict[int, GradientEdge]:
     """Return where the graphs of what a piece made end, for what has one."""
     return {v: get_gradient_edge(out) for v, out in zip(piece.makes, made, strict=True) if out.requires_grad}
-
-
-def names_of(piece: Piece) -> str:
-    """Return the names of a piece's layers."""
-    return ", ".join(layer.name for layer in piece.layers)

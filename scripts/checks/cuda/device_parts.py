@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.clock import clock_of
 from pipeplan.runtime.device import settle
-from pipeplan.runtime.training.draws import Draws
+from pipeplan.runtime.training.repeatable import Draws
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 LEAST_NCCL = (2, 26)  # from which on several communicators of a GPU keep the host's order

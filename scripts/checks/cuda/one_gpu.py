@@ -35,9 +35,9 @@ from checked_models import FOLDER, dying, gpt, watched  # noqa: F401  # under th
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from pipeplan.runtime.engine import preparation
+from pipeplan.runtime.engine import own_stages, preparation
 from pipeplan.runtime.exchange import links
-from pipeplan.runtime.training.update.beside import OnThread
+from pipeplan.runtime.training.update.exchanges import OnThread
 
 NAME = "one_gpu"
 SLOT = 4 << 20  # bytes that go at a time
@@ -338,7 +338,7 @@ def install() -> None:
     links.pair_options = lambda *_, **__: nullcontext()  # type: ignore[assignment]  # unused, as made drops it
     preparation.exchange_of = lambda gpus: "nccl"
     if not torch.cuda.is_available():  # nor has it events: a thread waits
-        preparation.OnStream = lambda parts, **_: OnThread(parts)  # type: ignore[assignment, misc]
+        own_stages.OnStream = lambda exchange, _: OnThread(exchange)  # type: ignore[assignment, misc]
 
 
 if multiprocessing.parent_process() is not None:  # a rank, not the process that starts them

@@ -31,7 +31,9 @@ from pipeplan.runtime.exchange.replica_sum import ChunkSum, SumGroup
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.loading import chain_model
 from pipeplan.runtime.training.half import halved
-from pipeplan.runtime.training.update.loss_scale import LossScale, Scaling
+from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
+from pipeplan.runtime.training.update.exchanges import Way
+from pipeplan.runtime.training.update.factors import LossScale, Scaling
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 from pipeplan.runtime.training.update.stage_optimizer import Stepping
 from pipeplan.runtime.training.update.stepper import Stepper
@@ -76,7 +78,8 @@ def stage_of(question: Question) -> tuple[Gradients, Stepper]:
         _, masters = halved(model, torch.bfloat16, layers)
     gradients = Gradients(Versions(layers), flat=True)
     how = Stepping(question.bucket, question.offload)
-    return gradients, Stepper(gradients.versions, optimizer_maker("adam", 1e-3), None, how, masters)
+    kind = stepper_kind(gradients.versions, how)
+    return gradients, kind(gradients.versions, optimizer_maker("adam", 1e-3), None, how, masters)
 
 
 def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
@@ -108,7 +111,7 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
 
     def updated(coarsening: int) -> int:
         exchange = sums_of(0, gradients, stepper, HostRecorder(), SumGroup(group), coarsening)
-        update = StageUpdate(0, gradients, stepper, HostRecorder(), exchange, scaling)
+        update = StageUpdate(Way(exchange), HostRecorder(), scaling)
         times = []
         for version in range(question.rounds + 1):
             filled()
@@ -123,7 +126,7 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         for version in range(question.rounds + 1):
             filled()
             start = time.monotonic_ns()
-            StageUpdate(0, gradients, stepper, HostRecorder()).update(version)
+            StageUpdate(Way(sums_of(0, gradients, stepper, HostRecorder())), HostRecorder()).update(version)
             times.append((time.monotonic_ns() - start) // len(stepper.buckets))
         return int(statistics.median(times[1:]))
 

@@ -31,8 +31,8 @@ from pipeplan.runtime.lowering import lowered, lowered_run
 from pipeplan.runtime.lowering.instructions import Agree, Reduce, Update
 from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.training.update import bucketed_optimizer
-from pipeplan.runtime.training.update.beside import OnStream
+from pipeplan.runtime.training.update import bucketed_stepper
+from pipeplan.runtime.training.update.exchanges import OnStream
 from pipeplan.runtime.training.update.offload import host_rooms
 
 
@@ -208,7 +208,7 @@ def test_offloaded_state_has_its_room_before_the_run_and_travels_beside_its_step
 
     plan = plan_of(profile("linears"), [(0, 4, (0,)), (4, 9, (1,))], accumulate=2, optimizer="adam")
     plan = replace(plan, policy=replace(plan.policy, offload=True, bucket_parameters=10**6))
-    with mock.patch.object(bucketed_optimizer, "host_rooms", rooms):
+    with mock.patch.object(bucketed_stepper, "host_rooms", rooms):
         found = played(job_for(plan, "linears"))
     assert len(asked) == 4, "two moments on two ranks, each in one block"
     for gpu, _ in found:
@@ -263,7 +263,7 @@ def test_a_wait_that_is_left_out_is_seen():
 
 
 def test_weights_that_are_stepped_before_their_sum_are_seen():
-    with mock.patch.object(OnStream, "wait", nothing), mock.patch.object(OnStream, "join", nothing):
+    with mock.patch.object(OnStream, "_await", nothing), mock.patch.object(OnStream, "_end", nothing):
         races = [race for gpu, _ in played(JOBS["2bw, replicas, in chunks"]()) for race in gpu.races]
     assert any("on compute uses what" in race for race in races)
 

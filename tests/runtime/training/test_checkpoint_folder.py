@@ -22,8 +22,8 @@ from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.store import StorePeers
-from pipeplan.runtime.training.state import folder_lock
-from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, tidy
+from pipeplan.runtime.training.state import checkpoint
+from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, one_run, tidy
 from pipeplan.runtime.training.state.saved_state import write
 
 
@@ -40,18 +40,18 @@ def test_a_second_run_is_refused(folder, plan, tmp_path):
 
 def test_a_killed_run_leaves_no_lock_behind(folder):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.state.folder_lock import one_run\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.state.checkpoint import one_run\n"
         "with one_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(10**6)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(BadInput, match=f"another run, process {process.pid} on"), folder_lock.one_run(folder):
+        with pytest.raises(BadInput, match=f"another run, process {process.pid} on"), one_run(folder):
             pass
         process.kill()
-    assert (folder / folder_lock.LOCK).exists()
-    with folder_lock.one_run(folder):
+    assert (folder / checkpoint.LOCK).exists()
+    with one_run(folder):
         pass
-    assert not (folder / folder_lock.LOCK).exists()
+    assert not (folder / checkpoint.LOCK).exists()
 
 
 def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
@@ -61,7 +61,7 @@ def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
     def come():
         while len(done) < 300:
             try:
-                with folder_lock.one_run(tmp_path):
+                with one_run(tmp_path):
                     inside.append(1)
                     most.append(len(inside))
                     inside.pop()
@@ -79,8 +79,8 @@ def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
 
 
 def test_a_lock_that_is_something_else_is_bad_input(tmp_path):
-    (tmp_path / folder_lock.LOCK).symlink_to(tmp_path / "target")
-    with pytest.raises(BadInput, match=rf"{tmp_path} cannot be written to: "), folder_lock.one_run(tmp_path):
+    (tmp_path / checkpoint.LOCK).symlink_to(tmp_path / "target")
+    with pytest.raises(BadInput, match=rf"{tmp_path} cannot be written to: "), one_run(tmp_path):
         pass
     assert not (tmp_path / "target").exists()
 
@@ -89,8 +89,8 @@ def test_file_systems_without_locks_serve_too(tmp_path, monkeypatch):
     def refuse(handle, operation):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
-    with folder_lock.one_run(tmp_path), folder_lock.one_run(tmp_path):
+    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    with one_run(tmp_path), one_run(tmp_path):
         pass
 
 

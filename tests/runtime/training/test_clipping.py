@@ -22,7 +22,7 @@ from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import HalfOptions
-from pipeplan.runtime.training.update.clipping import Clipping, squares
+from pipeplan.runtime.training.update.factors import Clipping, squares
 from pipeplan.schedule.kinds import graph_of
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"  # embedding, two blocks, norm, head, loss

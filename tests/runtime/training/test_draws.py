@@ -20,7 +20,7 @@ from pipeplan.runtime.model.network import LayerCode
 from pipeplan.runtime.model.pieces import pieces_of
 from pipeplan.runtime.model.randomness import DATA, key_of
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.draws import Draws, begin_draws
+from pipeplan.runtime.training.repeatable import Draws, begin_draws
 
 
 def test_a_layer_draws_by_seed_microbatch_and_layer_in_any_order():

@@ -13,7 +13,7 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.groups import groups_by, without_decay
+from pipeplan.runtime.training.rank import groups_by, without_decay
 from pipeplan.runtime.training.update.optimizers import Choice, parse_choice, rates_maker
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16,tied=true"

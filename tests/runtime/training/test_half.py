@@ -18,7 +18,7 @@ from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale, half_type
-from pipeplan.runtime.training.update.loss_scale import LossScale, overflow
+from pipeplan.runtime.training.update.factors import LossScale, overflow
 from pipeplan.runtime.training.update.optimizers import parse_choice, schedule_maker
 from pipeplan.schedule.memory import lane_use
 

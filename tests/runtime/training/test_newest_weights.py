@@ -14,8 +14,7 @@ from pipeplan.errors import RunFailed
 from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.training.stage import StageModule
 from pipeplan.runtime.training.weights.gradients import Gradients
-from pipeplan.runtime.training.weights.newest_weights import read_weights_themselves
-from pipeplan.runtime.training.weights.versions import Versions
+from pipeplan.runtime.training.weights.versions import Versions, read_weights_themselves
 
 MODELS = {
     "linear": ((6,), lambda: [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]),

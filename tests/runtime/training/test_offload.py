@@ -20,11 +20,12 @@ from pipeplan.runtime.device import CPU
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.saved_state import _load, _save
-from pipeplan.runtime.training.update.bucketed_optimizer import BucketedOptimizer
+from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
 from pipeplan.runtime.training.update.offload import host_rooms
 from pipeplan.runtime.training.update.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
-from pipeplan.runtime.training.update.stage_optimizer import ELEMENTWISE, Rates, Stepping, WholeOptimizer, nothing
+from pipeplan.runtime.training.update.stage_optimizer import ELEMENTWISE, Stepping
 from pipeplan.runtime.training.weights.buckets import cut_into_buckets
+from pipeplan.runtime.training.weights.versions import Versions
 
 MODEL = ModelSpec("cases.runtime:dropping", "cases.runtime:vectors")
 
@@ -71,19 +72,23 @@ def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
     schedule = schedule_maker(parse_choice("StepLR,step_size=2,gamma=0.5", "here"))
     torch.manual_seed(0)
     values = [torch.randn(3, 17), torch.randn(131), torch.randn(1), torch.randn(5, 2, 3)]
-    whole, masters = ([nn.Parameter(x.clone()) for x in values] for _ in range(2))
-    plain = WholeOptimizer(whole, Rates(whole, make, schedule), False, nothing)
-    buckets = cut_into_buckets(values, size)
-    parts = BucketedOptimizer(masters, Rates(masters, make, schedule), False, CPU, buckets, Stepping(offload=True))
+    plain, parts = (
+        stepper_kind(versions, how)(versions, make, schedule, how)
+        for versions, how in (
+            (Versions([nn.ParameterList(x.clone() for x in values)]), how)
+            for how in (Stepping(), Stepping(bucket=size, offload=True))
+        )
+    )
     for _ in range(5):
         gradients = [torch.randn(x.shape) for x in values]
         gradients[2] = None  # a weight that no pass has used
-        for optimizer in (plain, parts):
-            for part in range(optimizer.parts):
-                optimizer.step(part, gradients, 1.0, [])
-            optimizer.finish()
-    for index, (one, other) in enumerate(zip(whole, masters, strict=True)):
-        assert torch.equal(one, other)
+        for stepper in (plain, parts):
+            for part in stepper.parts(tied=True):
+                stepper.step(part, gradients)
+            stepper.finish()
+    assert parts.every == len(cut_into_buckets(values, size))
+    for index in range(len(values)):
+        assert torch.equal(plain.master(index), parts.master(index))
         before, after = plain.state_of(index), parts.state_of(index)
         assert before.keys() == after.keys()
         assert all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in before)

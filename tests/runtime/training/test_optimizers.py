@@ -23,8 +23,8 @@ from pipeplan.runtime.training.update.optimizers import (
     planned_as,
     schedule_maker,
 )
-from pipeplan.runtime.training.update.shards import is_large
 from pipeplan.runtime.training.update.stage_optimizer import Rates, is_elementwise
+from pipeplan.runtime.training.weights.buckets import is_large
 
 
 def weights():

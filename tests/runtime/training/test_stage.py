@@ -14,7 +14,7 @@ from pipeplan.errors import RunFailed
 from pipeplan.plan import Stage
 from pipeplan.runtime.measure.held_bytes import HeldBytes
 from pipeplan.runtime.model.trace.traced import traced_model
-from pipeplan.runtime.training.draws import begin_draws
+from pipeplan.runtime.training.repeatable import begin_draws
 from pipeplan.runtime.training.split_stage import SplitStage
 from pipeplan.runtime.training.stage import StageModule
 from pipeplan.runtime.training.weights.gradients import Gradients

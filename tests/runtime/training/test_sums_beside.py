@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +23,7 @@ from pipeplan.runtime.measure.progress import place, teller
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.update.beside import Beside, LateNotes, OnThread
-from pipeplan.runtime.training.update.exchanges import nobody
+from pipeplan.runtime.training.update.exchanges import Exchange, OnThread
 
 MODEL = ModelSpec("gpt-tiny")
 RATE = 20_000_000  # bytes per second, at which a stage's sum takes a while
@@ -96,27 +96,26 @@ def test_a_drained_batch_sums_a_stage_while_others_pass(chain):
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 
-class Slow:
+class Slow(Exchange):
     """An exchange of two sums that end when they may."""
 
-    def __init__(self, notes, error=None):
-        self.parts, self.may, self.error, self.notes = [range(1), range(1, 2)], [Event(), Event()], error, notes
+    def __init__(self, recorder, error=None):
+        no_weights = SimpleNamespace(waits=False)
+        super().__init__(0, no_weights, SimpleNamespace(parts=lambda tied: range(2)), recorder)
+        self.parts, self.may, self.error = [range(1), range(1, 2)], [Event(), Event()], error
         self.heard = []
 
     def begin(self, version):
         self.heard.append(("begin", version))
 
-    def complete(self, told=nobody):
+    def complete(self, told=lambda _: None):
         for index, event in enumerate(self.may):
-            start = self.notes.mark()
+            self._note_begin(index)
             event.wait()
             if self.error is not None:
                 raise self.error
-            self.notes.note("REDUCE", 0, 1, start)
+            self._note_end(index)
             told(index)
-
-    def drop(self):
-        self.heard.append("drop")
 
     def ready(self, index):
         self.heard.append(index)
@@ -124,25 +123,23 @@ class Slow:
 
 def test_parts_are_stepped_as_they_come_and_notes_are_told_then():
     recorder = HostRecorder()
-    notes = LateNotes(recorder)
-    slow = Slow(notes)
-    beside = Beside(slow, notes, OnThread(2))
+    slow = Slow(recorder)
+    beside = OnThread(slow)
     beside.begin(1)  # comes back, though nothing has been summed
     assert list(recorder.settle()) == []
     slow.may[0].set()
-    beside.ready(0)  # though the second one goes on
+    beside.wait(0)  # though the second one goes on
     assert len(list(recorder.settle())) == 1
     slow.may[1].set()
-    beside.ready(1)
+    beside.wait(1)
     assert slow.heard == [("begin", 1), 0, 1]
     assert [x.activity for x in recorder.settle()] == ["REDUCE", "REDUCE"]
 
 
-@pytest.mark.parametrize("waits", [lambda x: x.ready(0), lambda x: x.ready(1), Beside.complete, Beside.drop])
+@pytest.mark.parametrize("waits", [lambda x: x.wait(0), lambda x: x.wait(1), OnThread.join])
 def test_what_goes_wrong_is_raised_where_the_sum_is_waited_for(waits):
-    notes = LateNotes(HostRecorder())
-    slow = Slow(notes, RunFailed("gone"))
-    beside = Beside(slow, notes, OnThread(2))
+    slow = Slow(HostRecorder(), RunFailed("gone"))
+    beside = OnThread(slow)
     beside.begin(1)
     slow.may[0].set()
     with pytest.raises(RunFailed, match="gone"):

@@ -146,18 +146,3 @@ def test_every_version_has_the_hooks_of_its_weight():
     versions.install(2)
     assert versions.most > 1
     assert torch.equal(module.weight, first)
-
-
-def test_an_update_knows_how_late_its_gradient_is():
-    """Also when passes make the gradient behind it already."""
-    module, x = linear(), torch.ones(1, 3)
-    stage = update_of(Gradients(Versions([module], {0: 4, 1: 2, 2: 0}), ahead=True), "sgd", 0.1)
-    late = []
-    for made, version in ((1, 0), (2, 0)):
-        step(stage, module, version, x)
-        stage.gradients.put_aside()
-        late.append(stage.gradients.delay)
-        stage.update(made)
-    step(stage, module, 1, x)
-    late.append(stage.gradients.delay)
-    assert late == [0, 1, 1]

@@ -22,8 +22,15 @@ from pipeplan.runtime.processes.own_processes import context_of
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.state.checkpoint import file_of
 from pipeplan.runtime.training.update.optimizers import Choice, parse_choice
-from pipeplan.runtime.training.update.shards import Kept, Rows, Sharing, gathered, shared_chunks
-from pipeplan.runtime.training.weights.buckets import Slice, cut_into_buckets
+from pipeplan.runtime.training.weights.buckets import (
+    Kept,
+    Rows,
+    Sharing,
+    Slice,
+    cut_into_buckets,
+    gathered,
+    shared_chunks,
+)
 
 EXPLODING = ModelSpec("cases.half:exploding", "cases.half:exploding_vectors")
 

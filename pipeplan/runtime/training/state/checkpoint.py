@@ -1,24 +1,27 @@
-"""Which checkpoints does a folder have, and which of them are good?
+"""Which checkpoints does a folder have, which of them are good, and who may write to it?
 
 One folder for each, ``step-00000040``, which appears under its name only when everything is in it: a file of every
 rank's, and ``run.json`` with the size and the checksum of each, and of itself. What is not as it was written is damaged
 and passed over; nothing of it is used. Whatever is in such a folder, nothing outside of it is read, and no file is run.
 
 Names that begin with a dot are of something under way: ``.partial`` is being written, ``.removed`` is going, and
-``.replaced`` makes room for another checkpoint of as many updates.
+``.replaced`` makes room for another checkpoint of as many updates. One run at a time writes, as long as a process of it
+lives: the lock is the kernel's, on a file in the folder, so a run that is killed leaves none behind.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -87,15 +90,10 @@ class Checkpoint:
 
 
 class Peers(Protocol):
-    """The processes that look for a checkpoint together, this one among them."""
+    """The processes that look for a checkpoint together, this one among them: the ``rank``-th of ``world``."""
 
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
+    rank: int
+    world: int
 
     def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
         """Return what each gave; wait ``timeout_s`` longer for them than for an answer."""
@@ -177,10 +175,7 @@ def _examined(path: Path, peers: Peers, unreadable: Unreadable | None) -> tuple[
         return None, found or ""
     share = list(checkpoint.files)[peers.rank :: peers.world]
     size = sum(file.bytes for file in checkpoint.files.values())
-    wrong = _damage(checkpoint, share)
-    if wrong is None and unreadable is not None:
-        wrong = next(filter(None, (unreadable(path / name) for name in share)), None)
-    found = next(filter(None, peers.gathered(wrong, size / SLOWEST)), None)
+    found = next(filter(None, peers.gathered(_damage(checkpoint, share, unreadable), size / SLOWEST)), None)
     return (None, found) if found else (checkpoint, "")
 
 
@@ -232,29 +227,34 @@ def _size(path: Path) -> int:
     return found.st_size
 
 
-def _damage(checkpoint: Checkpoint, names: Sequence[str]) -> str | None:
+def crc_of(path: Path, leaving: Event | None = None) -> int:
+    """Return the CRC-32 of a file, or of a part when nobody wants it any more."""
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        while (chunk := file.read(CHUNK)) and not (leaving is not None and leaving.is_set()):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _damage(checkpoint: Checkpoint, names: Sequence[str], unreadable: Unreadable | None) -> str | None:
     """Return what is wrong with the first damaged one among the files ``names``; None if all are as written."""
     leaving = Event()
-    workers = max(1, min(len(names), os.cpu_count() or 1))
-    with ThreadPoolExecutor(workers) as pool:  # reading and summing let other threads run
+
+    def wrong(name: str) -> str | None:
+        path, written = Path(checkpoint.path, name), checkpoint.files[name].crc32
         try:
-            found = pool.map(lambda name: _file_damage(checkpoint, name, leaving), names)
-            return next(filter(None, found), None)
+            crc = crc_of(path, leaving)
+        except OSError as error:
+            return f"{path}: cannot be read: {error.strerror}"
+        if crc != written:
+            return f"{path}: its checksum is {crc:08x}, not {written:08x} as when it was written"
+        return None if unreadable is None else unreadable(path)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading and summing let other threads run
+        try:
+            return next(filter(None, pool.map(wrong, names)), None)
         finally:
             leaving.set()
-
-
-def _file_damage(checkpoint: Checkpoint, name: str, leaving: Event) -> str | None:
-    path, written = Path(checkpoint.path, name), checkpoint.files[name].crc32
-    crc, buffer = 0, bytearray(CHUNK)
-    view = memoryview(buffer)
-    try:
-        with path.open("rb", buffering=0) as file:
-            while (count := file.readinto(buffer)) and not leaving.is_set():
-                crc = zlib.crc32(view[:count], crc)
-    except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}"
-    return None if crc == written else f"{path}: its checksum is {crc:08x}, not {written:08x} as when it was written"
 
 
 # --- the folder -----------------------------------------------------------------------------------------------------
@@ -360,3 +360,57 @@ def _flush(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+LOCK: Final = ".lock"
+
+
+@contextmanager
+def one_run(folder: Path) -> Iterator[None]:
+    """Let no other run write to ``folder`` meanwhile; BadInput when one does.
+
+    On a file system without locks nothing is kept out.
+    """
+    path = folder / LOCK
+    try:
+        handle = _locked(path)
+    except OSError as error:
+        raise BadInput(f"checkpoint: {folder} cannot be written to: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()  # while it is locked: whoever opened it before sees that it has gone
+        os.close(handle)
+
+
+def _locked(path: Path) -> int:
+    """Return the handle of the file ``path`` with its lock; BadInput when another process has it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = re.match(rb"process \d{1,9} on [\w.-]{1,64}\n", os.pread(handle, 100, 0))
+            os.close(handle)
+            who = f", {owner[0].decode().strip()}," if owner else ""
+            raise BadInput(f"checkpoint: another run{who} writes to {path.parent}") from None
+        except OSError:  # no locks here
+            return handle
+        if _is_at(handle, path):
+            with suppress(OSError):  # who has it is no more than a help
+                os.truncate(handle, 0)
+                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            return handle
+        os.close(handle)  # its owner has just removed it
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the open file ``handle`` still has the name ``path``."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:
+        return False

@@ -12,11 +12,10 @@ import io
 import os
 import pickle
 import shutil
-import zlib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from ....units import format_bytes
 from ...exchange.transport import everybodys, exchanging
 from ...lowering.lowered_run import Position
 from ...model.build.state_file import loaders_words
-from .checkpoint import Checkpoint, FileSum, begin, file_of, finish, folder_of, remove_older
+from .checkpoint import Checkpoint, FileSum, begin, crc_of, file_of, finish, folder_of, remove_older
 
 T = TypeVar("T")
 
@@ -89,37 +88,15 @@ def _on_all(final: Path, work: Callable[[], T]) -> list[T]:
     return [value for value, _ in all_found]
 
 
-class _Summed:
-    """A file that is written from begin to end; ``crc`` is the CRC-32 of what has been written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.crc, self.size = file, 0, 0
-        self.failure: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-        self.crc = zlib.crc32(data, self.crc)
-        self.size += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _write_file(path: Path, state: TrainingState) -> tuple[int, int]:
     """Write ``state`` to ``path`` and return its size and CRC-32, once it is sure to survive a power cut."""
     fields = {name: getattr(state, name) for name in TrainingState.__slots__}
     with path.open("wb") as file:
-        summed = _Summed(file)
         try:
-            _save(fields, summed)
-        except RuntimeError:
-            if summed.failure is not None:  # what torch says then is about its own bookkeeping
-                raise summed.failure from None
+            _save(fields, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # what torch says then is about its own bookkeeping
+                raise error.__context__ from None
             raise
         file.flush()
         os.fsync(file.fileno())
@@ -127,7 +104,7 @@ def _write_file(path: Path, state: TrainingState) -> tuple[int, int]:
         _load(path)
     except Exception as error:
         raise RunFailed(_unloadable(error)) from error
-    return summed.size, summed.crc
+    return path.stat().st_size, crc_of(path)
 
 
 def _save(value: Any, file: Any) -> None:

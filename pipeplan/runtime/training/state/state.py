@@ -16,7 +16,7 @@ from ...exchange.collective import share_from
 from ...exchange.transport import Group
 from ..rank import Rank
 from ..trial import Trial
-from ..update.loss_scale import Scaling
+from ..update.factors import Scaling
 from ..update.optimizers import AVERAGE
 from ..update.stage_optimizer import Rates
 from ..update.update import StageUpdate
@@ -189,11 +189,7 @@ def _take_up(loaded: TrainingState, rank: Rank, updates: Mapping[int, StageUpdat
 
 def _weights(rank: Rank, s: int, update: StageUpdate) -> Iterator[tuple[str, int]]:
     """Yield name and index of each trainable weight of a stage, tied ones under their first name in the model."""
-    seen: set[int] = set()
-    for layer in rank.layers(s):
-        for name, parameter in layer.module.named_parameters():
-            index = update.versions.place_of(parameter)
-            full = layer.names.get(name)
-            if index is not None and index not in seen and full is not None:
-                seen.add(index)
-                yield rank.model.first_names.get(full, full), index
+    for parameter, name in rank.names(s).items():
+        index = update.versions.place_of(parameter)
+        if index is not None:
+            yield name, index

@@ -1,40 +1,36 @@
-"""What do the replicas of a stage exchange for an update? Sums in chunks, each stepped while the next one is summed.
+"""What do the replicas of a stage exchange for an update, and where is it waited for? Sums in chunks.
 
 Myelin section V-C: the gradient is summed in chunks of ``coarsening`` buckets; as soon as one is there, its buckets are
 stepped, and meanwhile the next ones are under way. Where replicas share the steps, each sums, steps and gives out its
 own share of a chunk.
+
+A sum over replicas is several exchanges, each begun when the one before is through, and nothing tells a process that
+works at something else that it is. For sums beside passes a thread between hosts may wait for each and begin the next,
+in a group of its own; on a GPU all are queued at once in a stream, behind each other and behind the gradient, and
+events tell of each part. What is noted is told when the sum is waited for.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from threading import Event, Thread
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...device import new_stream
 from ...exchange.replica_sum import ChunkSum, SumGroup
+from ...measure.recorder import Recorder
 from ...measure.times import Activity
 from ..weights.buckets import in_runs
 from ..weights.gradients import Gradients
 from .stepper import Stepper
 
 Told = Callable[[int], None]
-
-
-def nobody(index: int) -> None:
-    """Nobody wants to know."""
-
-
-class Notes(Protocol):
-    """What notes how long exchanges take."""
-
-    def mark(self) -> Any:
-        """Return a mark at this moment of the device's work."""
-
-    def note(self, activity: Activity, stage: int, microbatch: int, start: Any) -> None:
-        """Note that an activity went on from the mark ``start`` until now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,8 @@ def chunks_of(gradients: Gradients, stepper: Stepper, coarsening: int | None) ->
 
 class Exchange:
     """What replicas do together for an update: :meth:`begin`, then for each of ``parts`` of the optimizer, which are
-    stepped at once, :meth:`ready` before and :meth:`stepped` behind. The notes hear of what was waited for.
+    stepped at once, :meth:`ready` before and :meth:`stepped` behind. The recorder is to hear of what
+    was waited for.
     Where all sums are needed before any step, :meth:`complete` comes before all that.
 
     This one is for a stage without other replicas.
@@ -74,8 +71,9 @@ class Exchange:
 
     sums = False
 
-    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, notes: Notes) -> None:
-        self._stage, self._gradients, self._notes = stage, gradients, notes
+    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, recorder: Recorder) -> None:
+        self.stage, self.gradients, self.stepper, self._recorder = stage, gradients, stepper, recorder
+        self._ended: deque[tuple[Activity, int, int, Any, Any]] = deque()  # what the recorder hasn't heard of
         self._version = 0
         self._begun: dict[Any, Any] = {}  # marks
         self._sums: list[ChunkSum] = []
@@ -84,7 +82,7 @@ class Exchange:
     def begin(self, version: int) -> None:
         """Begin with the gradients from which ``version`` will be made."""
 
-    def complete(self, told: Told = nobody) -> None:
+    def complete(self, told: Told = lambda _: None) -> None:
         """Wait for all sums; ``told`` hears of each of ``parts`` that has all of its own."""
 
     def drop(self) -> None:
@@ -92,7 +90,7 @@ class Exchange:
 
     def answered(self) -> list[Tensor]:
         """Return of the summed gradient what this replica answers for, so that all answer once for everything."""
-        own = self._gradients.due[: self._gradients.versions.own]
+        own = self.gradients.due[: self.gradients.versions.own]
         return [gradient for gradient in own if gradient is not None]
 
     def ready(self, index: int) -> None:
@@ -106,11 +104,17 @@ class Exchange:
         return (chunk.scratch for chunk in self._sums)
 
     def _note_begin(self, what: Any) -> None:
-        self._begun[what] = self._notes.mark()
+        self._begun[what] = self._recorder.mark()
 
     def _note_end(self, what: Any) -> None:
         """Note how long it was under way, until it had been waited for."""
-        self._notes.note("REDUCE", self._stage, self._version, self._begun.pop(what))
+        end = self._recorder.mark()
+        self._ended.append(("REDUCE", self.stage, self._version, self._begun.pop(what), end))
+
+    def tell(self) -> None:
+        """Tell the recorder what has ended."""
+        while self._ended:
+            self._recorder.note(*self._ended.popleft())
 
 
 class Summed(Exchange):
@@ -127,11 +131,11 @@ class Summed(Exchange):
         stage: int,
         gradients: Gradients,
         stepper: Stepper,
-        notes: Notes,
+        recorder: Recorder,
         group: SumGroup,
         coarsening: int | None,
     ) -> None:
-        super().__init__(stage, gradients, stepper, notes)
+        super().__init__(stage, gradients, stepper, recorder)
         self._group = group
         self._chunks = chunks_of(gradients, stepper, coarsening)
         self._there = 0  # sums that have been waited for
@@ -143,7 +147,7 @@ class Summed(Exchange):
         self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
         self._begin(0)
 
-    def complete(self, told: Told = nobody) -> None:
+    def complete(self, told: Told = lambda _: None) -> None:
         """Wait for one chunk's sum after the other."""
         for index in range(len(self._sums)):
             self.ready(index)
@@ -195,8 +199,8 @@ class Shared(Exchange):
 
     sums = True
 
-    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, notes: Notes, group: SumGroup) -> None:
-        super().__init__(stage, gradients, stepper, notes)
+    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, recorder: Recorder, group: SumGroup) -> None:
+        super().__init__(stage, gradients, stepper, recorder)
         self._group = group
         self._chunks = [chunk for chunk in stepper.chunks or () if chunk.summed or not gradients.waits]
         self._rows = [gradients.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
@@ -214,7 +218,7 @@ class Shared(Exchange):
         self._sums = [ChunkSum(row, self._group, chunk.first) for row, chunk in pairs]
         self._begin(0)
 
-    def complete(self, told: Told = nobody) -> None:
+    def complete(self, told: Told = lambda _: None) -> None:
         """Wait for the own share of one chunk's sum after the other; steps, which exchange too, come behind the last.
 
         So they keep their order on all ranks.
@@ -232,7 +236,7 @@ class Shared(Exchange):
 
     def answered(self) -> list[Tensor]:
         """Return the own shares."""
-        flats = self._gradients.summed.flats
+        flats = self.gradients.summed.flats
         return [flats[x.dtype][own.start : own.stop] for x in self._chunks if x.summed for own in x.own]
 
     def ready(self, index: int) -> None:
@@ -251,7 +255,7 @@ class Shared(Exchange):
         """Give the new weights of the own share to all, and take those of the chunk before."""
         if index == len(self._chunks):
             return
-        self._chunks[index].give(self._gradients.versions.made, self._rows[index])
+        self._chunks[index].give(self.gradients.versions.made, self._rows[index])
         self._note_begin(("weights", index))
         self._sums[index].spread()
         if index:
@@ -265,4 +269,112 @@ class Shared(Exchange):
     def _take(self, index: int) -> None:
         self._sums[index].end()
         self._note_end(("weights", index))
-        self._chunks[index].take(self._rows[index], self._gradients.versions.made)
+        self._chunks[index].take(self._rows[index], self.gradients.versions.made)
+
+
+# --- where sums are waited for ----------------------------------------------------------------------------------------
+
+
+class Way:
+    """How the sums of an ``exchange`` are waited for: here where they are needed."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def begin(self, version: int) -> None:
+        """Begin with the gradients from which ``version`` will be made."""
+        self.exchange.begin(version)
+
+    def wait(self, index: int) -> None:
+        """Wait until one of the exchange's parts can be stepped."""
+        self.exchange.ready(index)
+        self.exchange.tell()
+
+    def join(self) -> None:
+        """Wait for all sums."""
+        self.exchange.complete()
+        self.exchange.tell()
+
+
+class _Beside(Way):
+    """While the rank does something else. What goes wrong there is raised where the sum is waited for."""
+
+    def wait(self, index: int) -> None:
+        self._await(index)
+        if index == len(self.exchange.parts) - 1:
+            self.join()
+        super().wait(index)
+
+    def join(self) -> None:
+        try:
+            self._end()
+        finally:
+            self.exchange.tell()
+
+    def _await(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class OnThread(_Beside):
+    """For exchanges between hosts: the host waits."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange)
+        self._there = [Event() for _ in exchange.parts]
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+
+    def begin(self, version: int) -> None:
+        """Begin, and start the thread."""
+        for event in self._there:
+            event.clear()
+        self.exchange.begin(version)
+        self._thread = Thread(target=self._sum, name="sum of gradients", daemon=True)
+        self._thread.start()
+
+    def _sum(self) -> None:
+        try:
+            self.exchange.complete(lambda part: self._there[part].set())
+        except Exception as error:
+            self._error = error
+        for event in self._there:  # if only to say that nothing more will come
+            event.set()
+
+    def _await(self, index: int) -> None:
+        self._there[index].wait()
+        if self._error is not None:
+            self.join()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+
+class OnStream(_Beside):
+    """For exchanges between GPUs: the host waits for nothing, and of the passes' stream what comes behind a wait."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        super().__init__(exchange)
+        self._device, self._stream = device, new_stream(device)
+        self._there = [torch.cuda.Event() for _ in exchange.parts]  # type: ignore[no-untyped-call]
+
+    def begin(self, version: int) -> None:
+        """Queue all of it, behind what the passes' stream has been given so far."""
+        assert self._stream is not None, "a GPU has streams"
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self.exchange.begin(version)
+            self.exchange.complete(lambda part: self._there[part].record())
+
+    def _await(self, index: int) -> None:
+        self._there[index].wait()
+
+    def _end(self) -> None:
+        for event in self._there:
+            event.wait()

@@ -98,26 +98,23 @@ class Fetched:
 class BucketBuffers:
     """Device memory for one bucket at a time, used again and again by all stages of a rank, and the ways to and fro.
 
-    It has :data:`PIECES` regions. A region is filled again when what was in it has been brought home.
+    It has ``room`` for the largest of all stages' buckets, in :data:`PIECES` regions. A region is filled again when
+    what was in it has been brought home.
     """
 
     def __init__(self) -> None:
+        self.room = 0
         self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._ahead: dict[int, tuple[object, Piece, Fetched]] = {}  # by region
         self._free: dict[int, list[Any]] = {}  # events by region
         self._streams: dict[str, torch.cuda.Stream | None] = {}
         self._returned: Any = None
 
-    def take(self, name: str, dtype: torch.dtype, device: torch.device, offset: int, size: int, room: int) -> Tensor:
-        """Return ``size`` elements from ``offset`` on of the buffer ``name``, made for ``room`` elements at least."""
+    def take(self, name: str, dtype: torch.dtype, device: torch.device, offset: int, size: int) -> Tensor:
+        """Return ``size`` elements from ``offset`` on of the buffer ``name``."""
         key = name, dtype, device
-        if key not in self._tensors or self._tensors[key].numel() < room:
-            events = [event for region in self._free.values() for event in region]
-            for event in [*events, *(fetched.event for _, _, fetched in self._ahead.values())]:
-                if event is not None:
-                    event.wait()
-            self._tensors.pop(key, None)
-            self._tensors[key] = torch.empty(room, dtype=dtype, device=device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(self.room, dtype=dtype, device=device)
             made = _event(device)
             for region in range(PIECES if made is not None else 0):  # its memory may have been something else's
                 self._free.setdefault(region, []).append(made)

@@ -1,7 +1,7 @@
 """Which optimizers and learning-rate schedules are there? The plan's, or any of torch's by name with options.
 
 Every stage has an optimizer and a schedule of its own over its own weights; what needs all gradients of the model at
-once, such as clipping by their total norm, is elsewhere (:mod:`.clipping`).
+once, such as clipping by their total norm, is elsewhere (:mod:`.factors`).
 """
 
 from __future__ import annotations

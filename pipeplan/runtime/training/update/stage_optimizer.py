@@ -1,12 +1,8 @@
-"""How are one stage's weights in full precision stepped? What both ways share, and the way that steps all at once.
-
-Of 16-bit weights ("mixed") a copy in 32 bits is what the optimizer works on; after its step the new values go to the
-16-bit ones. The other way is :mod:`.bucketed_optimizer`. Elementwise optimizers give the same bits either way.
-"""
+"""With which options, and at which rate, are one stage's weights stepped? By torch's optimizer and schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +14,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ....choices import OPTIMIZERS
 from ....errors import BadInput
+from ..weights.buckets import Sharing, is_large
 from ..weights.late import delay_of, predicted
 from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule, Rising
-from .shards import Sharing, is_large
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, kind) for row in OPTIMIZERS.values() for kind in row.kinds if row.elementwise
@@ -173,66 +169,3 @@ class Rates:
         group = self.optimizer.param_groups[0]
         counts_there = group.get("capturable") or group.get("fused")
         return value.to(home) if isinstance(value, Tensor) and (key != "step" or counts_there) else value
-
-
-class WholeOptimizer:
-    """One step over all ``masters``. ``mixed`` says that weights outside have 16 bits, or are predicted.
-
-    ``observed`` hears when memory is at its fullest.
-    """
-
-    def __init__(
-        self, masters: Sequence[nn.Parameter], rates: Rates, mixed: bool, observed: Callable[[], None]
-    ) -> None:
-        self.rates = rates
-        self._masters, self._mixed, self._observed = list(masters), mixed, observed
-
-    @property
-    def parts(self) -> int:
-        """The number of steps that an update is made in: 1, if anything is trained."""
-        return 1 if self.rates.optimizer else 0
-
-    def step(
-        self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor | None]
-    ) -> None:
-        """Step all weights with ``gradients`` times ``factor``; ``weights`` apart from masters get the new values."""
-        assert self.rates.optimizer is not None, "otherwise there are no parts"
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = None if gradient is None else gradient.to(master.dtype)
-        if changes(factor):
-            torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], factor)
-        self.rates.optimizer.step()
-        if self._mixed:
-            for master, weight in zip(self._masters, weights, strict=True):
-                if weight is not None:
-                    weight.copy_(self.rates.predicted(master, self.rates.group_of[master]))
-        self._observed()
-        for master in self._masters:
-            master.grad = None
-
-    def finish(self) -> None:
-        """End an update: the schedule goes on."""
-        self.rates.advance()
-
-    def settle(self) -> None:
-        """All is where it is kept."""
-
-    def state_of(self, index: int) -> dict[str, Any]:
-        """Return what the optimizer remembers of the weight at ``index``, without Nones."""
-        state = {} if self.rates.optimizer is None else self.rates.optimizer.state.get(self._masters[index], {})
-        return {key: value for key, value in state.items() if value is not None}
-
-    def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Let the optimizer remember ``state`` of the weight at ``index``, next to it."""
-        if self.rates.optimizer is not None and state:
-            master = self._masters[index]
-            known = {key: self.rates.at_home(key, x, master.device) for key, x in state.items()}
-            self.rates.optimizer.state[master] = known
-
-    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield what the optimizer keeps, all next to the weights."""
-        for index, master in enumerate(self._masters):
-            yield master.data, False
-            if master.grad is not None:
-                yield master.grad, False
-            yield from ((value, False) for value in self.state_of(index).values() if is_large(value))

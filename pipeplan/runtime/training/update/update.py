@@ -1,18 +1,34 @@
-"""How is one stage updated? From its gradient, summed over its replicas, that is scaled and clipped, and stepped."""
+"""How is one stage updated, with weights that it shares with others? From summed, scaled and clipped gradients.
+
+Of weights that stages share each device has one copy, and equal gradients keep the copies equal. What stages of one
+rank share the first of them keeps (:mod:`..weights.versions`). Before an update the gradients of all copies are added
+up over the ranks, and each copy gets the sum. The copies begin equal, and their optimizers do the same with the same
+numbers. Where the pipeline doesn't drain (2bw), backwards come to the first stage last, when later stages are at the
+next mini-batch: their gradients of shared weights wait for it, and the new version of these weights is made then,
+before any pass uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ...exchange.replica_sum import SumGroup
+from ....errors import BadInput
+from ....problem import Chain, connected
+from ...exchange.replica_sum import ChunkSum, SumGroup
+from ...exchange.transport import Group, exchanging
+from ...lowering.lowered_run import LoweredRun
 from ...measure.recorder import Recorder
+from ...model.loaded import LoadedModel
+from ...model.network import tied_layers
+from ..rank import Rank
 from ..weights.gradients import Gradients
-from .beside import Beside, LateNotes, Way
-from .clipping import Clipping
-from .exchanges import Exchange, Shared, Summed
-from .loss_scale import Scaling, overflow
+from .exchanges import Exchange, Shared, Summed, Way
+from .factors import Clipping, Scaling, overflow
 from .stage_optimizer import Factor
 from .stepper import Stepper
 
@@ -22,26 +38,19 @@ def sums_of(
     gradients: Gradients,
     stepper: Stepper,
     recorder: Recorder,
-    group: SumGroup | None,
+    group: SumGroup | None = None,
     coarsening: int | None = None,
-    beside: Callable[[int], Way] | None = None,
 ) -> Exchange:
-    """Return what the replicas in ``group`` exchange; None is for one alone.
-
-    With ``beside``, which makes the way for so many parts, sums go on beside passes.
-    """
-    late = None if beside is None else LateNotes(recorder)
-    notes = late or recorder
-    found = Exchange(stage, gradients, stepper, notes)
+    """Return what the replicas in ``group`` exchange; None is for one alone."""
     if group is not None and stepper.chunks is None:
-        found = Summed(stage, gradients, stepper, notes, group, coarsening)
-    elif group is not None and stepper.chunks:
-        found = Shared(stage, gradients, stepper, notes, group)
-    return found if beside is None or late is None else Beside(found, late, beside(len(found.parts)))
+        return Summed(stage, gradients, stepper, recorder, group, coarsening)
+    if group is not None and stepper.chunks:
+        return Shared(stage, gradients, stepper, recorder, group)
+    return Exchange(stage, gradients, stepper, recorder)
 
 
 class StageUpdate:
-    """Makes new versions of one stage's weights; with replicas :meth:`reduce` comes before each.
+    """Makes new versions of a stage's weights, whose sums come by a ``way``; with replicas :meth:`reduce` comes before.
 
     At most ``added`` gradients of a weight are summed. With ``clipping`` all gradients are :meth:`measured` before; of
     the weights that other stages have too it is those at ``counted`` that are counted here.
@@ -49,20 +58,18 @@ class StageUpdate:
 
     def __init__(
         self,
-        stage: int,
-        gradients: Gradients,
-        stepper: Stepper,
+        way: Way,
         recorder: Recorder,
-        exchange: Exchange | None = None,
         scaling: Scaling | None = None,
         clipping: Clipping | None = None,
         added: int = 1,
         counted: Sequence[int] = (),
     ) -> None:
-        self._stage, self._recorder, self._added, self._counted = stage, recorder, added, counted
-        self.gradients, self.stepper, self.versions = gradients, stepper, gradients.versions
-        self._exchange = exchange or Exchange(stage, gradients, stepper, recorder)
-        self._scaling, self._clipping = scaling, clipping
+        self._way, self._exchange = way, way.exchange
+        self._stage, self.gradients = way.exchange.stage, way.exchange.gradients
+        self.stepper, self.versions = way.exchange.stepper, self.gradients.versions
+        self._recorder, self._scaling, self._clipping = recorder, scaling, clipping
+        self._added, self._counted = added, counted
         self._overflows: Tensor | None = None
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
@@ -79,28 +86,25 @@ class StageUpdate:
             if self._scaling.agrees and self._scaling.decided < version:
                 self._overflows = self.overflows()
         self._check(version)
-        self._exchange.begin(version)
+        self._way.begin(version)
 
     def overflows(self) -> Tensor | None:
         """Return whether the gradient for the next update overflows, or its sum might, as it was before the sum."""
         found, self._overflows = self._overflows, None
         return overflow(self.gradients.due, self._added) if found is None else found
 
-    def put_aside(self) -> None:
-        """Put the gradient for the next update aside."""
-        self.gradients.put_aside()
-
     def measured(self) -> list[Tensor]:
         """Return the gradients whose norm this rank answers for, once they are summed; all replicas together."""
         if self._scaling is not None and self._scaling.skips:
             return []
-        self._exchange.complete()
+        self._way.join()
         due = self.gradients.due
         return [*self._exchange.answered(), *(x for i in self._counted if (x := due[i]) is not None)]
 
     def update(self, version: int) -> None:
         """Make ``version``, or the same weights again where the update is skipped."""
         if self._scaling is not None and self._scaling.skips:
+            self._way.join()
             self._exchange.drop()
             start = self._recorder.mark()
             self.gradients.end_update(version, skipped=True)
@@ -115,7 +119,7 @@ class StageUpdate:
         every = self._exchange.parts
         given: Sequence[Tensor | None] = ()
         for index, parts in enumerate(every):
-            self._exchange.ready(index)
+            self._way.wait(index)
             start = self._recorder.mark()
             if index == 0:
                 given = self._begin()
@@ -138,7 +142,7 @@ class StageUpdate:
         self._recorder.note("UPDATE", self._stage, version, start)
 
     def _begin(self) -> list[Tensor | None]:
-        """Return the gradient to step with. Those from older weights are :attr:`Gradients.delay` updates late."""
+        """Return the gradient to step with."""
         given = self.gradients.begin_update()
         self.versions.begin()
         self.stepper.begin()
@@ -153,3 +157,178 @@ class StageUpdate:
     def _check(self, version: int) -> None:
         if self._scaling is not None:
             self._scaling.check(version, self.gradients.due, self._added, self._recorder.later)
+
+
+# --- weights that stages share ----------------------------------------------------------------------------------------
+
+
+Stages = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A trained weight of which several devices have copies: for the first stage on each of them that uses it the layer
+    that has it first, and its name there."""
+
+    places: Mapping[int, tuple[int, str]]
+
+    @property
+    def stages(self) -> Stages:
+        """The stages, in order."""
+        return tuple(sorted(self.places))
+
+    def copy_in(self, s: int, model: LoadedModel) -> nn.Parameter:
+        """Return the copy of stage ``s``, before any update of it."""
+        layer, name = self.places[s]
+        return model.layers[layer].module.get_parameter(name)
+
+
+def check_ties(model: LoadedModel, chain: Chain, cuts: Sequence[int]) -> None:
+    """Raise BadInput, naming the first difference, unless ``model`` shares weights as ``chain``, its profile, says.
+
+    Stages, which begin at ``cuts``, can share parameters only: not storages of several ones, and no buffers, but for
+    those that layers of a traced model only read.
+    An evaluation, whose operations may lie in other layers, updates none.
+    """
+    if not model.training:
+        return
+    found = tied_layers([layer.module for layer in model.layers])
+    known, real = _together(chain.tied), _together(found)
+    for one, other in found:
+        if known.get(one, one) != known.get(other, other):
+            raise BadInput(
+                f"model: {_layers(model, one, other)} share weights, which the plan's profile {chain.name} doesn't "
+                "say; profile the model again"
+            )
+    for one, other in chain.tied:
+        if real.get(one, one) != real.get(other, other):
+            raise BadInput(
+                f"model: {_layers(model, one, other)} share no weights; the plan's profile {chain.name} says they do"
+            )
+    stage_of = [sum(cut <= layer for cut in cuts) for layer in range(len(model.layers))]
+    first: dict[int, tuple[int, Tensor]] = {}  # storage -> who has it
+    for layer, module in enumerate(own.module for own in model.layers):
+        for tensor in (*module.parameters(), *(module.buffers() if model.chain else ())):
+            where, same = first.setdefault(tensor.untyped_storage()._cdata, (layer, tensor))
+            if stage_of[where] == stage_of[layer] or not tensor.numel():
+                continue
+            if same is not tensor or not isinstance(tensor, nn.Parameter):
+                what = "memory, but not one parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
+                raise BadInput(
+                    f"model: {_layers(model, where, layer)} share {what}; copies in stages {stage_of[where]} and "
+                    f"{stage_of[layer]} would not stay equal"
+                )
+
+
+def _layers(model: LoadedModel, one: int, other: int) -> str:
+    return f"layers {one} ({model.layers[one].name}) and {other} ({model.layers[other].name})"
+
+
+def _together(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the first layer of those that each layer is connected with."""
+    return {layer: min(layers) for layers in connected(pairs) for layer in layers}
+
+
+def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
+    """Return the weights that stages of ``model``, as it was built, share; in one order on all ranks.
+
+    BadInput for one whose gradients the plan, whose profile doesn't say which layers have it, would leave unsummed.
+    """
+    places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
+    for s, stage in enumerate(lowered.plan.allocation.stages):
+        for i, layer in enumerate(model.of(stage), stage.start):
+            for name, parameter in layer.module.named_parameters():
+                if parameter.requires_grad:
+                    places.setdefault(parameter, {}).setdefault(s, (i, name))
+    ties = [Tie({s: found[s] for s in lowered.homes(found)}) for found in places.values()]
+    ties = [tie for tie in ties if len(tie.places) > 1]
+    for tie in ties:
+        if not any(set(tie.stages) <= set(stages) for stages in lowered.tied):
+            index, name = tie.places[tie.stages[0]]
+            raise BadInput(
+                f"model: {name} of layer {index} ({model.layers[index].name}) is shared by other layers than the "
+                f"plan's profile {lowered.plan.chain.name} says; profile the model again"
+            )
+    return ties
+
+
+def separated(lowered: LoweredRun, rank: int, model: LoadedModel) -> LoadedModel:
+    """Return ``model`` with stages of ``rank`` that share no module, as each puts versions of its own into it: a later
+    one has copies of its layers, with the same weights as far as they are shared."""
+    layers = list(model.layers)
+    seen: set[nn.Module] = set()
+    for s in lowered.stages_of(rank):
+        stage = lowered.plan.allocation.stages[s]
+        modules = model.modules(stage)
+        parts = {part for module in modules for part in module.modules()}
+        if parts & seen:
+            same = {id(p): p for part in seen for p in part.parameters(recurse=False)}
+            for i, copy in enumerate(deepcopy(modules, same), stage.start):
+                layers[i] = layers[i].with_module(copy)
+        seen |= parts
+    return replace(model, layers=tuple(layers), roots=())  # what has been copied can go
+
+
+def copies_added(lowered: LoweredRun, s: int, ties: Iterable[Tie]) -> int:
+    """Return how many gradients are added up over ranks, at most, for a weight of stage ``s``."""
+    replicas = [stage.replicas for stage in lowered.plan.allocation.stages]
+    return max([replicas[s], *(sum(replicas[x] for x in tie.stages) for tie in ties if s in tie.places)])
+
+
+def share_ties(
+    rank: Rank, ties: Iterable[Tie], groups: Mapping[Stages, Group], masters: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Give all copies the weights, in full precision (``masters`` where there are any), of the first stage's."""
+    for tie in ties:
+        copy = next((tie.copy_in(s, rank.model) for s in rank.stages if s in tie.places), None)
+        if copy is None:
+            continue
+        value = masters.get(copy, copy.data).to(copy.device)
+        with exchanging("the sharing of initial weights"):
+            dist.broadcast(value, rank.lowered.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
+        masters.get(copy, copy.data).copy_(value)
+
+
+class TiedSums:
+    """Sums the gradients of ``ties`` over all their copies, which are on different ranks."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        ties: Iterable[Tie],
+        updates: Mapping[int, StageUpdate],
+        groups: Mapping[Stages, SumGroup],
+        recorder: Recorder,
+        scaling: Scaling | None,
+    ) -> None:
+        self._updates, self._groups, self._recorder, self._scaling = updates, groups, recorder, scaling
+        self._own: list[tuple[Stages, int, int]] = []  # stages of a tie; the own one, and which of its weights it is
+        for tie in ties:
+            for s in set(tie.stages) & updates.keys():
+                index = updates[s].versions.place_of(tie.copy_in(s, model))
+                assert index is not None, "ties are of trained weights"
+                self._own.append((tie.stages, s, index))
+
+    def reduce(self, stages: Stages, version: int) -> None:
+        """Give all copies of the weights that some of ``stages`` share the sum of their gradients.
+
+        Every rank sums in the order of the ties, and so waits for no rank that waits for it.
+        """
+        if self._scaling is not None and self._scaling.skips:
+            return
+        for holders, s, index in self._own:
+            if not set(holders) <= set(stages):
+                continue
+            start = self._recorder.mark()
+            total = self._updates[s].gradients.tied_gradient(index)
+            flat = total.contiguous()
+            chunk = ChunkSum(flat.view(-1), self._groups[holders])
+            chunk.begin()
+            chunk.turn()
+            chunk.end()
+            if flat is not total:
+                total.copy_(flat)
+            self._recorder.note("REDUCE", s, version, start)
+        for s in stages:
+            if s in self._updates:
+                self._updates[s].update_tied(version)

@@ -38,7 +38,6 @@ class Gradients:
         self._next: list[Tensor | None] | None = None
         self._tied: list[Tensor | None] | None = None
         self._later: dict[tuple[int, int], Tensor] = {}  # by update and weight
-        self._delays: dict[int, int] = {}  # by update
         self._begin(range(len(leaves)), versions.newest + 1)
 
     def attach(self, version: int) -> None:
@@ -46,7 +45,6 @@ class Gradients:
         for leaf, gradient in zip(self.versions.leaves_of(version), self._passes, strict=True):
             leaf.grad = gradient
         update = self._passes_for
-        self._delays[update] = max(self._delays.get(update, 0), update - 1 - version)
         for borrowed in self.versions.borrowed:
             home = self._owners[borrowed.owner]
             for index, leaf in zip(borrowed.indices, borrowed.leaves, strict=True):
@@ -71,11 +69,6 @@ class Gradients:
     def _passes_for(self) -> int:
         """The update that passes make the gradient for."""
         return self.versions.newest + (1 if self._next is None else 2)
-
-    @property
-    def delay(self) -> int:
-        """How many updates the weights have had, at most, since those of a backward in the next update's gradient."""
-        return self._delays.get(self.versions.newest + 1, 0)
 
     @property
     def due(self) -> list[Tensor | None]:
@@ -116,7 +109,6 @@ class Gradients:
             begins = self.versions.own if self.waits and not skipped else len(self._passes)
             self._begin(range(begins), version + 1)
         self._next = None
-        self._delays.pop(version, None)
 
     @property
     def tied(self) -> list[Tensor | None] | None:

@@ -5,8 +5,8 @@ what a forward used, so passes of several versions can be in flight. An update w
 version, unless passes still need that.
 
 With ``shared`` leaves all versions take turns in one list of parameters instead. Then a backward finds in them the
-version that is installed when it runs, not the one that its forward had, provided that autograd keeps no weights of
-the forward but looks them up (:mod:`.newest_weights`). Where forwards read predicted ones it finds ``true`` ones.
+version that is installed when it runs, not the one that its forward had (TiMePReSt). Where forwards read predicted ones
+it finds ``true`` ones.
 
 What several stages of a rank use belongs to the first of them, its *owner*, which a mini-batch's backwards reach last:
 it keeps versions, gradient and optimizer state, and makes the updates. The others borrow its versions, and add to its
@@ -16,11 +16,16 @@ gradient. Where the pipeline doesn't drain they may be mini-batches ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from ....errors import RunFailed
 from ....schedule.weight_versions import Lent
 from ...model.structure import hooked_as
 
@@ -244,3 +249,76 @@ def borrowers(modules: Mapping[int, Iterable[nn.Module]]) -> dict[int, set[int]]
             if owner.setdefault(parameter, s) != s:
                 found[owner[parameter]].add(s)
     return found
+
+
+# --- backwards with newer weights than their forwards had -------------------------------------------------------------
+
+
+class _Weight(NamedTuple):
+    """A weight that the stage uses, or a view of one, in whichever version."""
+
+    place: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Stored(NamedTuple):
+    """An activation, and how often it had been changed in place when it was stored."""
+
+    tensor: Tensor
+    changes: int
+
+
+@contextmanager
+def reading_newest(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within the context, let autograd keep which weights it needs, not the weights; ``hold`` hears of all the rest.
+
+    With hooks autograd doesn't check that what it has kept is unchanged; so this does.
+    """
+    parameters, places = versions.readable, versions.places
+
+    def pack(tensor: Tensor) -> _Weight | _Stored:
+        index = places.get(tensor.untyped_storage()._cdata)
+        if index is None:
+            hold(tensor)
+            return _Stored(tensor.detach(), tensor._version)
+        offset = int(tensor.storage_offset()) - int(parameters[index].storage_offset())
+        return _Weight(index, tensor.size(), tensor.stride(), offset)
+
+    def unpack(kept: _Weight | _Stored) -> Tensor:
+        if isinstance(kept, _Weight):
+            weight = parameters[kept.place].data
+            return weight.as_strided(kept.size, kept.stride, int(weight.storage_offset()) + kept.offset)
+        tensor, changes = kept
+        if tensor._version != changes:
+            raise RunFailed(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was "
+                "stored"
+            )
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def read_weights_themselves(modules: Iterable[nn.Module]) -> None:
+    """Let recurrent layers among ``modules`` run without cuDNN, which packs their weights into a copy for both passes.
+
+    Torch's own kernels read the weights; on CPUs oneDNN's do.
+    """
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase):
+                before: list[bool] = []
+                part.register_forward_pre_hook(partial(_cudnn_off, before))
+                part.register_forward_hook(partial(_cudnn_back, before), always_call=True)
+
+
+def _cudnn_off(before: list[bool], *_: Any) -> None:
+    before.append(torch.backends.cudnn.enabled)
+    torch.backends.cudnn.enabled = False
+
+
+def _cudnn_back(before: list[bool], *_: Any) -> None:
+    torch.backends.cudnn.enabled = before.pop()

@@ -12,46 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..weights.buckets import Bucket, Slice
+from ..weights.buckets import Rows, Slice, is_large
 from ..weights.late import delay_of, delayed
+from ..weights.versions import Versions
 from .offload import PIECES, Fetched, Piece, host_rooms, in_pieces, region_size
-from .shards import Rows, is_large
-from .stage_optimizer import Factor, Rates, Stepping, changes
+from .stage_optimizer import Factor, Stepping, changes
+from .stepper import Stepper
 
 
-class BucketedOptimizer:
-    """One step for each of ``buckets``, as ``how`` says; offloaded are masters of 16-bit weights, and state.
+class BucketedStepper(Stepper):
+    """Steps bucket by bucket; offloaded are masters of 16-bit weights, and state.
 
     The optimizer must be elementwise. It sees the slices of one bucket as its weights; what it remembers of them is
     kept in tensors of the weights' shapes, so that no other bucket size makes a difference, or of slices that replicas
-    share in ``rows``. Device memory beside weights and gradient: one bucket of each thing that is on the host, and of
-    the gradient in 32 bits.
+    share in rows. Device memory beside weights and gradient: one bucket of each thing that is on the host, and of the
+    gradient in 32 bits.
     """
 
-    def __init__(
-        self,
-        masters: Sequence[nn.Parameter],
-        rates: Rates,
-        mixed: bool,
-        device: torch.device,
-        buckets: Sequence[Bucket],
-        how: Stepping,
-        rows: Rows | None = None,
-    ) -> None:
-        self.rates = rates
-        self._masters, self._mixed, self._device = list(masters), mixed, device
-        self._observed, self._offload, self._buffers = how.observed, how.offload, how.buffers
-        self._pieces = in_pieces(buckets, how.offload)
+    def _prepare(self) -> None:
+        how = self._how
+        self._offload, self._buffers = how.offload, how.buffers
+        self._rows = None if self.chunks is None else Rows(self.chunks)
+        own = self.buckets if self.chunks is None else [bucket for chunk in self.chunks for bucket in chunk.own]
+        self._pieces = in_pieces(own, how.offload)
         self._order = [piece for pieces in self._pieces for piece in pieces]
-        self._room = max((bucket.size for bucket in buckets), default=0)
-        self._state: list[dict[str, Any]] = [{} for _ in masters]
+        self._room = max((bucket.size for bucket in own), default=0)
+        self._buffers.room = max(self._buffers.room, self._room)
+        self._state: list[dict[str, Any]] = [{} for _ in self._masters]
         self._next: dict[int, dict[str, Any]] = {}  # counts, and what is new, of each weight after this update
-        if mixed and how.offload:  # masters come from the host
-            rates.steps_on(device)
-        self._rows = rows
-        self._shapes = [master.shape if rows is None else (rows.sizes[i],) for i, master in enumerate(masters)]
+        if self._mixed and how.offload:  # masters come from the host
+            self.rates.steps_on(self._device)
+        rows = self._rows
+        self._kept_shapes = [x.shape if rows is None else (rows.sizes[i],) for i, x in enumerate(self._masters)]
         self._rooms = self._host_rooms()  # now, as locking memory takes its time
-        for index, master in enumerate(self._masters if mixed else ()):
+        for index, master in enumerate(self._masters if self._mixed else ()):
             if rows is not None:
                 master.data = rows.taken(index, master.data)
             if how.offload:
@@ -65,22 +59,22 @@ class BucketedOptimizer:
             return {}
         dtypes = [master.dtype for master in self._masters]
         names = ["weights"] * self._mixed + self.rates.large_state(dtypes[0], self._device)
-        return {name: host_rooms(self._shapes, dtypes, self._device) for name in names}
+        return {name: host_rooms(self._kept_shapes, dtypes, self._device) for name in names}
 
     @property
-    def parts(self) -> int:
+    def every(self) -> int:
         """The number of buckets."""
         return len(self._pieces)
 
-    def step(self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]) -> None:
-        """Step bucket ``part`` of ``gradients`` times ``factor``; ``weights`` apart from masters get the new values."""
-        assert self.rates.optimizer is not None, "otherwise there are no buckets"
-        for piece in self._pieces[part]:
-            self._step(piece, gradients, factor, weights)
-            self._observed()
-
     def _step(
-        self, piece: Piece, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor]
+        self, part: int, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor | None]
+    ) -> None:
+        for piece in self._pieces[part]:
+            self._step_piece(piece, gradients, factor, weights)
+            self._how.observed()
+
+    def _step_piece(
+        self, piece: Piece, gradients: Sequence[Tensor | None], factor: Factor, weights: Sequence[Tensor | None]
     ) -> None:
         optimizer = self.rates.optimizer
         assert optimizer is not None, "otherwise there are no buckets"
@@ -97,7 +91,9 @@ class BucketedOptimizer:
             home.append((self._master_of(span), parameter.data))
             if self._mixed:
                 group = self.rates.group_of[self._masters[span.index]]
-                span.of(weights[span.index]).copy_(self.rates.predicted(parameter, group))
+                weight = weights[span.index]
+                assert weight is not None, "what isn't stepped yet is in later parts"
+                span.of(weight).copy_(self.rates.predicted(parameter, group))
             home += self._keep(span, optimizer.state.get(parameter, {}))
         home = [(to, of) for to, of in home if to.data_ptr() != of.data_ptr()]
         if self._offload:
@@ -195,14 +191,12 @@ class BucketedOptimizer:
         self._buffers.forget(self)
         if self.rates.optimizer is not None:
             self.rates.optimizer.state.clear()
-        self.rates.advance()
+        super().finish()
 
-    def settle(self) -> None:
-        """Wait until all that is kept on the host is there."""
+    def _settle(self) -> None:
         self._buffers.settle()
 
-    def state_of(self, index: int) -> dict[str, Any]:
-        """Return what the optimizer remembers of the weight at ``index``; settle before."""
+    def _kept(self, index: int) -> dict[str, Any]:
         return dict(self._state[index])
 
     def restore_state(self, index: int, state: Mapping[str, Any]) -> None:
@@ -211,7 +205,7 @@ class BucketedOptimizer:
             return  # nor would its counts go on
         for key, value in state.items():
             if is_large(value):
-                shaped = value.view(self._shapes[index]) if self._rows is None else self._rows.taken(index, value)
+                shaped = value.view(self._kept_shapes[index]) if self._rows is None else self._rows.taken(index, value)
                 self._state[index][key] = self._home_of(key, index, shaped).copy_(shaped)
             else:
                 self._state[index][key] = self.rates.at_home(key, value, self._device)
@@ -241,12 +235,17 @@ class BucketedOptimizer:
         return piece.region * region_size(self._room) if self._offload else 0
 
     def _buffer(self, name: str, dtype: torch.dtype, offset: int, size: int) -> Tensor:
-        return self._buffers.take(name, dtype, self._device, offset, size, self._room)
+        return self._buffers.take(name, dtype, self._device, offset, size)
 
     def _home_of(self, key: str, index: int, like: Tensor) -> Tensor:
         """Return room for what the optimizer remembers of the weight at ``index``."""
-        shape = self._shapes[index]
+        shape = self._kept_shapes[index]
         if not self._offload:
             return torch.empty(shape, dtype=like.dtype, device=self._device)
         known = self._rooms.get(key)
         return known[index] if known is not None else host_rooms([tuple(shape)], [like.dtype], self._device)[0]
+
+
+def stepper_kind(versions: Versions, how: Stepping) -> type[Stepper]:
+    """Return what steps the weights of ``versions`` as ``how`` says, all at once or in buckets."""
+    return Stepper if (how.bucket is None and how.sharing is None) or not versions.installed else BucketedStepper

@@ -1,0 +1,226 @@
+"""What are a rank's stages, that it runs and updates? As they are at the start, or at a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...registry import Late
+from ..device import CPU
+from ..exchange.collective import any_rank
+from ..exchange.replica_sum import SumGroup
+from ..exchange.transport import EmulatedLink
+from ..measure.held_bytes import HeldBytes, StateBytes
+from ..model.loaded import LoadedModel
+from ..training.half import first_scale, half_type
+from ..training.rank import Rank
+from ..training.repeatable import Draws
+from ..training.split_stage import SplitStage
+from ..training.stage import StageModule
+from ..training.trial import Trial
+from ..training.update.bucketed_stepper import stepper_kind
+from ..training.update.exchanges import OnStream, OnThread, Way
+from ..training.update.factors import Clipping, Later, Scaling
+from ..training.update.offload import BucketBuffers
+from ..training.update.optimizers import MakeOptimizer, check_state, rates_maker
+from ..training.update.stage_optimizer import Stepping
+from ..training.update.stepper import Stepper
+from ..training.update.update import StageUpdate, Tie, TiedSums, copies_added, sums_of
+from ..training.weights.buckets import Sharing
+from ..training.weights.gradients import Gradients
+from ..training.weights.late import compensated
+from ..training.weights.versions import Versions, borrowers
+from .job import Job, Launcher
+from .preparation import Masters, Meeting
+from .reading import Reader
+
+restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
+
+
+@dataclass(frozen=True)
+class OwnStages:
+    """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
+
+    ``tied_sums`` adds up the gradients of weights that stages share; ``clipping`` is None where gradients aren't
+    clipped. ``trial`` is the best evaluation before the run.
+    """
+
+    runners: Mapping[int, StageModule]
+    updates: Mapping[int, StageUpdate]
+    tied_sums: TiedSums
+    scaling: Scaling | None
+    activations: HeldBytes
+    states: StateBytes
+    clipping: Clipping | None = None
+    trial: Trial = Trial()  # noqa: RUF009 -- it is frozen
+
+    def split(self, s: int) -> SplitStage:
+        """Return a stage whose backwards come in two parts."""
+        stage = self.runners[s]
+        assert isinstance(stage, SplitStage), "stages of programs that split backwards do so"
+        return stage
+
+    def measure(self, version: int) -> None:
+        """Begin with the norm of all gradients for ``version``."""
+        assert self.clipping is not None, "only then are norms asked for"
+        self.clipping.begin(version, [x for update in self.updates.values() for x in update.measured()])
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A rank's part in a run: what it is told, who it is, and what it has when all have met and its stages stand."""
+
+    job: Job
+    rank: Rank
+    launcher: Launcher
+    meeting: Meeting
+    stages: OwnStages
+    reader: Reader
+
+
+def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
+    """Return the rank's stages, as they are at the start or at the checkpoint to go on from; ``masters`` are theirs."""
+    options = job.options
+    building = _Building(job, rank, meeting, ties, masters)
+    updates = {s: building.update(s) for s in rank.stages}
+    common = building.activations, meeting.recorder.later, rank.model
+    runners = {s: runner_of(rank, s, options.seed, updates[s].gradients, *common) for s in rank.stages}
+    masters.clear()
+    trial = Trial()
+    torch.manual_seed(options.seed + 1 + rank.number)
+    if job.resume is not None:
+        trial = restore(job.resume, rank, updates, building.scaling)
+    if options.evaluates and options.averaged:
+        take_averages(rank, updates, meeting.groups)
+    for layer in rank.model.layers if options.evaluates else ():
+        layer.module.eval()
+    over = {stages: SumGroup(group, building.link) for stages, group in meeting.tied_groups.items()}
+    tied_sums = TiedSums(rank.model, ties, updates, over, meeting.recorder, building.scaling)
+    held, clipping = (building.activations, building.states), building.clipping
+    return OwnStages(runners, updates, tied_sums, building.scaling, *held, clipping, trial)
+
+
+class _Building:
+    """What the stages of a rank are built from, and have in common."""
+
+    def __init__(self, job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> None:
+        options, lowered = job.options, rank.lowered
+        self._job, self._rank, self._meeting, self._ties, self._masters = job, rank, meeting, ties, masters
+        self.activations, self.states, self._buffers = HeldBytes(), StateBytes(), BucketBuffers()
+        self.link = None if options.link_rate is None else EmulatedLink(options.link_rate)
+        self.scaling, self.clipping = None, None
+        half = half_type(job.plan, options.half)
+        if half is not None:
+            self.scaling = Scaling(first_scale(job.plan, half, options.half), any_rank if lowered.drains else None)
+        if options.clip_norm is not None:
+            home = rank.device if meeting.sums == "nccl" else CPU
+            self.clipping = Clipping(options.clip_norm, meeting.everybody, home, meeting.recorder, self.scaling)
+        self._borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
+        self._gradients: dict[int, Gradients] = {}
+
+    def update(self, s: int) -> StageUpdate:
+        """Return what updates stage ``s``; earlier ones of the rank come first."""
+        rank, meeting, lowered = self._rank, self._meeting, self._rank.lowered
+        copies = [(tie, tie.copy_in(s, rank.model)) for tie in self._ties if s in tie.places]
+        group = SumGroup(meeting.groups[s], self.link) if s in meeting.groups else None
+        how = self._stepping(s, group)
+        gradients = self._gradients[s] = self._gradients_of(s, [copy for _, copy in copies], how)
+        places = [(tie, i) for tie, copy in copies if (i := gradients.versions.place_of(copy)) is not None]
+        stepper = self._stepper(s, self._for_delays(s, gradients, places, how))
+        exchange = sums_of(s, gradients, stepper, meeting.recorder, group, self._job.chunk_buckets)
+        way = Way(exchange)
+        if s in lowered.beside and meeting.sums != "staged":  # GPUs' sums through the host are waited for
+            on_host = meeting.sums == "gloo"
+            way = OnThread(exchange) if on_host else OnStream(exchange, rank.device)
+        counted = [i for tie, i in places if tie.stages[0] == s in rank.first_of]
+        added = copies_added(lowered, s, self._ties)
+        found = StageUpdate(way, meeting.recorder, self.scaling, self.clipping, added, counted)
+        self.states.watch(found.tensors)
+        return found
+
+    def _stepping(self, s: int, group: SumGroup | None) -> Stepping:
+        """Return how the weights of stage ``s`` are stepped."""
+        job, policy, sharing = self._job, self._job.plan.policy, None
+        if group is not None and policy.zero:
+            hosts = None if self._meeting.sums == "nccl" else group.group
+            replicas = self._rank.stage(s).replicas
+            sharing = Sharing(dist.get_rank(group.group), replicas, job.chunk_buckets, group, hosts)
+        bucket = job.bucket_of(s, self._rank.lowered.graph.stages[s].parameters)
+        return Stepping(bucket, policy.offload, sharing, self._buffers, self.states.note)
+
+    def _gradients_of(self, s: int, tied: Collection[nn.Parameter], how: Stepping) -> Gradients:
+        """Return weights and gradients of stage ``s``, some of which earlier stages keep, and which it keeps for
+        later ones."""
+        lowered, modules = self._rank.lowered, self._rank.modules(s)
+        if how.bucket is not None or how.sharing is not None:
+            for parameter in (p for module in modules for p in module.parameters() if p.requires_grad):
+                parameter.data = parameter.data.contiguous()  # so that pieces of it are views
+        owners = {owner: self._gradients[owner] for owner, others in self._borrowing.items() if s in others}
+        instructions = lowered.instructions[self._rank.number]
+        versions = Versions(
+            modules,
+            None if self._job.options.engine == "torch" else instructions.uses(s, self._borrowing[s]),
+            lowered.first.step,
+            lowered.reads_newest,
+            tied,
+            {owner: found.versions for owner, found in owners.items()},
+        )
+        ahead = lowered.puts_aside or (s in lowered.beside and not lowered.drains)
+        return Gradients(versions, self._rank.stage(s).replicas > 1, ahead, bool(tied) and lowered.waits(s), owners)
+
+    def _for_delays(self, s: int, gradients: Gradients, places: Sequence[tuple[Tie, int]], how: Stepping) -> Stepping:
+        """Return ``how`` with the delays of the weights of stage ``s``; copies of one have the largest of their
+        stages'."""
+        if self._job.options.delay_correction == "none" or not gradients.versions.installed:
+            return how
+        means = [delay.mean for delay in self._rank.lowered.delays]
+        delays = [means[s]] * len(gradients.versions.installed)
+        for tie, index in places:
+            delays[index] = max(means[x] for x in tie.stages)
+        return replace(how, delays=delays, predicts=self._job.plan.policy.predict and any(delays))
+
+    def _stepper(self, s: int, how: Stepping) -> Stepper:
+        """Return what steps the weights of stage ``s``; BadInput where its state would be another than planned."""
+        job, rank, options = self._job, self._rank, self._job.options
+        if not options.evaluates:
+            trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
+            check_state(options.optimizer or job.plan.policy.optimizer, trained, f"stage {s}")
+        make = job.make_optimizer
+        if any(how.delays) and options.delay_correction != "predict":
+            make = partial(_compensated, make)
+        rates = rates_maker(options.scheduler, options.warmup, options.steps)
+        versions = self._gradients[s].versions
+        return stepper_kind(versions, how)(versions, make, rates, how, self._masters, partial(rank.parted, s))
+
+
+def runner_of(
+    rank: Rank, s: int, seed: int, gradients: Gradients, activations: HeldBytes, later: Later, model: LoadedModel
+) -> StageModule:
+    """Return what passes stage ``s`` of ``model``, which is the rank's, or watched."""
+    lowered, stage = rank.lowered, rank.stage(s)
+    has_loss = stage.stop == len(lowered.plan.chain)
+    make = SplitStage if lowered.program.split else StageModule
+    return make(
+        index=s,
+        pieces=model.pieces(stage),
+        cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
+        gradients=gradients,
+        activations=activations,
+        divisor=lowered.interval,
+        reads_newest=lowered.reads_newest,
+        device=rank.device,
+        later=later,
+        draws=Draws(seed, rank.device),
+        data=model.read_by(stage),
+        trained=model.trained,
+    )
+
+
+def _compensated(make: MakeOptimizer, parameters: Any) -> torch.optim.Optimizer:
+    return compensated(make(parameters))
