@@ -33,7 +33,7 @@ from pipeplan.runtime.training.stage import StageModule
 from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
 from pipeplan.runtime.training.update.exchanges import Way
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
-from pipeplan.runtime.training.update.stage_optimizer import Stepping
+from pipeplan.runtime.training.update.stepper import Stepping
 from pipeplan.runtime.training.update.update import StageUpdate, sums_of
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions

@@ -22,9 +22,8 @@ from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
 from ..training.half import half_type
 from ..training.rank import check_decay
-from ..training.update.optimizers import MakeOptimizer, averaging, optimizer_maker, planned_as
-from ..training.update.stage_optimizer import check_elementwise, is_elementwise
-from ..training.weights.late import correctable, is_plain
+from ..training.update.optimizers import MakeOptimizer, averaging, correctable, is_plain, optimizer_maker, planned_as
+from ..training.update.stepper import check_elementwise, is_elementwise
 from .options import RunOptions, clipping
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from .own_stages import RankRun
 if TYPE_CHECKING:
     from .held_out import HeldOut
 
-write = Late("runtime.training.state.saved_state:write")
+write = Late("runtime.training.state.state:write")
 check_savable, training_state = (
     Late(f"runtime.training.state.state:{name}") for name in ("check_savable", "training_state")
 )

@@ -28,13 +28,11 @@ from ..training.update.bucketed_stepper import stepper_kind
 from ..training.update.exchanges import OnStream, OnThread, Way
 from ..training.update.factors import Clipping, Later, Scaling
 from ..training.update.offload import BucketBuffers
-from ..training.update.optimizers import MakeOptimizer, check_state, rates_maker
-from ..training.update.stage_optimizer import Stepping
-from ..training.update.stepper import Stepper
+from ..training.update.optimizers import MakeOptimizer, check_state, compensated, rates_maker
+from ..training.update.stepper import Stepper, Stepping
 from ..training.update.update import StageUpdate, Tie, TiedSums, copies_added, sums_of
 from ..training.weights.buckets import Sharing
 from ..training.weights.gradients import Gradients
-from ..training.weights.late import compensated
 from ..training.weights.versions import Versions, borrowers
 from .job import Job, Launcher
 from .preparation import Masters, Meeting

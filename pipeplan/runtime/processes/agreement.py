@@ -34,8 +34,8 @@ from ..engine.options import RunOptions
 from ..exchange.collective import this_machine
 from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
-from ..training.state.checkpoint import Checkpoint, Peers, newest, one_run, tidy, usable_folder
-from ..training.state.saved_state import unreadable
+from ..training.state.checkpoint import Checkpoint, Peers, newest, one_run, tidy
+from ..training.state.state import unreadable
 from .store import looks
 
 OWN: Final = {"save", "load", "checkpoint", "timeout_s", "threads", "device"}  # options of each node's own
@@ -144,7 +144,6 @@ def writing_to(folder: Path | None, peers: Peers) -> Iterator[None]:
         wrong = None
         if peers.rank == 0:
             try:
-                usable_folder(folder)
                 held.enter_context(one_run(folder))
                 tidy(folder)
                 held.callback(tidy, folder)

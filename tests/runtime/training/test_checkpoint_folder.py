@@ -24,7 +24,7 @@ from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.store import StorePeers
 from pipeplan.runtime.training.state import checkpoint
 from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, one_run, tidy
-from pipeplan.runtime.training.state.saved_state import write
+from pipeplan.runtime.training.state.state import write
 
 
 def test_a_second_run_is_refused(folder, plan, tmp_path):

@@ -18,8 +18,8 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
-from pipeplan.runtime.training.state.saved_state import check_rates, read, write
-from pipeplan.runtime.training.update.stage_optimizer import Rates
+from pipeplan.runtime.training.state.state import check_rates, read, write
+from pipeplan.runtime.training.update.stepper import Rates
 
 
 class Planted:

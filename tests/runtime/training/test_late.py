@@ -22,8 +22,7 @@ from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions
-from pipeplan.runtime.training.update.optimizers import Choice
-from pipeplan.runtime.training.weights.late import compensated, correctable, delayed, predicted
+from pipeplan.runtime.training.update.optimizers import Choice, compensated, correctable, delayed, predicted
 from pipeplan.schedule.kinds import graph_of
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"

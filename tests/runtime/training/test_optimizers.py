@@ -23,7 +23,7 @@ from pipeplan.runtime.training.update.optimizers import (
     planned_as,
     schedule_maker,
 )
-from pipeplan.runtime.training.update.stage_optimizer import Rates, is_elementwise
+from pipeplan.runtime.training.update.stepper import Rates, is_elementwise
 from pipeplan.runtime.training.weights.buckets import is_large
 
 

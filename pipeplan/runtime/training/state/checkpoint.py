@@ -260,14 +260,6 @@ def _damage(checkpoint: Checkpoint, names: Sequence[str], unreadable: Unreadable
 # --- the folder -----------------------------------------------------------------------------------------------------
 
 
-def usable_folder(folder: Path) -> None:
-    """Make the folder for checkpoints; BadInput when that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
-
-
 def tidy(folder: Path) -> None:
     """Remove from ``folder`` what runs left that were killed while they wrote or removed a checkpoint.
 
@@ -370,11 +362,15 @@ LOCK: Final = ".lock"
 
 @contextmanager
 def one_run(folder: Path) -> Iterator[None]:
-    """Let no other run write to ``folder`` meanwhile; BadInput when one does.
+    """Make ``folder``, and let no other run write to it meanwhile; BadInput when that fails, or one does.
 
     On a file system without locks nothing is kept out.
     """
     path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
     try:
         handle = _locked(path)
     except OSError as error:
@@ -390,6 +386,7 @@ def one_run(folder: Path) -> Iterator[None]:
 def _locked(path: Path) -> int:
     """Return the handle of the file ``path`` with its lock; BadInput when another process has it."""
     while True:
+        here = False  # whether the open file still has this name
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -400,17 +397,11 @@ def _locked(path: Path) -> int:
             raise BadInput(f"checkpoint: another run{who} writes to {path.parent}") from None
         except OSError:  # no locks here
             return handle
-        if _is_at(handle, path):
+        with suppress(OSError):
+            here = os.path.samestat(os.fstat(handle), os.lstat(path))
+        if here:
             with suppress(OSError):  # who has it is no more than a help
                 os.truncate(handle, 0)
                 os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             return handle
         os.close(handle)  # its owner has just removed it
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    """Whether the open file ``handle`` still has the name ``path``."""
-    try:
-        return os.path.samestat(os.fstat(handle), os.lstat(path))
-    except OSError:
-        return False

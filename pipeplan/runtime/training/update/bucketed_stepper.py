@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..weights.buckets import Rows, Slice, is_large
-from ..weights.late import delay_of, delayed
 from ..weights.versions import Versions
 from .offload import PIECES, Fetched, Piece, host_rooms, in_pieces, region_size
-from .stage_optimizer import Factor, Stepping, changes
-from .stepper import Stepper
+from .optimizers import delay_of, delayed
+from .stepper import Factor, Stepper, Stepping, changes
 
 
 class BucketedStepper(Stepper):

@@ -26,7 +26,7 @@ from ....errors import RunFailed
 from ...device import on_host
 from ...exchange.transport import Group, exchanging
 from ...measure.recorder import Recorder
-from .stage_optimizer import Factor
+from .stepper import Factor
 
 Later = Callable[[Callable[[], None]], None]  # does something when the device has come so far
 

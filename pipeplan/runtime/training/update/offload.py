@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -59,10 +60,9 @@ def _host_block(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Slices of bucket ``part`` that travel together, to ``region`` of the buffers; the ``number``-th of all."""
+    """Slices of a bucket that travel together, to ``region`` of the buffers; the ``number``-th of all."""
 
     number: int
-    part: int
     region: int
     slices: tuple[Slice, ...]
 
@@ -71,14 +71,9 @@ def in_pieces(buckets: Sequence[Bucket], travels: bool) -> list[list[Piece]]:
     """Return the pieces of each of ``buckets``; one where nothing ``travels``."""
     room = max((bucket.size for bucket in buckets), default=0)
     size = region_size(room) if travels else room
-    number = 0
-    found: list[list[Piece]] = []
-    for part, bucket in enumerate(buckets):
-        found.append([])
-        for region, piece in enumerate(in_buckets(bucket.dtype, bucket.slices, 0, max(size, 1))):
-            found[-1].append(Piece(number, part, region, piece.slices))
-            number += 1
-    return found
+    numbers = count()
+    cut = [in_buckets(bucket.dtype, bucket.slices, 0, max(size, 1)) for bucket in buckets]
+    return [[Piece(next(numbers), region, x.slices) for region, x in enumerate(pieces)] for pieces in cut]
 
 
 def region_size(room: int) -> int:

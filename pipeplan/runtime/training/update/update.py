@@ -29,8 +29,7 @@ from ..rank import Rank
 from ..weights.gradients import Gradients
 from .exchanges import Exchange, Shared, Summed, Way
 from .factors import Clipping, Scaling, overflow
-from .stage_optimizer import Factor
-from .stepper import Stepper
+from .stepper import Factor, Stepper
 
 
 def sums_of(

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .buckets import cut_into_buckets
 from .versions import Versions
 
 
@@ -158,16 +157,13 @@ class FlatGradient:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.flats: dict[torch.dtype, Tensor] = {}
-        views: dict[int, Tensor] = {}
-        for bucket in cut_into_buckets(weights, None):
-            device = weights[bucket.slices[0].index].device
-            flat = self.flats[bucket.dtype] = torch.zeros(bucket.size, dtype=bucket.dtype, device=device)
-            parts = torch.split(flat, [span.size for span in bucket.slices])
-            for span, part in zip(bucket.slices, parts, strict=True):
-                views[span.index] = part.view(weights[span.index].shape)
-        for index, weight in enumerate(weights):
-            views.setdefault(index, torch.zeros_like(weight))  # without elements
-        self.views = [views[index] for index in range(len(weights))]
+        self.views = list(weights)
+        for dtype in dict.fromkeys(weight.dtype for weight in weights):
+            own = [index for index, weight in enumerate(weights) if weight.dtype == dtype]
+            sizes = [weights[index].numel() for index in own]
+            flat = self.flats[dtype] = torch.zeros(sum(sizes), dtype=dtype, device=weights[own[0]].device)
+            for index, part in zip(own, torch.split(flat, sizes), strict=True):
+                self.views[index] = part.view(weights[index].shape)
 
     def clear(self) -> None:
         """Begin a new sum."""

@@ -65,7 +65,6 @@ class Versions:
         self.newest = self._installed = first  # the newest is the version that was made last
         self.true: Sequence[nn.Parameter] = ()  # of the newest version, where it is predicted and leaves are shared
         self._shows_true = False
-        self._places: dict[int, int] | None = None
         self._spare: list[list[Tensor]] = []
         self.own = sum(leaf not in last for leaf in leaves)  # weights that no other rank has, which come first
         self.made: list[Tensor] = []  # storage of the version that is being made
@@ -79,7 +78,6 @@ class Versions:
         """
         for borrowed in self.borrowed:
             borrowed.install(dict(lent).get(borrowed.owner, version), back)
-            self._places = None
         true = back and bool(self.true)
         if version == self._installed and true == self._shows_true:
             return
@@ -92,7 +90,6 @@ class Versions:
             for shared, leaf in zip(self._shared, self.true if true else leaves, strict=True):
                 shared.data = leaf.data
         self._installed, self._shows_true = version, true
-        self._places = None
 
     def install_newest(self) -> None:
         """Put the newest version into the modules, where the run's result is read."""
@@ -102,13 +99,6 @@ class Versions:
     def in_turns(self) -> bool:
         """Whether all versions take turns in one list of parameters."""
         return self._shared is not None
-
-    @property
-    def places(self) -> Mapping[int, int]:
-        """The index among :attr:`readable` of the parameter that the modules have now in each storage."""
-        if self._places is None:
-            self._places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(self.readable)}
-        return self._places
 
     @property
     def readable(self) -> Sequence[nn.Parameter]:
@@ -276,7 +266,8 @@ def reading_newest(versions: Versions, hold: Callable[[Tensor], None]) -> Iterat
 
     With hooks autograd doesn't check that what it has kept is unchanged; so this does.
     """
-    parameters, places = versions.readable, versions.places
+    parameters = versions.readable
+    places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(parameters)}
 
     def pack(tensor: Tensor) -> _Weight | _Stored:
         index = places.get(tensor.untyped_storage()._cdata)
