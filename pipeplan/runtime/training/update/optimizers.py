@@ -36,7 +36,8 @@ from ...model.user_code import user_code
 
 MakeOptimizer = Callable[[list[nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
 PLATEAU = ReduceLROnPlateau.__name__
-MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
+Schedules = LRScheduler | list[LRScheduler]  # several: each changes the rate
+MakeSchedule = Callable[[torch.optim.Optimizer], Schedules]
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # by default they take 4 bytes more of each weight
 LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}  # how schedules call the updates until their end
 
@@ -188,36 +189,15 @@ def rates_maker(choice: Choice | None, warmup: int, updates: int) -> MakeSchedul
     if warmup < 2:
         return then
 
-    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    def schedule(optimizer: torch.optim.Optimizer) -> Schedules:
         rising = LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1)
-        if then is not None and choice is not None and choice.name == PLATEAU:
-            return Rising(rising, then(optimizer))
-        return rising if then is None else SequentialLR(optimizer, [rising, then(optimizer)], [warmup])
+        if then is None:
+            return rising
+        both: list[Any] = [rising, then(optimizer)]
+        follows = isinstance(both[1], ReduceLROnPlateau)  # evaluations, which may get no better
+        return both if follows else SequentialLR(optimizer, both, [warmup])
 
     return schedule
-
-
-class Rising(LRScheduler):
-    """A rate that rises with every update, and behind that falls where evaluations get no better."""
-
-    def __init__(self, rising: LRScheduler, plateau: LRScheduler) -> None:
-        self._rising, self._plateau = rising, plateau
-
-    def step(self, value: float | None = None) -> None:
-        """Go on after an update, or after an evaluation that gave ``value``."""
-        if value is None:
-            self._rising.step()
-        else:
-            self._plateau.step(value)  # type: ignore[arg-type]  # it is one of those
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both."""
-        return {"rising": self._rising.state_dict(), "plateau": self._plateau.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up both."""
-        self._rising.load_state_dict(state_dict["rising"])
-        self._plateau.load_state_dict(state_dict["plateau"])
 
 
 def schedule_maker(choice: Choice, updates: int | None = None) -> MakeSchedule:

@@ -24,7 +24,7 @@ from ...exchange.replica_sum import ChunkSum
 from ..weights.buckets import Kept, Rows, SharedChunk, Sharing, cut_into_buckets, gathered, is_large, shared_chunks
 from ..weights.versions import Versions
 from .offload import BucketBuffers
-from .optimizers import MakeOptimizer, MakeSchedule, Rising, delay_of, delayed, predicted
+from .optimizers import MakeOptimizer, MakeSchedule, delay_of, delayed, predicted
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, kind) for row in OPTIMIZERS.values() for kind in row.kinds if row.elementwise
@@ -92,7 +92,8 @@ class Rates:
     ) -> None:
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(list(masters) if groups is None else groups) if masters else None
-        self._schedule = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
+        made = make_schedule(self.optimizer) if self.optimizer and make_schedule else []
+        self._schedules: list[Any] = made if isinstance(made, list) else [made]
         self.used: float | None = None  # the rate of the last update
         self.group_of = {
             x: g
@@ -114,27 +115,29 @@ class Rates:
         """Return the rates of the next update; a schedule that follows evaluations is taken to stay."""
         assert self.optimizer is not None, "otherwise there are no rates"
         groups = self.optimizer.param_groups
-        if self._schedule is None or isinstance(self._schedule, ReduceLROnPlateau):
-            return [float(group["lr"]) for group in groups]
-        now, before = deepcopy(self.groups), deepcopy(self._schedule.state_dict())
+        now, before = deepcopy(self.groups), deepcopy(self.schedule)
         with catch_warnings(action="ignore"):
-            self._schedule.step()
+            self._step_schedules()
         found = [float(group["lr"]) for group in groups]
         self.restore(now, before)
         return found
+
+    def _step_schedules(self, *values: float) -> None:
+        """Let those that follow evaluations hear the values of one, or the others go on."""
+        for schedule in self._schedules:
+            if isinstance(schedule, ReduceLROnPlateau) == bool(values):
+                schedule.step(*values)
 
     def advance(self) -> None:
         """Let the schedule go on after an update."""
         self._coming = None
         if self.optimizer is not None:
             self.used = float(self.optimizer.param_groups[0]["lr"])
-        if self._schedule is not None and not isinstance(self._schedule, ReduceLROnPlateau):
-            self._schedule.step()
+        self._step_schedules()
 
     def observe(self, value: float) -> None:
         """Let a schedule that follows evaluations hear what one gave."""
-        if isinstance(self._schedule, ReduceLROnPlateau | Rising):
-            self._schedule.step(value)
+        self._step_schedules(value)
 
     @property
     def groups(self) -> list[dict[str, Any]] | None:
@@ -144,17 +147,18 @@ class Rates:
         return [{key: x for key, x in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
     @property
-    def schedule(self) -> dict[str, Any] | None:
-        """The state of the learning-rate schedule, None without one."""
-        return None if self._schedule is None else self._schedule.state_dict()
+    def schedule(self) -> list[dict[str, Any]]:
+        """The states of the learning-rate schedules."""
+        return [schedule.state_dict() for schedule in self._schedules]
 
-    def restore(self, groups: Sequence[Mapping[str, Any]] | None, schedule: dict[str, Any] | None) -> None:
+    def restore(self, groups: Sequence[Mapping[str, Any]] | None, states: Sequence[dict[str, Any]]) -> None:
         """Go on with the options and the schedule of another run's optimizer, but for how its device stepped."""
         if self.optimizer is not None and groups is not None:
             for group, before in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({key: x for key, x in before.items() if key != "fused"})
-        if self._schedule is not None and schedule is not None:
-            self._schedule.load_state_dict(schedule)
+        if self._schedules and states:
+            for schedule, state in zip(self._schedules, states, strict=True):
+                schedule.load_state_dict(state)
 
     def steps_on(self, device: torch.device) -> None:
         """Step as an optimizer of weights on ``device`` does by itself, where they come from elsewhere."""
