@@ -12,7 +12,7 @@ import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -216,26 +216,18 @@ def _own(value: Any) -> Any:
 # --- a rank's state ---------------------------------------------------------------------------------------------------
 
 
-def model_state(rank: Rank, stages: Iterable[int]) -> dict[str, Tensor]:
-    """Return the state of the layers of ``stages``, named as in the whole model, whose first stage has the rest."""
-    state: dict[str, Tensor] = {}
-    for s in stages:
-        for layer in rank.layers(s):
-            state |= {layer.names[key]: x for key, x in layer.module.state_dict().items() if key in layer.names}
-        if s == 0:
-            state |= rank.model.unused
-    return state
-
-
-def trained_state(rank: Rank, stages: Iterable[int], updates: Mapping[int, StageUpdate]) -> dict[str, Tensor]:
-    """Return the state of the layers of ``stages`` with the newest weights, in full precision.
+def trained_state(rank: Rank, stages: Sequence[int], updates: Mapping[int, StageUpdate]) -> dict[str, Tensor]:
+    """Return the state of the layers of ``stages``, whose first has the rest, with the newest weights, in full
+    precision, named as in the whole model.
 
     What replicas share must have been assembled, or have room, before.
     """
     for update in updates.values():
         update.versions.install_newest()
-    state = model_state(rank, stages)
+    state = dict(rank.model.unused) if 0 in stages else {}
     for s in stages:
+        for layer in rank.layers(s):
+            state |= {layer.names[key]: x for key, x in layer.module.state_dict().items() if key in layer.names}
         for layer in rank.layers(s):
             for name, parameter in layer.module.named_parameters(remove_duplicate=False):
                 for update in (updates[s], *updates.values()):  # who borrows it, and who has it
@@ -350,9 +342,7 @@ def restore(checkpoint: Checkpoint, rank: Rank, updates: Mapping[int, StageUpdat
         )
     for s in updates:
         for name, tensor in trained_state(rank, [s], updates).items():
-            if (
-                tensor.data_ptr() != state[name].data_ptr()
-            ):  # of copies under one name only the last one has been filled
+            if tensor.data_ptr() != state[name].data_ptr():  # of copies of one name the last alone has been filled
                 tensor.copy_(state[name])
     try:
         _take_up(loaded, rank, updates, scaling)
