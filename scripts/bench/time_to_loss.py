@@ -30,7 +30,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from pipeplan.runtime.training.weights.late import compensated, delayed, predicted
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -42,6 +41,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy, Problem, Weights
 from pipeplan.report.tables.run import SETTLED, smoothed, stays_below
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.training.update.optimizers import compensated, delayed, predicted
 from pipeplan.schedule.kinds import graph_of
 from pipeplan.zoo.data import corpus
 from pipeplan.zoo.model import mixed_seed

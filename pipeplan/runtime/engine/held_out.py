@@ -128,21 +128,21 @@ class HeldOut:
                 if s > 0 and homes[s - 1] != self._rank.number:
                     out = self._received(s, homes[s - 1], patient)
                 runner = self._runners[s]
-                inputs, target = _moved(given, self._rank.device) if given is not None else ((), None)
+                inputs, target = mapped(lambda x: x.to(self._rank.device), given) if given else ((), None)
                 out = runner.evaluate(m, 0, out, target if runner.takes_targets else None, inputs=inputs)
                 if s < last and homes[s + 1] != self._rank.number:
+                    sent = out.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     with exchanging("an evaluation"):
-                        dist.send(_bytes(out), homes[s + 1], patient, tag=s)
+                        dist.send(sent, homes[s + 1], patient, tag=s)
         means: dict[str, float] = {}
         settle(self._rank.device)
         while self._later:
             self._later.pop()()
         if last in mine:
             losses = self._runners[last].losses
-            totals = {"loss": fmean(losses[m] for m in range(self._asked.count))}
+            means["loss"] = fmean(losses[m] for m in range(self._asked.count))
             for name in dict.fromkeys(name for one in self._metrics for name in one):
-                totals[name] = fmean(one[name] for one in self._metrics if name in one)
-            means = totals
+                means[name] = fmean(one[name] for one in self._metrics if name in one)
         with exchanging("an evaluation"):
             return everybodys(means, patient)[homes[last]]
 
@@ -175,11 +175,3 @@ def _watched(model: LoadedModel, metrics: Callable[..., Any], name: str, found: 
 
     *others, last = model.layers
     return replace(model, layers=(*others, replace(last, codes=tuple(map(watching, last.codes)))))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return mapped(lambda tensor: tensor.to(device), value)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -184,37 +184,31 @@ class Rows:
     """Where a replica keeps what it has for its own ``slices`` alone: in one row for each weight."""
 
     def __init__(self, chunks: Iterable[SharedChunk]) -> None:
-        self._places: dict[Slice, Slice] = {}
-        self._own: dict[int, list[Slice]] = {}  # of each weight, in order
+        self._own: dict[int, list[tuple[Slice, int]]] = {}  # of each weight, in order, and where they begin in its row
         self.sizes: Counter[int] = Counter()  # by weight
         for span in (span for chunk in chunks for bucket in chunk.own for span in bucket.slices):
-            begin = self.sizes[span.index]
-            self.sizes[span.index] = begin + span.size
-            self._places[span] = Slice(span.index, begin, begin + span.size)
-            self._own.setdefault(span.index, []).append(span)
+            self._own.setdefault(span.index, []).append((span, self.sizes[span.index]))
+            self.sizes[span.index] += span.size
 
     def place(self, part: Slice) -> Slice:
         """Return where a slice of a weight, or a part of one, lies in the weight's row."""
         own = self._own[part.index]
-        span = own[bisect_right(own, part.start, key=lambda other: other.start) - 1]
-        begin = self._places[span].start + part.start - span.start
+        span, begin = own[bisect_right(own, part.start, key=lambda other: other[0].start) - 1]
+        begin += part.start - span.start
         return Slice(part.index, begin, begin + part.size)
 
     def taken(self, index: int, whole: Tensor) -> Tensor:
         """Return the row of the weight at ``index`` from what there is for all of it."""
         flat = whole.contiguous()
         row = flat.new_empty(self.sizes[index])
-        for span, place in self._of(index):
-            place.of(row).copy_(span.of(flat))
+        for span, begin in self._own.get(index, ()):
+            row[begin : begin + span.size].copy_(span.of(flat))
         return row
 
     def put(self, index: int, row: Tensor, whole: Tensor) -> None:
         """Write a row to its places in ``whole``."""
-        for span, place in self._of(index):
-            span.of(whole).copy_(place.of(row))
-
-    def _of(self, index: int) -> Iterable[tuple[Slice, Slice]]:
-        return ((span, place) for span, place in self._places.items() if span.index == index)
+        for span, begin in self._own.get(index, ()):
+            span.of(whole).copy_(row[begin : begin + span.size])
 
 
 MASTER: Final = ""  # the key of the value in full precision among those of the optimizer's state
