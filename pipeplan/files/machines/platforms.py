@@ -213,7 +213,11 @@ def platform_form(platform: Platform) -> PlatformFile:
     ]
     equal = all(device == first for device in platform.devices) and first.speed == 1 and not own
     each = [
-        DeviceFile(exact_bytes(x.memory_bytes), None if x.speed == 1 else float(x.speed), x.times and x.times.name)
+        DeviceFile(
+            exact_bytes(x.memory_bytes),
+            None if x.speed == 1 else float(x.speed),
+            None if x.times is None else x.times.name,
+        )
         for x in platform.devices
     ]
     return PlatformFile(
