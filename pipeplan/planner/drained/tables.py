@@ -208,11 +208,15 @@ class Layout:
         return self.times is not None and all(u[x] < NEVER for u, x in zip(self.times, pairwise(split), strict=True))
 
     def even(self) -> Iterator[Split]:
-        """Yield splits whose longest stage is shortest, if nothing is recomputed or as it must, then with the long ones
-        first or last; all as far as they fit."""
+        """Yield splits of about equal work, and those whose longest stage is shortest, with the long ones first or
+        last; all as far as they fit."""
         if self.times is None:
             return
-        yield from (x for x in (self._balanced(),) if all(low < high for low, high in pairwise(x)) and self.fits(x))
+        work, shares = self.tables.found.work, np.cumsum(list(map(len, self.groups)))
+        inner = (int(np.abs(work - work[-1] * share // shares[-1]).argmin()) for share in shares[:-1])
+        for split in (self._balanced(), (0, *inner, self.tables.size - 1)):
+            if all(low < high for low, high in pairwise(split)) and self.fits(split):
+                yield split
         longest = least_longest(self._each)
         if longest is not None:
             allowed = [up_to(longest, x) for x in self._each]
