@@ -33,10 +33,11 @@ def wander(
     budget: int,
     done: Callable[[], bool],
     seed: int = 0,
+    hot: float = HOT,
 ) -> Allocation:
     """Walk about ``budget`` steps from ``start``; return the last allocation that ``try_`` made the best, or ``start``.
 
-    One that is scheduled counts as :data:`SCHEDULED`.
+    One that is scheduled counts as :data:`SCHEDULED`. A step may add so much, ``hot``, to what is missing at first.
     ``misfit`` says what an allocation misses of the period to beat, or that it is more than a limit; ``try_`` schedules
     one and says whether it is the best so far, which shortens the period to beat.
     """
@@ -50,7 +51,7 @@ def wander(
         changed = changes.one(current, rng)
         if changed is None or changed == current:
             continue
-        worst = here + HOT * (1 - step / budget) ** 2 * rng.random()
+        worst = here + hot * (1 - step / budget) ** 2 * rng.random()
         there = misfit(changed, worst)
         if there == 0:
             if changed not in refuted:

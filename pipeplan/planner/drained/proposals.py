@@ -15,7 +15,7 @@ from ...cost.stage_graph import stage_graph
 from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import feasible
-from ...partition.moves.wander import REFUTED, wander
+from ...partition.moves.wander import wander
 from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation, Stage
 from ...problem import Problem
@@ -26,7 +26,7 @@ from ..periodic.limits import LimitSearch
 from ..periodic.portfolio import on_less_memory
 from .tables import Layout, tables_of_pipelines
 
-DRAINED_STEPS = 300  # of a walk from a plan whose cost is a simulated run
+DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
 
 
 def widened(propose: Propose, walks: bool = True) -> Propose:
@@ -52,13 +52,15 @@ def widened(propose: Propose, walks: bool = True) -> Propose:
 
 def move(incumbent: Incumbent) -> None:
     """Walk from the best allocation so far, if there is one, to better ones."""
+    best = incumbent.best
+    if best is None:
+        return
+    start, try_ = best.allocation, incumbent.try_
 
     def misfit(stages: tuple[Stage, ...], enough: float) -> float:
-        return REFUTED if incumbent.lower_bound(Allocation(stages)) is None else 0.0
+        return float(stages != start.stages and incumbent.lower_bound(Allocation(stages)) is None)
 
-    if incumbent.best is not None:
-        start, try_ = incumbent.best.allocation, incumbent.try_
-        wander(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired)
+    wander(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired, hot=0.0)
 
 
 def _others(incumbent: Incumbent) -> Iterator[Allocation]:
