@@ -160,7 +160,7 @@ def test_modules_import_from_the_rooms_that_the_law_names(module):
 
 OUTER = (  # what a plan may need, but not every plan: reached by the rows of tables alone
     "schedule.programs schedule.written schedule.synthesis check.bounds.drained partition.madpipe partition.pipedream "
-    "planner.drained planner.grids planner.simulated planner.what_if planner.robust"
+    "planner.drained planner.grids planner.simulated planner.what_if"
 )
 
 

@@ -105,14 +105,11 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     schedule: PlannedSchedule | None
     algorithm: Literal["auto"] | AlgorithmName
     options: Mapping[str, Any] | None
-    robust: float | None
     split: str | None
     replicas: str | None
     on: str | None
     recompute: str | None
     order: Order
-    seed: int
-    runs: int
 
 
 class Grids(Common, Parts, Searched, total=False):
@@ -207,9 +204,6 @@ ROWS = f"""
 --algorithm = auto        auto is the portfolio: exact contiguous first, then what might beat it.
 --option KEY=VALUE (options)
     Of the algorithm, by name.
---robust PERCENT {{0..1}}
-    Minimise the 95th percentile over runs whose durations vary by this much, such as 5%; also print what the fastest
-    plan loses then.
 --split COUNTS|NAMES
     Search nothing: evaluate stages of 4,4,4,5 layers, or those that later begin with the layers, or modules, named.
 --replicas COUNTS           With --split: GPUs of each stage, such as 2,1,1.  [default: 1 each]
@@ -218,9 +212,6 @@ ROWS = f"""
     With --split: layers to recompute: whole stages, every single layer, or ranges such as 0-3,8 (each range is one
     segment).  [default: none]
 -O order = best           Of the layers of a graph: the best for stages that is found, or the profile's.
--O seed N = 0 {{0..{LARGEST_SEED}}}
-    Of --robust.
--O runs N = 20 {{1..{MOST_RUNS}}} Of --robust.
 --data-parallel auto|N {{1..1000000}} (pipelines)
     Equal pipelines that share every batch; auto: whatever is fastest.
 --microbatch N,.. (microbatches)

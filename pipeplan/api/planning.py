@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from ..check.targets import TARGETS
 from ..choices import BEST, BY_MATRIX, DRAINED, Effort
@@ -30,9 +30,6 @@ from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 from .tensor import OfDegree, Worth, best_degree, parts
 
-if TYPE_CHECKING:
-    from ..planner.plan import Jitter
-
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 DEFAULTS: Planning = defaults(Planning)
 GRID_DEFAULTS: Grids = defaults(Grids)
@@ -47,7 +44,6 @@ class Question:
     settings: Settings
     kind: ScheduleKind | None
     stated: dict[str, str] | None
-    jitter: Jitter | None
     deadline: Deadline
 
     @property
@@ -62,9 +58,7 @@ class Question:
         algorithm, options = (
             (self.said["algorithm"], _known(self.said)) if self.stated is None else (STATED, self.stated)
         )
-        return make_plan(
-            problem, algorithm, options, self.settings, self.effort, self.kind, self.said["limit"], self.jitter
-        )
+        return make_plan(problem, algorithm, options, self.settings, self.effort, self.kind, self.said["limit"])
 
     def found(self, problem: Problem) -> tuple[Planned, Problem]:
         """Return the plan in the order of layers that is asked for, and the problem in that order."""
@@ -94,10 +88,8 @@ def plan(
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express; ``on_plan`` gets
     its plan twice before its price is known: the first that is found, and the best. ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
-    :func:`..planner.ordered.ordered`. With ``robust``, a share (0.05), it is the best where
-    durations are drawn around the planned ones, in ``runs`` runs of a ``seed``. ``jobs`` processes search at a time,
-    with the same plan for any number. ``progress`` hears of each improvement, ``status`` says at any time what is going
-    on. BadInput for what contradicts.
+    :func:`..planner.ordered.ordered`. ``jobs`` processes search at a time, with the same plan for any number.
+    ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
     """
     from ..planner.what_if.best_order import OWN, TRIED
     from ..planner.what_if.ordered import WHY_NOT, ordered
@@ -185,21 +177,14 @@ def _proved(question: Question, found: Planned) -> int:
 
 def _question(said: Planning, progress: Callable[[str], None] | None, status: Status) -> Question:
     """Return what is asked, with the weights that follow; BadInput for what contradicts."""
-    from ..planner.plan import Jitter
-
     deadline, schedule = deadline_of(said["time_limit"]), said["schedule"]
     algorithm, gap, target = said["algorithm"], said["gap"], said["for_"]
     stated = _stated(said)
     _known(said)
     if gap is not None and algorithm != AUTO:
         raise BadInput("-O gap says when --algorithm auto may stop; leave it out")
-    jitter = None if said["robust"] is None else Jitter(said["robust"], said["seed"], said["runs"])
-    if target is not None and jitter is not None:
-        raise BadInput("--for has a search of its own; leave out --robust")
-    if schedule == BEST and (target is not None or jitter is not None):
-        raise BadInput(
-            f"--schedule best orders passes for itself; leave out {'--robust' if target is None else '--for'}"
-        )
+    if schedule == BEST and target is not None:
+        raise BadInput("--schedule best orders passes for itself; leave out --for")
     if target is not None:
         _refuse_with_target(target, said, stated is not None)
         said["weights"] = DRAINED
@@ -210,7 +195,7 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
     settings = Settings(
         said["solver"], gap=GAP if gap is None else gap, jobs=said["jobs"], progress=progress, status=status
     )
-    return Question(said, settings, None if schedule == BEST else schedule, stated, jitter, deadline)
+    return Question(said, settings, None if schedule == BEST else schedule, stated, deadline)
 
 
 def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], None], beat_ns: int | None) -> Planned:
@@ -242,7 +227,7 @@ def _searched(question: Question, problem: Problem) -> Planned:
     if question.stated is not None:  # other stages than the stated ones are no alternatives
         return found
     quiet = replace(question.settings, progress=None, explained=False, status=Status())
-    other = replace(question, settings=quiet, kind=None, jitter=None)
+    other = replace(question, settings=quiet, kind=None)
     return with_alternatives(found, ordered, question.settings, asked or not free, lambda x: other.found(x)[0])
 
 

@@ -18,7 +18,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Training": "weights accumulate batch samples tokens price optimizer no-decay groups lr scheduler warmup "
     "clip-norm clipped ema delay-correction averaged precision half loss-scale loss-scale-window vertical-sync "
     "no-replicas zero offload bytes-per-parameter checkpointing bucket-size coarsening",
-    "Search": "for data-parallel overlap algorithm algorithms option effort robust solver schedule limit time-limit",
+    "Search": "for data-parallel overlap algorithm algorithms option effort solver schedule limit time-limit",
     "A plan that is stated": "split replicas on recompute",
     "Measuring": "host-time",
     "Simulation": "",

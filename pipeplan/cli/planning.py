@@ -169,9 +169,6 @@ def plan(
 
     Ctrl-C ends the search with the best plan so far.
     """
-    for name in ("seed", "runs"):
-        if name in knobs and asked["robust"] is None:
-            raise click.UsageError(f"-O {name} goes with --robust")
     bill = Bill.of(samples, tokens, price)
     from ..api.planning import plan
     from ..api.plans import not_exported

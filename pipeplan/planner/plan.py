@@ -22,18 +22,15 @@ from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..registry import Late
 from ..schedule.kinds import KINDS, kinds_for, too_long
-from ..status import Status
 from ..version import __version__
 from .periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search, unsolved
-from .periodic.interval import Alike, at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
-from .periodic.jobs import Task
+from .periodic.interval import at_interval, more_often, rescheduled, smaller_intervals, updates_cost_time
 from .periodic.portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, propose_contiguous, search
 
 AUTO = "auto"
 STATED = "stated"
 plan_drained, plan_nf1b = Late("planner.drained.plan:plan_drained"), Late("planner.drained.plan:plan_nf1b")
-synced, most_robust = Late("planner.drained.proposals:synced"), Late("planner.robust:most_robust")
-stated = Late("planner.periodic.stated:stated")
+synced, stated = Late("planner.drained.proposals:synced"), Late("planner.periodic.stated:stated")
 claimed = Late("planner.periodic.explain:claimed")
 why_infeasible: Callable[..., str] = Late("planner.periodic.explain:why_infeasible")
 why_not_admitted: Callable[..., str] = Late("planner.periodic.explain:why_not_admitted")
@@ -41,31 +38,6 @@ why_not_placed: Callable[..., str] = Late("planner.periodic.explain:why_not_plac
 why_not_stated: Callable[..., str | None] = Late("planner.periodic.stated:why_not_stated")
 bounds_of_drained: Callable[..., Iterator[Bound]] = Late("check.bounds.drained.proofs:quoted")
 BEFORE = {"high": "normal"}  # the effort that is made first, so that more of it is never worse
-
-
-@dataclass(frozen=True, slots=True)
-class Jitter:
-    """How durations are drawn: each the planned one times 1 + ``share`` * N(0, 1), in ``runs`` runs of a ``seed``."""
-
-    share: float
-    seed: int = 0
-    runs: int = 20
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise BadInput(f"--robust: {self.share:.6g} is not above 0 and at most 1")
-        if self.runs < 1:
-            raise BadInput(f"-O runs: {self.runs} is not positive")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A scheduled allocation of a problem, and the valid plan that it makes, with its figures."""
-
-    problem: Problem
-    scheduled: Scheduled
-    plan: Plan
-    evaluation: Evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +56,6 @@ def make_plan(
     effort: str = "normal",
     schedule: ScheduleKind | None = None,
     limit: int | None = None,
-    robust: Jitter | None = None,
 ) -> Planned:
     """Return the validated plan that ``algorithm`` (or the portfolio, ``auto``) gives; Infeasible, explained, if none.
 
@@ -92,16 +63,13 @@ def make_plan(
     one that goes with the weights policy, by default the first that :func:`..schedule.kinds.kinds_for` names; ``limit``
     is what nF1B or message-driven admit at once (None: chosen). An undecided ``policy.accumulate`` is decided here:
     under 2bw the fewest microbatches whose period is within 0.1% of the best of any interval, four per device where
-    mini-batches are drained, under nF1B the best of several sizes, otherwise one. With ``robust`` it is the plan of the
-    least 95th percentile under drawn durations, see :func:`.robust.most_robust`. A KeyboardInterrupt ends the search
-    with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
+    mini-batches are drained, under nF1B the best of several sizes, otherwise one. A KeyboardInterrupt ends the
+    search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
     High effort is made behind normal, unless that comes near the bound of all plans.
     """
     settings = settings or Settings()
-    ask = partial(
-        _planned, problem, algorithm, options, settings=settings, schedule=schedule, limit=limit, robust=robust
-    )
-    if algorithm != AUTO or effort not in BEFORE or robust is not None:
+    ask = partial(_planned, problem, algorithm, options, settings=settings, schedule=schedule, limit=limit)
+    if algorithm != AUTO or effort not in BEFORE:
         return ask(effort)
     try:
         first = ask(BEFORE[effort], settings=replace(settings, explained=False))
@@ -131,7 +99,6 @@ def _planned(
     settings: Settings,
     schedule: ScheduleKind | None,
     limit: int | None,
-    robust: Jitter | None,
 ) -> Planned:
     """Return what :func:`make_plan` does, by one search of this effort."""
     kind = _kind(problem.policy.weights, schedule, limit)
@@ -141,51 +108,38 @@ def _planned(
         settings = replace(settings, simplest=False)
     if algorithm == AUTO:
         settings = replace(settings, time_limit_s=EFFORTS[effort].solver_s, node_limit=EFFORTS[effort].nodes)
-    if robust is not None:
-        settings = replace(settings, near=robust.share / 2)
     incumbent, status = _found(problem, algorithm, options, effort, settings, kind, limit, schedule is None)
-    asked, problem = problem, incumbent.problem
-    if incumbent.best is None:
+    asked, problem, scheduled = problem, incumbent.problem, incumbent.best
+    if scheduled is None:
         raise Infeasible(_why_none(incumbent, algorithm) if settings.explained else "no plan was found")
-
-    def composed(problem: Problem, scheduled: Scheduled) -> Candidate:
-        allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)
-        sooner = more_often(problem, scheduled) if asked.policy.open else None
-        of_any = any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None)
-        of_class = _class_bounds(incumbent, problem, scheduled, kind)
-        plan = Plan(
-            chain=problem.chain,
-            platform=problem.platform,
-            policy=problem.policy,
-            allocation=allocation,
-            pattern=scheduled.pattern,
-            lower_bounds=(),
-            provenance=Provenance(
-                algorithm,
-                options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
-                allocation.claimed_period_ns,
-                solver=None if scheduled.status is None else settings.solver,
-                solver_status=status or scheduled.status,
-                version=__version__,
-                alternatives=() if sooner is None else (sooner,),
-            ),
-            schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None),
-        )
-        evaluation = check(plan)
-        bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
-        plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
-        if broken := bound_violations(plan, evaluation.period_ns):
-            raise InvalidPlan(broken)
-        return Candidate(problem, scheduled, plan, evaluation)
-
-    if robust is None:
-        chosen = composed(problem, incumbent.best)
-        return Planned(chosen.plan, chosen.evaluation)
-    found = [incumbent.best, *(x for x in incumbent.near if not x.same_as(incumbent.best))]
-    chosen, figures = most_robust(problem, found, composed, robust, asked.policy.open)
-    provenance = chosen.plan.provenance
-    told = replace(provenance, options={**provenance.options, "robust": figures})
-    return Planned(replace(chosen.plan, provenance=told), chosen.evaluation)
+    allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)
+    sooner = more_often(problem, scheduled) if asked.policy.open else None
+    of_any = any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None)
+    of_class = _class_bounds(incumbent, problem, scheduled, kind)
+    plan = Plan(
+        chain=problem.chain,
+        platform=problem.platform,
+        policy=problem.policy,
+        allocation=allocation,
+        pattern=scheduled.pattern,
+        lower_bounds=(),
+        provenance=Provenance(
+            algorithm,
+            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
+            allocation.claimed_period_ns,
+            solver=None if scheduled.status is None else settings.solver,
+            solver_status=status or scheduled.status,
+            version=__version__,
+            alternatives=() if sooner is None else (sooner,),
+        ),
+        schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None),
+    )
+    evaluation = check(plan)
+    bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
+    plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
+    if broken := bound_violations(plan, evaluation.period_ns):
+        raise InvalidPlan(broken)
+    return Planned(plan, evaluation)
 
 
 def _found(
@@ -312,94 +266,35 @@ def _plan_pattern(
 ) -> tuple[Incumbent, str | None]:
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
-    Where ``propose`` makes local ``moves``, which others pay at another interval, ``again`` makes them as well with the
-    one that fills a pipeline over all devices, if the decided one is no longer and they can come out otherwise. With
-    the interval decided the search is run once more, unless nothing can get shorter. Neither where the problem is
-    large, nor are other stages sought for a smaller interval. The bounds are those of the first, which hold for every
-    interval.
+    Where ``again`` makes local ``moves`` it is run with the interval that fills a pipeline over all devices as well, if
+    the decided one is no longer; and once more with the interval decided, unless nothing can get shorter. Neither where
+    the problem is large, nor are other stages sought for a smaller interval. The bounds are those of the first search,
+    which hold for every interval.
     """
     if problem.policy.accumulate is None and not problem.policy.open:
         problem = at_interval(problem, 1)
-    quick, filled = places(problem) <= MOST_PLACES, 2 * len(problem.platform) - 1
-    elsewhere = None
-    if settings.jobs > 1 and moves and quick and problem.policy.open:  # it may be in vain
-        alone = replace(settings, progress=None, status=Status())
-        elsewhere = Task(_searched, again, at_interval(problem, filled), alone)
-    try:
-        return _at_best_interval(
-            problem, propose, again, settings, widen, filled if moves and quick else None, elsewhere
-        )
-    finally:
-        if elsewhere is not None:
-            elsewhere.end()
-
-
-Searched = tuple[Scheduled | None, str | None, int]
-
-
-def _searched(propose: Propose, problem: Problem, settings: Settings) -> Searched:
-    """Return the best that ``propose`` finds of a problem, if anything, why it stopped early, and how many allocations
-    the solver has failed on by now."""
     incumbent = Incumbent(problem, settings)
-    status = run_search(propose, incumbent, dispensable=True)
-    return incumbent.best, status, settings.status.unsolved
-
-
-def _at_best_interval(
-    problem: Problem,
-    propose: Propose,
-    repeat: Propose,
-    settings: Settings,
-    widen: bool,
-    filled: int | None,
-    elsewhere: Task[Searched] | None,
-) -> tuple[Incumbent, str | None]:
-    """Do what :func:`_plan_pattern` says, with the search for the interval ``filled``, if any, ``elsewhere``."""
-    incumbent = Incumbent(problem, settings)
-    alike = None
-    if filled is not None and problem.policy.open:
-        alike = Alike(problem, filled)
-        incumbent.watch = alike.watch
     status = run_search(propose, incumbent)
-    incumbent.watch = None
     if not problem.policy.open or incumbent.best is None:
         return incumbent, status
     quick = places(problem) <= MOST_PLACES
-    widen = widen and quick
-    again, cut = _decided(incumbent, widen, _ended(status, incumbent))
+    widen, filled = widen and quick, 2 * len(problem.platform) - 1
+    decided, cut = _decided(incumbent, widen, _ended(status, incumbent))
     status = cut or status
-    sooner = filled is not None and again.problem.policy.update_interval() <= filled
-    if alike is not None and (alike.so_far or evenly_shared(problem, incumbent.best.allocation)):
-        sooner = False
-    if sooner and not incumbent.near_bound and not _ended(status, incumbent):
-        other = at_interval(problem, filled)  # it begins as if the interval were given
-        if elsewhere is None:
-            found, cut, _ = _searched(repeat, other, settings)
-        else:
-            found, cut, unsolved = _awaited(elsewhere)
-            settings.status.unsolved += unsolved
-        status = cut or status
-        best = None if found is None else rescheduled(other, found, None)
+    sooner = moves and quick and decided.problem.policy.update_interval() <= filled and not incumbent.near_bound
+    if sooner and not evenly_shared(problem, incumbent.best.allocation) and not _ended(status, incumbent):
+        other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
+        status = run_search(again, other, dispensable=True) or status
+        best = None if other.best is None else rescheduled(other.problem, other.best, None)
         if best is not None and best.cost < incumbent.best.cost:
             incumbent.best = best
-            again, cut = _decided(incumbent, widen, _ended(status, incumbent))
+            decided, cut = _decided(incumbent, widen, _ended(status, incumbent))
             status = cut or status
-    shortest = widen and again.best_ns == incumbent.best_ns
+    shortest = widen and decided.best_ns == incumbent.best_ns
     if quick and not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
-        status = run_search(repeat, again, dispensable=True) or status
-    again.bounds = incumbent.bounds
-    for scheduled in incumbent.near:
-        same = rescheduled(problem, scheduled, again.problem.policy.accumulate)
-        if same is not None:
-            again.keep(same)
-    return again, status
-
-
-def _awaited(task: Task[Searched]) -> Searched:
-    try:
-        return task.result()
-    except KeyboardInterrupt:
-        return None, "interrupted", 0
+        status = run_search(again, decided, dispensable=True) or status
+    decided.bounds = incumbent.bounds
+    return decided, status
 
 
 def _ended(status: str | None, incumbent: Incumbent) -> bool:

@@ -237,25 +237,6 @@ def _of_degree(found: dict[str, Any]) -> str:
     return "no plan" if bound is None else f"at least {format_ns(bound)}"
 
 
-def robustness(plan: Plan) -> list[str]:
-    """Return what a plan takes under drawn durations, and what the one of least period loses then, in lines; nothing of
-    plans that were not chosen by that."""
-    found = plan.provenance.options.get("robust")
-    nominal = found.get("nominal") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(nominal, dict):
-        return []
-    share, runs, p95 = found.get("jitter"), found.get("runs"), found.get("p95_ns")
-    period, other = nominal.get("period_ns"), nominal.get("p95_ns")
-    times = [x for x in (runs, found.get("microbatches"), p95, period, other) if isinstance(x, int)]
-    if not isinstance(share, float) or len(times) < 5 or min(times) < 1:
-        return []
-    runs, count, p95, period, other = times
-    drawn = f"{runs} runs of {count} microbatches, durations drawn around the planned by {100 * share:.4g}%"
-    alone = "nominal     what is chosen by the planned period alone"
-    lost = f": {format_ns(period)}, p95 {format_ns(other)}, {other / p95 - 1:.2%} longer" if other > p95 else " is this"
-    return [f"robust      p95 {format_ns(p95)} in {drawn}", alone + lost]
-
-
 def ordering(plan: Plan) -> list[str]:
     """Return how good the order of passes is at least, in a line; nothing of plans whose order no search has found."""
     found = plan.provenance.options.get("order")

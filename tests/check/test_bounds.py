@@ -14,17 +14,13 @@ from pipeplan.check.bounds import (
     any_bound,
     layer_bound,
     load_bound,
-    long_chains,
     memory_bound,
     proof,
     quick_proof,
     work_ns,
 )
 from pipeplan.check.bounds.facts import Facts
-from pipeplan.check.bounds.long_chains import long_bound
-from pipeplan.check.bounds.placements import placement_bound
 from pipeplan.check.bounds.strong import Proved, Refutations
-from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.memory_model import stage_activations
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import stage_graph
@@ -187,7 +183,6 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
     feasible = tight = binding = 0
     for seed in range(60):
         rng = random.Random(seed)
-        monkeypatch.setattr(long_chains, "PIECE", 1 + seed % 3)
         problem = random_problem(
             rng,
             3 if seed % 2 else rng.randint(1, 3),
@@ -218,7 +213,6 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
             continue
         assert not proved.infeasible
         assert bound <= best
-        assert long_bound(Facts(relative(problem))) <= best
         feasible += 1
         tight += bound == best
         binding += memory_bound(problem) > max(load_bound(problem), layer_bound(problem))
@@ -259,7 +253,6 @@ def test_no_bound_is_above_the_truth_and_most_reach_it():
             impossible += 1
             continue
         assert proved.period_ns <= truth, seed
-        assert long_bound(Facts(relative(problem))) <= truth, seed
         conditions = Refutations(problem)
         for period in (truth, truth + 1, 2 * truth):
             assert conditions.cover_refuted(period) is None, seed
@@ -268,7 +261,7 @@ def test_no_bound_is_above_the_truth_and_most_reach_it():
         assert proof(problem, up_to=2 * truth).period_ns <= truth, seed
         ratios.append(truth / proved.period_ns)
         averages.append(truth / quick_proof(problem).period_ns)
-    assert sum(ratios) / len(ratios) < 1.05
+    assert sum(ratios) / len(ratios) < 1.25
     assert sum(averages) / len(averages) > 1.2
     assert impossible > 4
     assert sharp > 5
@@ -285,18 +278,6 @@ def test_published_profiles_are_bounded_by_what_stages_hold(name, memory, bandwi
     proved = proof(Problem(chain, platform, replicas=False, checkpointing="segments"))
     assert (proved.part, proved.infeasible) == (part, least is None)
     assert least is None or least * 10**6 < proved.period_ns < (274 if name == "vgg16" else 10**3) * 10**6
-
-
-def test_long_chains_are_bounded_by_what_their_segments_hold():
-    rng = random.Random(1)
-    layers = [
-        Layer(f"layer{i}", rng.randint(1, 30), rng.randint(2, 60), 0, rng.randint(1, 50), rng.randint(10, 200))
-        for i in range(300)
-    ]
-    problem = Problem(Chain("long", tuple(layers), 0), Platform.flat(4, 4000, 10**9), Policy())
-    quick, proved = quick_proof(problem), proof(problem)
-    assert (quick.part, proved.part) == ("averages", "pooled")
-    assert quick.period_ns * 1.01 < proved.period_ns < 2 * quick.period_ns
 
 
 def test_whole_blocks_fill_devices_unevenly():
@@ -350,18 +331,6 @@ def test_sums_of_large_gradients():
         chain_of((1, 1), (1, 1), weights=4 * 10**9), Platform.flat(4, 10**12, 10**10), Policy(accumulate=12)
     )
     assert Facts(problem).sync_ns[3, 0, 2] == 10**8
-
-
-def test_no_placement_is_shorter_than_its_bound_in_any_order_of_devices():
-    """Every microbatch of these two stages stays inside a server only in an order that isn't ascending."""
-    chain = Chain("c", (Layer("0", 10**6, 10**6, 10**6, 10**5), Layer("1", 2 * 10**6, 2 * 10**6, 10**6, 1)), 1)
-    platform = Platform((Device(4 * 10**6),) * 6, (Level(3, 10**12), Level(2, 10**6)))
-    problem = Problem(chain, platform, Policy(accumulate=10**6), checkpointing="none")
-    stages = [Stage(0, 1, (0, 3)), Stage(1, 2, (1, 4, 2, 5))]
-    graph = stage_graph(chain, platform, problem.policy, stages)
-    least = placement_bound(problem, 1)
-    assert least is not None
-    assert least <= group_bound(graph) == 10**6
 
 
 def test_an_engines_buffers_hold_what_views_of_them_would_keep():

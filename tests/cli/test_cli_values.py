@@ -129,8 +129,6 @@ def test_numbers_in_texts_are_bounded_too(arguments: tuple[str, ...], pipeplan: 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("plan", "p.json", "--gpus", "2", "--mem", "1GB", "-O", "seed=0"), "-O seed goes with --robust"),
-        (("plan", "p.json", "--gpus", "2", "--mem", "1GB", "-O", "runs=3"), "-O runs goes with --robust"),
         (("simulate", "p.json", "--runs", "20"), "--runs goes with --jitter"),
     ],
 )

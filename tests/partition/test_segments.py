@@ -16,6 +16,7 @@ from cases.contiguous import (
 )
 from oracles.partition import checkpoints, contiguous_optimum
 
+from pipeplan.check.bounds import quick_proof
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model
@@ -295,3 +296,18 @@ def test_published_profiles_reach_the_known_periods(name: str, plans: int, ratio
                 ratios.append(found.claimed_period_ns * devices / work)
     assert len(ratios) == plans
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= ratio
+
+
+def test_a_long_chain_is_recomputed_in_segments() -> None:
+    """510 layers on GPUs that hold a third of what they keep: near what no plan of any kind can beat."""
+    rng = random.Random(3)
+    figures = ((1, 30), (2, 60), (0, 9), (1, 20), (10, 90))
+    layers = tuple(Layer(f"layer{i}", *(rng.randint(*span) for span in figures)) for i in range(510))
+    chain, platform = Chain("long", layers, 10), Platform.flat(4, 14000, 10**9)
+    problem = Problem(chain, platform, replicas=False, checkpointing="segments")
+    found = smallest_period(problem)
+    assert found is not None
+    assert_attains(problem, found)
+    assert found.claimed_period_ns is not None
+    assert found.claimed_period_ns < 1.07 * quick_proof(problem).period_ns
+    assert sum(len(stage.checkpoint) for stage in found.stages) > 10

@@ -13,10 +13,8 @@ from cases.chains import random_chain, random_platform
 from pipeplan.check.bounds import any_bound
 from pipeplan.errors import Infeasible
 from pipeplan.files.profiles import read_profile
-from pipeplan.planner import plan as planning
 from pipeplan.planner.periodic.incumbent import Scheduled, Settings
-from pipeplan.planner.periodic.interval import Alike, at_interval
-from pipeplan.planner.periodic.portfolio import EFFORTS
+from pipeplan.planner.periodic.interval import at_interval
 from pipeplan.planner.plan import make_plan, with_interval
 from pipeplan.planner.what_if.alternatives import with_alternatives
 from pipeplan.planner.what_if.compare import compare
@@ -71,26 +69,6 @@ def test_no_interval_beats_the_bounds_of_any_and_none_smaller_is_close():
         assert derived(found.plan)[1] == []
         seen += 1
     assert seen > 7
-
-
-def test_a_search_that_is_left_out_would_find_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    searches: list[int] = []
-    searched = planning._searched
-    monkeypatch.setattr(planning, "_searched", lambda *of: (searches.append(1), searched(*of))[1])
-    monkeypatch.setitem(EFFORTS, "normal", replace(EFFORTS["normal"], moves=300, rounds=0))
-    settings, left_out = Settings(gap=-0.5), 0  # no plan is near enough to a bound
-    for seed in range(6):
-        rng = random.Random(seed)
-        problem = Problem(random_chain(rng, 6), random_platform(rng, 3), replicas=False)
-        found = make_plan(problem, settings=settings)
-        short = len(searches)
-        with monkeypatch.context() as always:
-            always.setattr(Alike, "watch", lambda self, *_: setattr(self, "so_far", False))
-            other = make_plan(problem, settings=settings)
-        assert (found.plan.allocation, found.plan.pattern) == (other.plan.allocation, other.plan.pattern), seed
-        left_out += len(searches) > 2 * short
-        searches.clear()
-    assert left_out > 1
 
 
 def test_both_solvers_decide_on_the_same_interval():

@@ -70,7 +70,6 @@ def test_what_no_order_can_be_sought_for_is_refused(path):
             "schedule: the best order drains every mini-batch, which is for weights flush; the policy is",
         ),
         ({"for_": "torch"}, "schedule best orders passes for itself; leave out for_"),
-        ({"robust": 0.1}, "schedule best orders passes for itself; leave out robust"),
     ):
         with pytest.raises(BadInput, match=said):
             pp.plan(path, **{**GIVEN, **more}, schedule="best")

@@ -9,11 +9,9 @@ said in words (:data:`PARTS`):
   must be inside by then (``facts`` says what they cost at least);
 - ``packing``: what they hold at every instant, side by side on whole devices;
 - ``blocks``: layers as whole things, dealt out to the devices;
-- ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts
-  (``long_chains`` without the cuts, where they are too many);
+- ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts;
 - ``covers``: sets of runs that fit on one group of devices together, by work and by what they hold at their worst
-  instants, have to cover the chain; looked for only up to a period that is asked about;
-- ``placements``: of short chains all stages on all devices, as far as a budget goes.
+  instants, have to cover the chain; looked for only up to a period that is asked about.
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
 link. Schedules that are no patterns (drained ones, nF1B) are bounded by averages alone, as counts of microbatches

@@ -17,13 +17,11 @@ from ...problem import Problem
 from .blocks import Blocks, work_overflows
 from .covers import MOST_COVERED, uncovered
 from .facts import Facts
-from .long_chains import long_bound
 from .packing import needs_more_devices
-from .placements import NODES, placement_bound
 from .pooled import Segments, too_much
 from .runs import LONGEST, runs_at
 
-Part = Literal["work", "fill", "layer", "averages", "runs", "packing", "blocks", "pooled", "covers", "placements"]
+Part = Literal["work", "fill", "layer", "averages", "runs", "packing", "blocks", "pooled", "covers"]
 PARTS: dict[Part, str] = {
     "work": "the work of all layers binds, shared perfectly",
     "fill": "the work of all layers binds, with what fills the pipeline before each GPU can begin",
@@ -34,13 +32,11 @@ PARTS: dict[Part, str] = {
     "blocks": "whole layers don't fill the devices evenly",
     "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
     "covers": "no sets of stages that fit on one GPU together cover all layers",
-    "placements": "no placement of the stages on the devices is shorter, each with its loads, memory and waits",
 }
 IMPOSSIBLE: dict[Part, str] = {
     "runs": "however it is cut, some layers fit on no GPU",
     "packing": "however it is cut, the stages fill more GPUs",
     "blocks": "however they are dealt out, whole layers fill more GPUs",
-    "placements": "all stages were tried on all GPUs",
 }
 ENDLESS_NS = 10**30  # longer than any work or sum
 WORK = 40_000  # of refutations, in table rows: some tenths of a second
@@ -49,7 +45,6 @@ MOST_LAYERS = 256
 FINEST = 1000  # of a period, to which such a bound is made out
 LITTLE = 50, 400  # parts of a period
 MOST_DEEPER = 6  # periods at which covers are looked for
-MOST_PLACED = 6  # layers, and devices, of which whole placements are looked at
 
 
 @dataclass(frozen=True)
@@ -114,23 +109,15 @@ class Refutations:
 def strong_bound(problem: Problem, quick: Proved) -> Proved:
     """Return the best bound of all conditions, at least ``quick``."""
     if len(problem.chain) > MOST_LAYERS:
-        return _longer(Facts(time_model.relative(problem)), quick)
+        return quick
     conditions = Refutations(problem)
     if conditions.tests < 3:
-        return _longer(conditions.facts, quick)
+        return quick
     part = conditions.refuted(None)
     if part is not None:
         return Proved(quick.period_ns, part, infeasible=True)
     found = longest_refuted(conditions.refuted, quick, conditions.tests)
-    found = longest_refuted(conditions.pool_refuted, found, conditions.tests // 3)
-    small = len(problem.chain) <= MOST_PLACED and len(problem.platform) <= MOST_PLACED
-    if conditions.facts.periodic and small:
-        placed = placement_bound(problem, found.period_ns, NODES)
-        if placed is None:
-            return Proved(found.period_ns, "placements", infeasible=True)
-        if placed > found.period_ns:
-            return Proved(placed, "placements")
-    return found
+    return longest_refuted(conditions.pool_refuted, found, conditions.tests // 3)
 
 
 def deeper(problem: Problem, known: Proved, period: int) -> Proved:
@@ -162,12 +149,6 @@ def deeper(problem: Problem, known: Proved, period: int) -> Proved:
             break
         tried = isqrt(known.period_ns * period)
     return known
-
-
-def _longer(facts: Facts, quick: Proved) -> Proved:
-    """Return the bound of chains too long for tables of runs, or ``quick`` where that is longer."""
-    found = long_bound(facts)
-    return Proved(found, "pooled") if found > quick.period_ns else quick
 
 
 def longest_refuted(refuted: Callable[[int], Part | None], low: Proved, tests: int) -> Proved:

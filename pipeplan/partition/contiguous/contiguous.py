@@ -25,17 +25,14 @@ from ..cuts import legal_cuts, near_cuts, spread_cuts
 from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from ..tables.device_counts import device_counts, shortest_delays
-from ..tables.stages import SearchTables, stage_tables
+from ..tables.stages import SearchTables, stage_tables, thinned
 from .bisection import plain_delays, shortest_between
 from .claims import claim, claimed, claimed_ns, longest_period_ns
 from .decision import decide
 from .grouped import group_sizes, grouped
-from .long_chains import between_layers, terms_of, thinned, with_priced_segments
 from .tied import best_with_sums, first_within, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
-_SOME_CUTS = 500  # of more none are searched by fronts of labels
-_NEAR = 160  # cuts near the ends of stages
 _REFINED = 4  # times that cuts are moved where tables have only some
 _MANY_CUTS = 400  # of more the segments of each stage get less work
 _LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
@@ -115,11 +112,6 @@ def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Alloc
     if problem.checkpointing == "segments":
         if period == longest:
             tables = with_lowest_peaks(tables, period, longest)
-        elif few:
-            priced = with_priced_segments(tables, period, period, longest, terms_of(problem))
-            if priced is None:
-                return None
-            tables = priced[0]
         else:
             effort = _QUICK.over(len(legal_cuts(problem)), _MANY_CUTS)
             labelled = with_segments(tables, period, period, longest, least_delay, effort)
@@ -250,23 +242,18 @@ def _with_segments(
 
     The plan that recomputes all or nothing, or as it takes least memory, bounds what recomputation may cost, and so how
     many ways to recompute a stage are worth keeping; a search that keeps few of them bounds it tighter, and the last
-    ones are exact where they keep all. For chains of many cuts see :mod:`.long_chains`, which is never exact.
+    ones are exact where they keep all. Of many cuts some are looked at, which is never exact.
     """
     problem, longest = tables.problem, longest_period_ns(tables.problem)
     best = _remembered(replace(problem, checkpointing="stages"), as_listed)
     if best is not None and claimed_ns(best) > high:
         best = None
-    if many := len(tables.cuts) > _MOST_CUTS:
-        few = thinned(tables)
-        if too_many_labels(few, low, longest):
-            return best, low
-    bound = low
+    if len(tables.cuts) > _MOST_CUTS and too_many_labels(thinned(tables), low, longest):
+        return best, low
     if best is None:
-        some = few if len(tables.cuts) > _MANY_CUTS else tables
+        some = thinned(tables) if len(tables.cuts) > _MANY_CUTS else tables
         best, _ = shortest_between(with_lowest_peaks(some, low, longest), plain_delays(some), low, high, None, 256)
-    if len(tables.cuts) <= _SOME_CUTS:
-        best, bound = _with_labels(tables, least_delay, low, high, best)
-    return (between_layers(tables, best, low, high) if many else best), bound
+    return _with_labels(tables, least_delay, low, high, best)
 
 
 def _with_labels(
@@ -283,7 +270,7 @@ def _with_labels(
                 break
             some, ends = tables, least_delay
             if many:
-                some = thinned(tables, () if best is None else best.stages, turn, _NEAR)
+                some = thinned(tables, () if best is None else best.stages, turn)
                 ends = plain_delays(some)
             found = with_segments(some, upper, low, longest, ends, effort.over(len(tables.cuts), _MANY_CUTS))
             exact, before, reached = not many and (found is None or found[1]), best, upper + 1

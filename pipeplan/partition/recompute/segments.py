@@ -26,9 +26,8 @@ from ..tables.options import Ranges, Work, replica_counts, with_replicas
 from ..tables.stages import SearchTables
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .pareto import Resolution
-from .priced import PricedLabels
 
-AnyLabels = Labels | LowestPeak | PricedLabels
+AnyLabels = Labels | LowestPeak
 MOST_ENTRIES = 4 * 10**7  # of 8 bytes, some tables of as many at a time
 
 

@@ -6,6 +6,7 @@ Everything here holds for every period, so one search computes it once. Stages b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import isqrt
@@ -14,7 +15,8 @@ import numpy as np
 
 from ...cost import memory_model, time_model
 from ...cost.stage_tables import StageTables
-from ...integers import NEVER, Ints, most_in_common
+from ...integers import NEVER, Ints, ceil_div, most_in_common
+from ...plan import Stage
 from ...problem import Device, Problem
 from ..cuts import legal_cuts, round_trips_ns, spread_cuts
 from ..devices.orders import Order, Orders
@@ -24,6 +26,8 @@ from .options import FewOptions, StageOptions, replica_counts, stage_limits, sta
 
 _MOST_ENTRIES = 9 * 10**7  # of all tables together, of 8 bytes each
 SPREAD = 1000  # cuts that are looked at where all are too many
+_FEW_SPREAD = 64  # cuts all over the chain, at least, where tables take long
+_MOST_NEAR = 160  # and cuts near the ends of stages
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,30 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
         orders if orders.count > 1 else None,
         complete=count == len(cuts),
     )
+
+
+def thinned(tables: SearchTables, stages: Sequence[Stage] = (), turn: int = 0) -> SearchTables:
+    """Return tables between few cuts: some all over the chain, and about :data:`_MOST_NEAR` near the ends of
+    ``stages``, others each ``turn`` where there are more."""
+    problem, cuts = tables.problem, legal_cuts(tables.problem)
+    index = spread_cuts(problem, cuts, max(_FEW_SPREAD, len(problem.platform)))
+    if index is None:
+        return tables
+    if stages:
+        index = np.union1d(index, _near(cuts, stages, turn))
+    if tables.complete:
+        return tables.select(index)
+    return replace(stage_tables(problem, cuts[index]), states=tables.states, orders=tables.orders)
+
+
+def _near(cuts: Ints, stages: Sequence[Stage], turn: int) -> Ints:
+    """Return the indices of cuts 0, 1, 2, 4, .. cuts away from the ends of ``stages``, up to half a stage, so that
+    stages can move far and settle exactly."""
+    ends = np.searchsorted(cuts, [*(stage.start for stage in stages), stages[-1].stop])
+    steps = [2**k for k in range(max(1, (len(cuts) // (2 * len(stages))).bit_length()))]
+    some = steps[turn % (turns := ceil_div(len(steps) * 2 * len(ends), _MOST_NEAR)) :: turns]
+    away = np.array([-x for x in some] + [0, *some])
+    return np.unique((ends[:, None] + away).clip(0, len(cuts) - 1))
 
 
 def most_cuts(problem: Problem) -> int:

@@ -34,11 +34,9 @@ MARGIN = 1000
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
-KEPT = 8  # plans near the best
 MOST_KNOWN = 50_000  # stages whose costs are remembered
 GRACE_S = 2.0  # for simple plans where the time limit left none
 Cost = Callable[[StageGraph, Pattern, Deadline], int]
-Watch = Callable[[tuple[Stage, ...], int, Pattern | None], None]
 
 
 def unsolved(status: Status) -> str | None:
@@ -53,10 +51,9 @@ class Settings:
     """How to schedule: the integer program's solver, and its limits for one allocation: nodes and seconds of its own.
 
     The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
-    there is a plan, the simplest ones are tried. ``near``: the :data:`KEPT` best whose cost is above the best's by no
-    more than this part of it are kept too. ``jobs`` processes may search at a
-    time, where one search needn't wait for another: plans are the same with any number. ``progress`` receives a line
-    at each improvement; ``status`` says at any time what is going on. ``explained``: where there is no plan, why, which
+    there is a plan, the simplest ones are tried. ``jobs`` processes may search at a time, where one search needn't wait
+    for another: plans are the same with any number. ``progress`` receives a line at each improvement; ``status`` says
+    at any time what is going on. ``explained``: where there is no plan, why, which
     may take longer than the search.
     """
 
@@ -65,7 +62,6 @@ class Settings:
     node_limit: int | None = None
     gap: float = GAP
     simplest: bool = True
-    near: float = 0.0
     jobs: int = 1
     explained: bool = True
     progress: Callable[[str], None] | None = None
@@ -85,10 +81,6 @@ class Scheduled:
     status: IlpStatus | None = None
     schedule: Schedule | None = None
 
-    def same_as(self, other: Scheduled) -> bool:
-        """Whether both have the same stages under the same schedule."""
-        return self.allocation.stages == other.allocation.stages and self.schedule == other.schedule
-
 
 class Incumbent:
     """Scores allocations of one problem by ``cost`` and keeps the best; ties go to the one seen first.
@@ -105,8 +97,7 @@ class Incumbent:
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
     ``stopped`` says which limit cut anything short, ``time limit`` where a clock did, so that another run might find
     more, ``late`` whether that was the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave
-    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``. ``watch`` is told of the
-    stages that may become the best by their bound (ns), and of those that were scheduled, with their cost and pattern.
+    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``.
     """
 
     def __init__(
@@ -125,9 +116,7 @@ class Incumbent:
         self.stopped: IlpStatus | None = None
         self.late = self.exhausted = False
         self.bounds: list[Bound] = []
-        self.near: list[Scheduled] = []  # by cost
         self.floor_ns: int | None = None
-        self.watch: Watch | None = None
         self._known: Known = {}
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
@@ -181,20 +170,18 @@ class Incumbent:
         floor = self._floor(self._graph(allocation))
         if floor is not None and self.best is not None and self._breaks_rules(allocation):  # few come so far
             return None
-        if floor is not None and self.watch is not None:
-            self.watch(allocation.stages, floor, None)
         return floor
 
     def _floor(self, graph: StageGraph) -> int | None:
         if self.limits is not None:
             floor = self.limits.floor_ns(graph)
-            beaten = self.best is not None and floor >= self._worth(len(graph.stages))
+            beaten = self.best is not None and floor >= self._to_beat(len(graph.stages))
             return None if beaten or self.limits.refuses(graph) else floor
         if not self.periodic:  # scheduled by 1F1B* alone, in the order of their loads
             return graph.period_floor_ns if graph.separate else None
         floor = self._waiting_floor(graph)
         if self.best is not None:
-            worth = self._worth(len(graph.stages)) - 1
+            worth = self._to_beat(len(graph.stages)) - 1
             if floor > worth or not may_reach(graph, worth):
                 return None
         bound = group_bound(graph)
@@ -220,9 +207,7 @@ class Incumbent:
         return found is not None and self.take(found)
 
     def take(self, found: Scheduled) -> bool:
-        """Make ``found`` the best if it beats the best so far, and keep it near; return whether it does."""
-        if self.settings.near:
-            self.keep(found)
+        """Make ``found`` the best if it beats the best so far; return whether it does."""
         if self.best is not None and found.cost >= self._to_beat(len(found.allocation.stages)):
             return False
         self.best = found
@@ -239,15 +224,12 @@ class Incumbent:
             self.try_(allocation)
 
     def _patterned(self, graph: StageGraph, allocation: Allocation) -> Scheduled | None:
-        cutoff = self._worth(len(graph.stages)) if self.periodic and self.best is not None else None
+        cutoff = self._to_beat(len(graph.stages)) if self.periodic and self.best is not None else None
         if cutoff is not None and self._waiting_floor(graph) >= cutoff:
             return None
         pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
-            cost = self.cost_ns(graph, pattern)
-            if self.watch is not None:
-                self.watch(allocation.stages, cost, pattern)
-            return Scheduled(cost, allocation, pattern, status)
+            return Scheduled(self.cost_ns(graph, pattern), allocation, pattern, status)
         if status is None or status == "infeasible":
             self.rejected = self.rejected or allocation
         return None
@@ -259,7 +241,7 @@ class Incumbent:
         if refused is not None:
             self.broken = self.broken or refused
             return None
-        if self.best is not None and self.limits.floor_ns(graph) >= self._worth(len(graph.stages)):
+        if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(len(graph.stages)):
             return None
         choice = self.limits.choose(graph, self.problem.deadline)
         if choice is None:
@@ -274,24 +256,15 @@ class Incumbent:
         if self.best is None or not self.periodic:
             return False
         problem = self.problem
-        return least_load_ns(problem.chain, problem.platform, allocation.stages) >= self._worth(len(allocation.stages))
+        return least_load_ns(problem.chain, problem.platform, allocation.stages) >= self._to_beat(
+            len(allocation.stages)
+        )
 
     def _to_beat(self, stages: int) -> int:
         """Return the cost that an allocation of so many stages must stay below."""
         assert self.best is not None
         more = stages > len(self.best.allocation.stages)
         return self.best.cost - self.best.cost // MARGIN if more else self.best.cost
-
-    def _worth(self, stages: int) -> int:
-        """Return the cost that an allocation of so many stages must stay below to be best, or near it."""
-        assert self.best is not None
-        kept = int(self.best.cost * (1 + self.settings.near)) if self.settings.near else 0
-        return max(self._to_beat(stages), kept)
-
-    def keep(self, scheduled: Scheduled) -> None:
-        """Keep a plan among the :data:`KEPT` of least cost near the best."""
-        others = [x for x in self.near if not x.same_as(scheduled)]
-        self.near = sorted([*others, scheduled], key=lambda x: x.cost)[:KEPT]
 
     def _breaks_rules(self, allocation: Allocation) -> bool:
         problem = self.problem

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...check.replica_sums import waiting_period_ns
-from ...cost.group_bound import group_bound, may_reach
+from ...cost.group_bound import may_reach
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import smallest
 from ...partition.contiguous.contiguous import feasible
@@ -126,27 +126,6 @@ def rescheduled(problem: Problem, best: Scheduled, interval: int | None) -> Sche
         return None
     allocation = Allocation(best.allocation.stages) if updates_cost_time(problem) else best.allocation
     return Scheduled(_cost_ns(problem, allocation.stages, pattern, interval), allocation, pattern, best.status)
-
-
-class Alike:
-    """Whether a search with the interval open goes the same way at an interval, as far as it is watched.
-
-    It does while what is hopeful has the same bound there, and what is scheduled takes as long in the same order;
-    what is hopeless, or has no schedule, is so at every interval.
-    """
-
-    def __init__(self, problem: Problem, interval: int) -> None:
-        self.problem, self.interval, self.so_far = problem, interval, True
-
-    def watch(self, stages: tuple[Stage, ...], cost: int, pattern: Pattern | None) -> None:
-        """Look at stages with their bound (ns), or their period and pattern."""
-        if not self.so_far:
-            return
-        if pattern is None:
-            self.so_far = group_bound(_graph(self.problem, stages, self.interval)) == cost
-        else:
-            there = rescheduled(self.problem, Scheduled(cost, Allocation(stages), pattern), self.interval)
-            self.so_far = there is not None and there.cost == cost
 
 
 def more_often(problem: Problem, best: Scheduled) -> Alternative | None:

@@ -38,7 +38,6 @@ from ..words import (
     orders_sentence,
     other_weights,
     restriction,
-    robustness,
     state,
     tensor_degree,
     throughput,
@@ -118,7 +117,7 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
         yield from _bound_lines(plan, result, bound, verbose)
     yield from _titled("searched", coarse_sentence(plan))
     yield from _titled("layers", layer_order(plan))
-    yield from (*restriction(plan, result), *robustness(plan), *ordering(plan))
+    yield from (*restriction(plan, result), *ordering(plan))
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         yield f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling"
