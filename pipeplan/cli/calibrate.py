@@ -19,7 +19,7 @@ from .options import DEBUG, FILE, JSON, option_of, options
 
 if TYPE_CHECKING:
     from ..files.measured_runs import MeasuredRow
-    from ..planner.calibrate.critical_path import Passes, Run
+    from ..planner.calibrate.costed import Passes, Run
     from ..problem import Chain, Platform, Policy
 
 WORDS = words(Common)
@@ -131,7 +131,7 @@ def _platform(
 
 def _run(row: MeasuredRow, chain: Chain, platform: Callable[[int, Chain], Platform], policy: Policy) -> Run:
     """Return what was run in a row, on the GPUs that its configuration needs."""
-    from ..planner.calibrate.critical_path import Run
+    from ..planner.calibrate.costed import Run
     from ..planner.periodic.stated import gpus_needed
 
     asked = _configuration(row)
@@ -170,7 +170,7 @@ def _configuration(row: MeasuredRow):  # type: ignore[no-untyped-def]  # importe
 def _traced(plan: str, trace: str) -> list[Passes]:
     """Return what a run measured of each stage of its plan."""
     from ..files.plans import load_plan
-    from ..planner.calibrate.critical_path import stage_passes
+    from ..planner.calibrate.costed import stage_passes
     from ..runtime.measure.trace_file import read_run_of
 
     loaded = load_plan(plan)

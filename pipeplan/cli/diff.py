@@ -11,7 +11,7 @@ from .grouped import GroupedCommand
 from .options import FILE, JSON, options, refuse_two_documents
 
 if TYPE_CHECKING:
-    from ..planner.what_if.matching import Match
+    from ..planner.what_if.carry import Match
     from ..runtime.measure.trace_file import MeasuredRun
 
 MATCH = """
@@ -63,8 +63,7 @@ def command(
         raise click.UsageError(f"--recalibrated goes with a plan and the trace of its run, which {other} is not")
     from ..files.plans import load_plan
     from ..files.profiles import read_profile
-    from ..planner.what_if.carry import carried, matching_chain
-    from ..planner.what_if.matching import matched, stages_in
+    from ..planner.what_if.carry import carried, matched, matching_chain, stages_in
     from ..report.tables.differences import difference_figures, paired_layers, print_carried, print_differences
 
     after, before = read_profile(other, text), read_profile(one)

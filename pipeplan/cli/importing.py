@@ -74,7 +74,7 @@ def command(
     from ..files.plans import plan_text
     from ..files.text import write_text
     from ..planner.periodic.incumbent import Settings
-    from ..planner.what_if.imported import judge
+    from ..planner.what_if.target import judge
     from ..report.tables.plan import print_plan
     from ..report.tables.searches import judged_figures, print_change
 

@@ -115,7 +115,7 @@ def test_help_shows_a_dozen_options_and_help_all_the_rest(pipeplan: Command) -> 
     few, every = listed("plan", "--help"), listed("plan", "--help-all")
     assert len(few) < 18
     assert few - every == {"help-all"}
-    assert {"split", "replicas", "schedule", "option"} <= every - few
+    assert {"recompute", "replicas", "schedule", "option"} <= every - few
     assert sum(len(listed(name, "--help")) for name in COMMANDS) <= 250
 
 

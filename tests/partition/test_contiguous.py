@@ -19,8 +19,6 @@ from pipeplan.partition.contiguous.claims import longest_period_ns, on_lowest_de
 from pipeplan.partition.contiguous.contiguous import contiguous, feasible, smallest_period
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
-from pipeplan.partition.tables.device_counts import shortest_delays
-from pipeplan.partition.tables.stages import stage_tables
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
@@ -309,15 +307,6 @@ def test_published_profiles_reach_the_known_periods(name: str, ratio: float) -> 
                 assert feasible(problem, found.claimed_period_ns - 1) is None
     assert len(ratios) >= 7
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= ratio
-
-
-def test_the_shortest_delays_are_those_of_stages_that_replicas_can_run() -> None:
-    """Two layers of 10 ns, 30 bytes between them: within 12 ns a stage of both needs two replicas, and no cut fits."""
-    chain = Chain("pair", (Layer("a", 5, 5, 0, 30), Layer("b", 5, 5, 0, 0)), 0)
-    problem = Problem(chain, Platform.flat(2, 1000, 10**9), checkpointing="none")
-    assert shortest_delays(stage_tables(problem), 12).tolist() == [20, 10, 0]
-    assert shortest_delays(stage_tables(replace(problem, replicas=False)), 12).tolist() == [NEVER, 10, 0]
-    assert shortest_delays(stage_tables(replace(problem, replicas=False)), 60).tolist() == [20, 10, 0]
 
 
 def test_periods_of_months_stay_within_the_integers() -> None:

@@ -10,8 +10,7 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.planner.calibrate import calibration
 from pipeplan.planner.calibrate.calibration import calibrate
-from pipeplan.planner.calibrate.costed import Configuration, costed
-from pipeplan.planner.calibrate.critical_path import Passes, Run, critical_passes, stage_passes
+from pipeplan.planner.calibrate.costed import Configuration, Passes, Run, costed, critical_passes, stage_passes
 from pipeplan.problem import Chain, Layer, LayerWork, PassWork, Platform, Policy
 
 START = Constants(0.75, 0.9, 5000, 20_000, 10_000)

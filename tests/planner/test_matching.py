@@ -7,8 +7,7 @@ import pytest
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.what_if.carry import carried
-from pipeplan.planner.what_if.matching import matched, stages_in
+from pipeplan.planner.what_if.carry import carried, matched, stages_in
 from pipeplan.problem import Chain, Layer, Platform, Problem
 
 

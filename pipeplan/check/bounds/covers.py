@@ -1,16 +1,13 @@
 """Can sets of runs that each fit on one group of devices cover the chain between them, at a given period?
 
 A group of devices has a set of runs. They fit if its work suffices for all of theirs, and its memory for all that they
-hold together, by any of several *views*: at every instant what all runs take then, and at one instant of each run what
-that one takes more; when the last of the group's forwards starts, and the same microbatch is inside all its layers; and
-averaged over time. Let every layer have a *price*. If no groups whose replicas add up to the number of devices have
-sets that are worth as much as all layers, these can't be covered, whatever the prices are. So prices needn't be right,
-only good: a linear program sets them, by the sets that were worth most so far (Dantzig and Wolfe's decomposition, the
-integers of it relaxed). The set that is worth most is a dynamic program over runs from the last to the first, work and
-memory counted in cells and rounded down.
-
-All memory together gives another price: averages of all sets, and what each cut's way adds to the lives of all layers
-before it, take at most what all devices have.
+hold together, by either of two *views*: at every instant what all runs take then, and at one instant of each run what
+that one takes more; and averaged over time, or in periods of any length when the last of the group's forwards starts,
+and the same microbatch is inside all its layers. Let every layer have a *price*. If no groups whose replicas add up to
+the number of devices have sets that are worth as much as all layers, these can't be covered, whatever the prices are.
+So prices needn't be right, only good: a linear program sets them, by the sets that were worth most so far (Dantzig and
+Wolfe's decomposition, the integers of it relaxed). The set that is worth most is a dynamic program over runs from the
+last to the first, work and memory counted in cells and rounded down.
 """
 
 from __future__ import annotations
@@ -20,17 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...integers import NEVER, Ints, ceil_div
+from ...integers import NEVER, Ints
 from .facts import Facts, Floats
 from .pooled import Segments
-from .runs import LONGEST, ROUNDING, Runs, held_together
+from .runs import ROUNDING, Runs
 
 MOST_COVERED = 128  # layers
 CELLS = 64  # of work, and of memory
 ROUNDS = 60  # of prices, at most
 WORK = 30_000  # of rounds, in runs
 HOPELESS = 1.02  # devices that all known sets leave to do, over those there are
-CLASSES = 8  # of sets by the layer that is their last
 CENTRE = 0.6  # how much of the best prices so far goes into the next
 NOTHING = -1e300
 
@@ -39,51 +35,20 @@ NOTHING = -1e300
 class View:
     """What runs take of a device's memory: ``held`` adds up, and with ``held`` of all behind it each run takes ``top``.
 
-    Shares of the memory, tables ``[first, end]`` by the facts' ``spreads``. It is a view of sets whose last run ends
-    after one of the layers ``last``.
+    Shares of the memory, tables ``[first, end]`` by the facts' ``spreads``.
     """
 
     held: Floats
     top: Floats
-    last: range
 
 
-def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[list[View]]:
-    """Return conditions of what is held in periods of ``tau`` ticks, each in one view of every set."""
-    memory, every = facts.memories[:, None, None].astype(np.float64), range(facts.count)
-    once = runs.at_once / memory
-    found = [[View(runs.always / memory, (runs.always + runs.spare) / memory, every)]]
-    if tau is None or not facts.periodic:
-        return [*found, [View(once, once, every)]]
-    mean = averages(facts, runs, segments, tau, runs.turning)
-    found.append([View(mean, mean, every)])
-    ends = [i for i in every if runs.turning[i + 1] < NEVER]
-    parts = min(CLASSES, len(ends))
-    classes = [ends[len(ends) * n // parts : len(ends) * (n + 1) // parts] for n in range(parts)]
-    found.append([])
-    for some in classes:
-        held = np.maximum(once, _when_last_starts(facts, runs, tau, some) / memory)
-        found[-1].append(View(held, held, range(some[0], some[-1] + 1)))
-    return found
-
-
-def _when_last_starts(facts: Facts, runs: Runs, tau: int, last: list[int]) -> Floats:
-    """Return what runs take at least when the forward of the last layer of their set starts, one of ``last``.
-
-    By then as many microbatches have come to each layer before it as periods pass on the way from there, and none has
-    left it that began its backward less than the rest of its life ago.
-    """
-    spreads = np.array([spread.high for spread in facts.spreads], dtype=np.int64)
-    steps = spreads[:, None] * min(tau, LONGEST)
-    inside = np.full((len(steps), facts.count), NEVER, dtype=np.int64)
-    for e in last:
-        there = facts.forward_before[e] - facts.forward_before[: e + 1]
-        back = facts.path_behind[: e + 1] - facts.path_behind[e] - there
-        life = runs.turning[e + 1] + int(facts.path_behind[e] - facts.path_behind[e + 1])
-        inside[:, : e + 1] = np.minimum(inside[:, : e + 1], there // steps + ceil_div(life + back, steps))
-    inside[:, last[-1] + 1 :] = 0
-    idle = spreads[:, None, None] * float(tau) - work_of(facts)  # which may go into recomputation
-    return facts.fixed_alone + held_together(facts, inside, np.maximum(idle, 0.0))
+def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[View]:
+    """Return conditions of what is held in periods of ``tau`` ticks."""
+    memory = facts.memories[:, None, None].astype(np.float64)
+    found = runs.at_once / memory
+    if tau is not None and facts.periodic:
+        found = averages(facts, runs, segments, tau)
+    return [View(runs.always / memory, (runs.always + runs.spare) / memory), View(found, found)]
 
 
 def work_of(facts: Facts) -> Ints:
@@ -92,16 +57,16 @@ def work_of(facts: Facts) -> Ints:
     return found
 
 
-def averages(facts: Facts, runs: Runs, segments: Segments, tau: int, turning: list[int]) -> Floats:
+def averages(facts: Facts, runs: Runs, segments: Segments, tau: int) -> Floats:
     """Return what runs take of a device's memory and time on average, where a price joins the two if they recompute."""
     count, price = facts.count, segments.price(0) if facts.recomputes else 0.0
     behind = facts.behind.astype(np.float64)
-    added = np.array([max(0, min(turning[k], 2**60) - int(facts.path_behind[k])) for k in range(count + 1)])
     places = np.zeros((count + 1, count + 1))
     for end in range(1, count + 1):
         if runs.turning[end] < NEVER:
+            added = max(0, runs.turning[end] - int(facts.path_behind[end]))
             step = 0 if facts.recomputes else None
-            places[:, end] = segments.costs(step, np.array([float(added[end])]))[0][:, end]
+            places[:, end] = segments.costs(step, np.array([float(added)]))[0][:, end]
     places += price * (behind[:, None] - behind[None, :])
     found = []
     for k, spread in enumerate(facts.spreads):
@@ -115,11 +80,10 @@ class Sets:
     """The sets of runs of groups with one number of replicas, in one view."""
 
     def __init__(self, possible: npt.NDArray[np.bool_], work: Floats, view: View, k: int) -> None:
-        self.count, self.last = len(possible) - 1, view.last
+        self.count = len(possible) - 1
         held, top = (np.maximum(x[k], 0) * (1 - ROUNDING) for x in (view.held, view.top))
         work = work * (1 - ROUNDING)
         fits = possible & (top <= 1) & (work <= 1)
-        fits[:, view.last[-1] + 2 :] = False
         cells = [np.where(fits, x, 0) * CELLS for x in (work, held)]
         rooms = [np.where(fits, 1 - x, 0) * CELLS for x in (work, top)]  # for the runs behind
         table = np.floor(np.stack([*cells, *rooms]) + ROUNDING).astype(int)
@@ -147,9 +111,8 @@ class Sets:
         for a in range(self.count - 1, -1, -1):
             into, gains, (tall, wide) = np.full((size, size), NOTHING), worth[a].tolist(), reach[a]
             for end, busy, held, idle, room in self.rows[a]:
-                if end - 1 in self.last:
-                    into[busy, held] = max(into[busy, held], gains[end])
-                    tall, wide = max(tall, busy + 1), max(wide, held + 1)
+                into[busy, held] = max(into[busy, held], gains[end])
+                tall, wide = max(tall, busy + 1), max(wide, held + 1)
                 times, rows = min(size - busy, idle + 1, reach[end][0]), min(size - held, room + 1, reach[end][1])
                 if times and rows:
                     cells = into[busy : busy + times, held : held + rows]
@@ -172,7 +135,7 @@ class Sets:
         while True:
             first = next(a for a in range(before, self.count) if starting[a][x, y] == value)
             for end, busy, held, idle, room in self.rows[first]:
-                if end - 1 in self.last and (x, y) == (busy, held) and worth[first, end] == value:
+                if (x, y) == (busy, held) and worth[first, end] == value:
                     return [*found, (first, end)]
                 fits = 0 <= x - busy <= idle and 0 <= y - held <= room
                 if fits and behind[end][x - busy, y - held] + worth[first, end] == value:
@@ -184,63 +147,37 @@ class Sets:
 
 def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> bool:
     """Whether no sets cover the chain in periods of ``tau`` ticks; None: in periods of any length."""
-    pool = None
-    if tau is not None and facts.periodic and not facts.recomputes:
-        pool = pooled(facts, runs, segments, tau)
     load = (work_of(facts) + facts.recomputed).astype(np.float64)
     work = np.zeros(load.shape)
     if tau is not None:
         work = load / (float(tau) * np.array([spread.high for spread in facts.spreads])[:, None, None])
-    for parts in views(facts, runs, segments, tau):
-        groups = [[Sets(runs.possible[k], work[k], view, k) for view in parts] for k in range(len(work))]
-        if too_cheap(facts, groups, pool):
-            return True
-    return False
+    return any(
+        too_cheap(facts, [Sets(runs.possible[k], work[k], view, k) for k in range(len(work))])
+        for view in views(facts, runs, segments, tau)
+    )
 
 
-def pooled(facts: Facts, runs: Runs, segments: Segments, tau: int) -> Floats:
-    """Return what runs take on average of as much memory as one device has, with what their first cut adds to the
-    lives of all layers before; nothing is recomputed. Tables by ``spreads``."""
-    plain = [int(x) for x in facts.path_behind]
-    mean = averages(facts, runs, segments, tau, plain)
-    longer = facts.hop * np.concatenate([[0], np.cumsum(facts.kept)]) / float(tau)
-    replicas = np.array([spread.low for spread in facts.spreads])[:, None, None]
-    found = mean * replicas + (longer / float(facts.memories[0]))[None, :, None] * (1 - ROUNDING)
-    return np.where(runs.possible, found, 0.0)
-
-
-def too_cheap(facts: Facts, groups: list[list[Sets]], pool: Floats | None) -> bool:
-    """Whether there are prices at which no groups' sets are worth as much as all layers.
-
-    ``groups`` are by ``spreads``, the sets of each in several parts.
-    """
+def too_cheap(facts: Facts, groups: list[Sets]) -> bool:
+    """Whether there are prices at which no groups' sets, by ``spreads``, are worth as much as all layers."""
     count, devices = facts.count, len(facts.problem.platform)
     costs = [spread.low for spread in facts.spreads]
-    alone = [
-        min((cost for cost, group in zip(costs, groups, strict=True) if any(x.has(i) for x in group)), default=1)
-        for i in range(count)
-    ]
-    master = Master(alone)
-    start = (facts.behind[:-1] - facts.behind[1:]) / max(1.0, float(facts.behind[0]))
-    centre = prices = np.append(start, 0.0)
+    master = Master([min((c for c, x in zip(costs, groups, strict=True) if x.has(i)), default=1) for i in range(count)])
+    centre = prices = (facts.behind[:-1] - facts.behind[1:]) / max(1.0, float(facts.behind[0]))
     best = np.inf
-    for _ in range(min(ROUNDS, WORK // max(1, sum(x.runs for group in groups for x in group)))):
-        total = np.concatenate([[0.0], np.cumsum(prices[:-1])])
-        table, slack = total[None, :] - total[:, None], float(prices[-1])
+    for _ in range(min(ROUNDS, WORK // max(1, sum(x.runs for x in groups)))):
+        total = np.concatenate([[0.0], np.cumsum(prices)])
         worth = []
-        for k, group in enumerate(groups):
-            value = table if pool is None else table - slack * pool[k]
-            most, found = max((sets.dearest(value) for sets in group), key=lambda one: one[0])
-            worth.append(most + slack * costs[k])
-            master.add(found, costs[k], 0.0 if pool is None else sum(float(pool[k][one]) for one in found))
-        every = _packed(worth, costs, devices) * (1 + ROUNDING)
-        if every < total[-1]:
+        for sets, cost in zip(groups, costs, strict=True):
+            most, found = sets.dearest(total[None, :] - total[:, None])
+            worth.append(most)
+            master.add(found, cost)
+        if _packed(worth, costs, devices) * (1 + ROUNDING) < total[-1]:
             return True
         ratio = max(one / cost for one, cost in zip(worth, costs, strict=True)) / total[-1] if total[-1] > 0 else np.inf
         if ratio < best:
             best, centre = ratio, prices / (ratio * total[-1])
-        optimal = master.prices(pool is not None)
-        if float(optimal[:-1].sum()) <= devices * HOPELESS:
+        optimal = master.prices()
+        if float(optimal.sum()) <= devices * HOPELESS:
             return False
         prices = CENTRE * centre + (1 - CENTRE) * optimal
     return False
@@ -256,31 +193,23 @@ def _packed(worth: list[float], costs: list[int], devices: int) -> float:
 
 
 class Master:
-    """Prices of layers, and last that of memory: those at which all layers together are worth most while no known set
-    is worth more than it costs, the devices of its group."""
+    """Prices of layers: those at which all together are worth most while no known set is worth more than it costs, the
+    devices of its group."""
 
     def __init__(self, alone: list[int]) -> None:
-        self.count = len(alone)
-        self._rows = [*np.eye(self.count + 1)]
-        self._limits = [*map(float, alone), 1.0]
+        self._rows, self._limits = [*np.eye(len(alone))], [*map(float, alone)]
 
-    def add(self, found: list[tuple[int, int]], cost: int, memory: float) -> None:
+    def add(self, found: list[tuple[int, int]], cost: int) -> None:
         """Note a set of runs."""
-        row = np.zeros(self.count + 1)
+        row = np.zeros(len(self._rows[0]))
         for first, end in found:
             row[first:end] = 1.0
-        row[-1] = cost - memory
         self._rows.append(row)
         self._limits.append(float(cost))
 
-    def prices(self, memory: bool) -> Floats:
-        """Return the prices, that of ``memory`` zero if not asked for."""
-        gains = np.ones(self.count + 1)
-        gains[-1] = 0.0
-        rows = np.array(self._rows)
-        if not memory:
-            rows[:, -1] = 0.0
-        return _maximum(rows, np.array(self._limits), gains)
+    def prices(self) -> Floats:
+        """Return the prices."""
+        return _maximum(np.array(self._rows), np.array(self._limits), np.ones(len(self._rows[0])))
 
 
 def _maximum(rows: Floats, limits: Floats, gains: Floats) -> Floats:

@@ -197,27 +197,6 @@ def _held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
     return inside * _first(facts)[: inside.shape[1]] + _least_held(facts, inside, idle, prices)
 
 
-def held_together(facts: Facts, inside: Ints, idle: Floats) -> Floats:
-    """Return what the activations of all runs take where ``inside`` microbatches are inside each layer, (R, L), and
-    ``idle`` ticks may go into recomputation; tables as of :class:`Runs`."""
-    first = np.append(inside * _first(facts), np.zeros((len(inside), 1), dtype=np.int64), axis=1)[:, :, None]
-    held = (inside * facts.kept).astype(np.float64)
-    if not facts.recomputes:
-        return np.asarray(first + _between(held))
-    best = np.zeros(idle.shape)
-    for forward in recomputations(facts):
-        for price in _price_levels(facts, facts.spreads[-1].high * 4).tolist():
-            best = np.maximum(best, _between(np.minimum(held, price * forward)) - price * idle)
-    return np.asarray(first + best * (1 - ROUNDING))
-
-
-def _between(values: Floats) -> Floats:
-    """Return the sums of all behind the first of each run, tables ``[first, end]``."""
-    total = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
-    behind = np.append(total[:, 1:], total[:, -1:], axis=1)
-    return np.asarray(np.maximum(total[:, None, :] - behind[:, :, None], 0.0))
-
-
 def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
     """Return what the layers behind the first of each run keep at least when ``inside`` microbatches are inside each.
 

@@ -14,10 +14,9 @@ from typing import Literal
 
 from ...cost import time_model
 from ...problem import Problem
-from .blocks import Blocks, work_overflows
+from .blocks import Blocks, needs_more_devices, work_overflows
 from .covers import MOST_COVERED, uncovered
 from .facts import Facts
-from .packing import needs_more_devices
 from .pooled import Segments, too_much
 from .runs import LONGEST, runs_at
 

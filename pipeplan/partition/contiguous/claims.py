@@ -1,16 +1,27 @@
-"""How short a period do contiguous stages have, what do they claim, and which of equal devices do they take?"""
+"""What is the smallest period of contiguous stages between given cuts, and what do stages claim?
+
+Decisions (:mod:`.decision`) are bisected; what they find claims its own smallest period.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain as chained
+
+import numpy as np
 
 from ...cost import memory_model, time_model
 from ...cost.group_bound import group_bound
 from ...cost.stage_graph import stage_graph
-from ...integers import NEVER
+from ...deadline import OutOfTime
+from ...integers import NEVER, Ints
 from ...plan import Allocation, Stage
-from ...problem import Platform, Problem
+from ...problem import Device, Platform, Problem
+from ..devices.orders import FEW, Order
+from ..tables.options import quickest_replicas
+from ..tables.stages import SearchTables
+from .decision import decide
 from .tied import longest_sums_ns, sums_bound_periods
 
 
@@ -86,3 +97,75 @@ def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stag
     else:
         return tuple(stages)
     return tuple(replace(stage, devices=tuple(moved[d] for d in stage.devices)) for stage in stages)
+
+
+def shortest_between(
+    tables: SearchTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
+) -> tuple[Allocation | None, int]:
+    """Return the best allocation between the cuts of ``tables``, no shorter than ``low`` and no longer than ``high``,
+    and a period below which there is none.
+
+    With ``tolerance`` it may stop when the gap is below that part of the period; without, it is exact. At the deadline
+    it ends with what it has, if it has any. Orders of devices are searched in turn, each for what beats the best of
+    those before, and also those near one that did; with ``tolerance`` a few. Where some are left out nothing above
+    ``low`` is proved.
+    """
+    orders = tables.orders
+    if orders is None:
+        return _in_order(tables, least_delay, low, high, best, tolerance)
+    most = orders.most if tolerance is None else min(FEW, orders.most)
+    seen: set[tuple[Device, ...]] = set()
+    waiting: Iterator[Order] = orders.first(_devices_of(best))
+    proved = high + 1
+    while len(seen) < most and (order := next(waiting, None)) is not None:
+        if (kinds := orders.along_kinds(order)) in seen:
+            continue
+        seen.add(kinds)
+        found, reached = _in_order(tables.in_order(order), least_delay, low, high, best, tolerance)
+        if found is not best:
+            waiting = chained(orders.near(order), waiting)
+        best, proved = found, min(proved, reached)
+    return best, proved if len(seen) == orders.count else low
+
+
+def _devices_of(best: Allocation | None) -> list[int]:
+    return [] if best is None else [d for stage in best.stages for d in stage.devices]
+
+
+def _in_order(
+    tables: SearchTables, least_delay: Ints, low: int, high: int, best: Allocation | None, tolerance: int | None
+) -> tuple[Allocation | None, int]:
+    """Do the same for what stages can take by ``tables.states``; ``best`` may be something else."""
+    problem = tables.problem
+    width, probe = max(1, low // 64), True
+    try:
+        while best is None:  # widen from below: periods below the optimum are decided quickly
+            period = min(high, low + width)
+            stages = decide(tables, period, least_delay)
+            if stages is not None:
+                best = claim(problem, stages, period)
+            elif period == high:
+                return None, high + 1
+            else:
+                low, width = period + 1, 2 * width
+        while (gap := claimed_ns(best) - low) > (claimed_ns(best) // tolerance if tolerance else 0):
+            period = claimed_ns(best) - 1 if probe else low + gap // 2
+            stages = decide(tables, period, least_delay)
+            if stages is None:
+                low, probe = period + 1, True
+            else:
+                best, probe = claim(problem, stages, period), False
+    except OutOfTime:
+        if best is None:
+            raise
+    return best, low
+
+
+def plain_delays(tables: SearchTables) -> Ints:
+    """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
+    best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
+    chain = tables.problem.chain.timed(best.times)
+    end = np.int64(len(chain))
+    replicas = quickest_replicas(tables.problem)
+    bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)
+    return bare

@@ -14,8 +14,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
-import numpy as np
-
 from ...cost import time_model
 from ...deadline import OutOfTime
 from ...integers import Ints
@@ -24,10 +22,9 @@ from ...problem import Problem
 from ..cuts import legal_cuts, near_cuts, spread_cuts
 from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
-from ..tables.device_counts import device_counts, shortest_delays
+from ..tables.device_counts import device_counts
 from ..tables.stages import SearchTables, stage_tables, thinned
-from .bisection import plain_delays, shortest_between
-from .claims import claim, claimed, claimed_ns, longest_period_ns
+from .claims import claim, claimed, claimed_ns, longest_period_ns, plain_delays, shortest_between
 from .decision import decide
 from .grouped import group_sizes, grouped
 from .tied import best_with_sums, first_within, sums_bound_periods
@@ -191,7 +188,6 @@ def smallest_period(
                 best, _ = shortest_between(tables.select(index), least_delay[index], low, high, best, tolerance)
         if best is not None:
             high = claimed_ns(best)
-            least_delay = np.maximum(least_delay, shortest_delays(tables, high))
             low = _least_possible(tables, low, high, least_delay)
         best, low = shortest_between(tables, least_delay, low, high, best, None)
         if best is not None and not tables.complete:

@@ -84,10 +84,6 @@ class DeviceKinds:
         of = tuple(number[x] for x in platform.devices)
         return DeviceKinds(platform, kinds, of, profiles, tuple(found), tuple(found.values()))
 
-    def floor(self, kinds: Iterable[int]) -> int:
-        """Return the number of the floor of a group with devices of these ``kinds``."""
-        return self.floors.index(floor_of([self.kinds[i] for i in kinds], self.profiles))
-
     def slowest(self, floor: int) -> Device:
         """Return a device that is as good as a group of this floor."""
         members = [d for d, kind in enumerate(self.of) if kind in self.eligible[floor]]

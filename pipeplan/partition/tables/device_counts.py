@@ -92,21 +92,3 @@ def _synchronised(problem: Problem, gradients: Ints, period: int, need: npt.NDAr
     following[:-1, 1:-1] = np.minimum.accumulate(fits[:, ::-1], axis=1)[:, ::-1]
     following[:, 0] = following[:, 1]
     return following[np.searchsorted(order, gradients), np.minimum(need, most + 1)]
-
-
-def shortest_delays(tables: SearchTables, period: int) -> Ints:
-    """Return for each cut a lower bound on the delay of any plan of at most ``period`` ns, before the cut's transfers.
-
-    Plain sums of stage times and transfers, over the stages that fit at all. O(n^2).
-    """
-    most = len(tables.problem.platform) if tables.problem.replicas else 1
-    least = np.full_like(tables.gradients, NEVER)
-    for time, limit in tables.best.relaxed():
-        tables.problem.deadline.check()
-        np.minimum(least, np.where((limit > 0) & (time <= most * period), time, NEVER), out=least)
-    enter = closed(tables, 0, period)
-    delay = np.zeros(len(tables.cuts), dtype=np.int64)
-    for i in range(len(delay) - 2, -1, -1):
-        delay[i] = min(NEVER, int((least[i, i + 1 :] + enter[i + 1 :]).min()))
-        enter[i] = min(NEVER, int(enter[i] + delay[i]))
-    return delay

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...cost.roofline import Constants
 from ...errors import BadInput
 from ...problem import Chain, PassWork
-from .critical_path import Floats, Passes, Run, critical_passes
+from .costed import Floats, Passes, Run, critical_passes
 
 PATHS = 3  # times that critical paths are looked for
 STARTS = (1.0, 3.0, 8.0)  # times the host's first guess, from which fits begin

@@ -15,8 +15,7 @@ from ...cost.saved import saved_bytes
 from ...cost.time_model import step_ns
 from ...names import shown
 from ...plan import Plan
-from ...planner.what_if.carry import Carried
-from ...planner.what_if.matching import Match, matched
+from ...planner.what_if.carry import Carried, Match, matched
 from ...problem import Chain, Layer
 from ...runtime.measure.times import planned_times, planned_transfer_ns
 from ...runtime.measure.trace_file import MeasuredRun

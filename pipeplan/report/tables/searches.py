@@ -17,7 +17,7 @@ from ...names import shown
 from ...plan import Plan
 from ...planner.plan import Planned
 from ...planner.what_if.compare import OnePlatform, Reached
-from ...planner.what_if.imported import Judged
+from ...planner.what_if.target import Judged
 from ...problem import Problem
 from ...units import format_bytes, format_ns
 from ..looks import console, make_table, print_fitted

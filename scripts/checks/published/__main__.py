@@ -39,8 +39,7 @@ from pipeplan import zoo
 from pipeplan.cost.roofline import Constants
 from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.planner.calibrate.calibration import Fit, calibrate
-from pipeplan.planner.calibrate.costed import Configuration, Costed
-from pipeplan.planner.calibrate.critical_path import Run, critical_passes
+from pipeplan.planner.calibrate.costed import Configuration, Costed, Run, critical_passes
 from pipeplan.problem import Chain, Device, Level, Platform, Policy
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
