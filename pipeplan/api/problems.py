@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from ..choices import OPTIMIZERS
-from ..cost.collectives import with_exchanges
+from ..cost.roofline import with_exchanges
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving

@@ -11,7 +11,7 @@ from ..check.evaluate import Evaluation, evaluate, gap
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
-from ..partition.contiguous.grouped import coarseness
+from ..partition.contiguous.easier import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
 from ..problem import Chain, Level, Platform, Policy

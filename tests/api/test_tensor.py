@@ -11,7 +11,7 @@ import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
 from pipeplan.check.targets import CannotExpress
-from pipeplan.cost.collectives import collective_ns, with_exchanges
+from pipeplan.cost.roofline import collective_ns, with_exchanges
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.zoo.text.sizes import TRANSFORMERS

@@ -22,7 +22,7 @@ from ..devices.orders import FEW, Order
 from ..tables.options import quickest_replicas
 from ..tables.stages import SearchTables
 from .decision import decide
-from .tied import longest_sums_ns, sums_bound_periods
+from .easier import longest_sums_ns, sums_bound_periods
 
 
 def longest_period_ns(problem: Problem) -> int:

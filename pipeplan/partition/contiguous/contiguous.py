@@ -26,8 +26,7 @@ from ..tables.device_counts import device_counts
 from ..tables.stages import SearchTables, stage_tables, thinned
 from .claims import claim, claimed, claimed_ns, longest_period_ns, plain_delays, shortest_between
 from .decision import decide
-from .grouped import group_sizes, grouped
-from .tied import best_with_sums, first_within, sums_bound_periods
+from .easier import best_with_sums, first_within, group_sizes, grouped, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _REFINED = 4  # times that cuts are moved where tables have only some
@@ -57,7 +56,7 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
     does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), one on devices of too many
-    kinds (:mod:`.orders`), and one whose replicas sum the gradients of weights that stages share (:mod:`.tied`). The
+    kinds (:mod:`.orders`), and one whose replicas sum the gradients of weights that stages share (:mod:`.easier`). The
     decision for one period is a dynamic program over (first layer, what is left of the devices), with replicas O(L^2
     P^2) for L layers and P equal devices before pruning.
     """

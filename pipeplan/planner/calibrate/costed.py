@@ -13,8 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from ...cost.collectives import with_exchanges
-from ...cost.roofline import Constants, timed
+from ...cost.roofline import Constants, timed, with_exchanges
 from ...cost.stage_graph import stage_graph
 from ...errors import BadInput
 from ...plan import Stage

@@ -20,7 +20,7 @@ from ...integers import smallest
 from ...names import shown
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import feasible
-from ...partition.contiguous.grouped import coarseness
+from ...partition.contiguous.easier import coarseness
 from ...partition.devices.orders import Orders
 from ...plan import Allocation, Schedule, ScheduleKind, Stage
 from ...problem import WEIGHTS, Level, Platform, Problem
