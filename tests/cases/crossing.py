@@ -182,7 +182,32 @@ def points(index, seed):
 two_losses, graph_net, quantised = _built(TwoLosses), _built(GraphNet), _built(Quantised)
 recurrent, patches = _built(Recurrent, functional.mse_loss), _built(Patches, functional.mse_loss)
 spectral, frozen = _built(Spectral, functional.mse_loss), _built(Frozen, functional.cross_entropy)
+
+
+class Heard(nn.Module):
+    """An LSTM over the input, several of whose outputs are read: it trains, and no gradient goes on through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.states, self.head, self.last = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        states, (last, _) = self.states(x)
+        return self.head(states) + self.last(last[0])[:, None]
+
+
+def heard(batch):
+    torch.manual_seed(5)
+    return Heard(), torch.zeros(batch, 3, 4), nn.functional.mse_loss
+
+
+def heard_series(index, seed):
+    drawn = _random(index, seed)
+    return torch.randn((BATCH, 3, 4), generator=drawn), torch.randn((BATCH, 3, 4), generator=drawn)
+
+
 DATA = {
+    heard: heard_series,
     two_losses: labelled,
     graph_net: graphs,
     recurrent: series,

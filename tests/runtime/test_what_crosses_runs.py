@@ -146,3 +146,9 @@ def test_every_engine_and_schedule_runs_them(build, kind, tmp_path):
             trains(plan, build, tmp_path, **options)
     else:
         trains(plan, build, tmp_path, difference=difference, **options)
+
+
+def test_a_layer_into_which_no_gradient_goes_has_one_backward_for_all_its_outputs(tmp_path):
+    profile = profile_of(crossing.heard, True)
+    plan = under(plan_of(profile, cut_at(profile, "head"), weights="flush", accumulate=4), "zb1p")
+    trains(plan, crossing.heard, tmp_path)

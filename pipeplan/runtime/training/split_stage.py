@@ -109,7 +109,7 @@ class SplitStage(StageModule):
         assert held.saved is not None, "a graph saves something, or nothing, but knows it"
         part = input_part(ends, [self._anchor], held.saved)
         ends.clear()
-        part.groups += later_part(held.begun())
+        part.groups += later_part(list(held.begun().values()))
         if number not in self._for_weights or self._for_weights[number][0] != len(held.saved):
             self._for_weights[number] = len(held.saved), part.needed()
         held.saved.drop_but(self._for_weights[number][1])

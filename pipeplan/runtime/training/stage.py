@@ -53,10 +53,10 @@ class Held:
     holding: Holding = field(default_factory=dict)
     saved: Saved | None = None
 
-    def begun(self) -> list[tuple[GradientEdge, Tensor]]:
-        """Take and return the ends of the ``inner`` graphs with the gradients that have come there."""
+    def begun(self) -> dict[int, tuple[GradientEdge, Tensor]]:
+        """Take and return the ends of the ``inner`` graphs, by value, with the gradients that have come there."""
         inner, self.inner = self.inner, {}
-        return [(edge, self.gradients.pop(value)) for value, edge in inner.items() if value in self.gradients]
+        return {value: (edge, self.gradients.pop(value)) for value, edge in inner.items() if value in self.gradients}
 
 
 class Entry(torch.autograd.Function):
@@ -289,8 +289,11 @@ class StageModule:
             if ends:
                 torch.autograd.backward(ends, starts)
             del ends, starts
-            for edge, gradient in (begun for held in everybodys for begun in held.begun()):
-                torch.autograd.backward(edge, gradient)
+            for begun in (held.begun() for held in everybodys):
+                for code in piece.layers:  # whose outputs have one graph
+                    own = [begun[value] for value in code.makes if value in begun]
+                    if own:
+                        torch.autograd.backward([edge for edge, _ in own], [gradient for _, gradient in own])
             for held, known in zip(everybodys, gradients, strict=True):
                 if held.saved is not None:
                     held.saved.clear()
