@@ -107,6 +107,8 @@ def plan(
 
     def of_part(part: Profile) -> OfDegree:
         problem, assumptions = problem_of(part, **words, segments=said["algorithm"] == AUTO, deadline=until)
+        if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
+            raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
         if best and not problem.policy.drains:
             raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
         return OfDegree(problem, assumptions)

@@ -59,8 +59,10 @@ def problem_of(
     if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
-    problem = Problem(chain, where, policy, not asked.get("no_replicas"), allowed, deadline=deadline)
+    problem = Problem(chain, where, policy, not (asked.get("no_replicas") or chain.changed), allowed, deadline=deadline)
     more = [chain.worth]
+    if chain.changed and not asked.get("no_replicas"):
+        more.append(f"no replicas: {chain.one_of_each}")
     if granularity == AUTO and chain is not whole:
         more.append(f"whole blocks, {len(chain)} layers for {len(whole)}; --granularity node cuts inside blocks, too")
     return problem, [*assumptions, *profile.assumptions, *filter(None, more)]
@@ -95,6 +97,8 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
         raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
     if zero and asked.get("no_replicas"):
         raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
+    if zero and chain.changed:
+        raise BadInput(f"--zero 1: {chain.one_of_each}")
     if zero and size is not None and size[1] is None:
         raise BadInput(
             f"--zero 1: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "

@@ -105,6 +105,8 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
             return found
         position = stage.stop
         found += _device_violations(s, stage.devices, platform)
+        if stage.replicas > 1 and chain.changed:
+            found.append(f"stage {s} has {stage.replicas} GPUs; {chain.one_of_each}; plan with --no-replicas")
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
     found += _idle_violations(chain, platform, policy, stages)
     if position != len(chain):

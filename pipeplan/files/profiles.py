@@ -34,6 +34,7 @@ OPTIONAL = (
     "sequence_parallel",
     "variants",
     "head_groups",
+    "changed",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
 NeedsFile = form(WeightNeeds)

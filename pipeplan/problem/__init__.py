@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, LOSS_NAME, Chain, Variant, connected
+from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, connected
 from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
@@ -29,6 +29,7 @@ from .weights import WEIGHTS, WeightRules
 
 __all__ = [
     "AUTOCAST",
+    "CHANGED",
     "CLIPPED_TOGETHER",
     "ENDLESS",
     "LOSS_NAME",

@@ -16,6 +16,7 @@ from .policy import Precision
 from .sums import Sums
 
 LOSS_NAME = "loss"  # how profiles name what comes behind the model
+CHANGED = "{name} trains by its buffer {buffer}, which its forwards change, and each replica would have one of its own"
 AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 
 
@@ -47,7 +48,8 @@ class Chain:
     microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
     products is parted along the sequence, too. ``variants`` are the same layers at the costs of such parts;
-    ``head_groups`` is how many heads of keys and values attention has, None where nobody says.
+    ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
+    buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
     """
 
     name: str
@@ -69,6 +71,12 @@ class Chain:
     sequence_parallel: bool = False
     variants: tuple[Variant, ...] = ()
     head_groups: int | None = None
+    changed: str = ""
+
+    @property
+    def one_of_each(self) -> str:
+        """Why no stage may have replicas, in words; empty where stages may."""
+        return self.changed and CHANGED.format(name=self.name, buffer=self.changed)
 
     @property
     def precision(self) -> Precision:

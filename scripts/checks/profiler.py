@@ -60,7 +60,7 @@ def check(name: str, batch: int, repeat: int) -> None:
     for turn in range(repeat):
         whole.append(whole_step_ns(layers, x, target, loss))
         for way, (network, hold) in ways.items():
-            measured, _ = profile_network(
+            measured, *_ = profile_network(
                 network, loss, MeasureOptions(steps=1, warmup=1, hold=hold, clock=ThreadClock()), target=target
             )
             times[way].append(sum(m.layer.forward_ns + m.layer.backward_ns for m in measured))

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,8 +13,10 @@ from cases.files import written
 
 import pipeplan as pp
 from pipeplan.api.asked import Asked, Comparing, Grids, Planning, defaults, words
+from pipeplan.check.validate import check
 from pipeplan.cli.options import asking
-from pipeplan.problem import Platform
+from pipeplan.errors import InvalidPlan
+from pipeplan.problem import CHANGED, Platform
 
 GIVEN = {"gpus": 2, "mem": "1GB", "bandwidth": "12GB/s"}
 SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
@@ -55,6 +58,28 @@ def test_help_shows_every_keyword_the_machine_first(path):
         pp.plan(path, gpu_count=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
         pp.grid(path, gpus=2, mem="1GB", batch=16, weights="2bw")
+
+
+def test_a_model_that_trains_by_buffers_that_forwards_change_has_no_replicas(tmp_path, pipeplan):
+    path = written(tmp_path, {**PROFILE, "changed": "norm.weight_u"}, "changed.json")
+    why = CHANGED.format(name="even", buffer="norm.weight_u")
+    code, out, err = pipeplan("plan", path, *SMALL, "-v")
+    assert (code, f"no replicas: {why}" in " ".join((out + err).split())) == (0, True), out + err
+    assert why not in "".join(pipeplan("plan", path, *SMALL, "-v", "--no-replicas")[1:])
+    refused = {
+        "plan --algorithm data-parallel": f"--algorithm data-parallel: {why}",
+        "plan --zero 1 --weights flush": f"--zero 1: {why}",
+        "plan --split 8 --replicas 2": f"stage 0 has 2 GPUs; {why}",
+        "grid --batch 64 --data-parallel 2": f"--data-parallel 2: {why}",
+    }
+    for line, sentence in refused.items():
+        command, *options = line.split()
+        code, _, err = pipeplan(command, path, *SMALL, *options)
+        assert (code, sentence in err) == (2, True), (line, err)
+    assert pipeplan("grid", path, *SMALL, "--batch", "64")[0] == 0
+    plain = pp.plan(written(tmp_path, PROFILE, "plain.json"), **GIVEN, algorithm="data-parallel").plan
+    with pytest.raises(InvalidPlan, match=re.escape(f"{why}; plan with --no-replicas")):
+        check(replace(plain, chain=replace(plain.chain, changed="norm.weight_u")))
 
 
 def test_the_commands_plan_is_the_apis(path, tmp_path, pipeplan):

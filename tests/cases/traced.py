@@ -246,6 +246,22 @@ def shared_norm(batch):
     return SharedNorm(), torch.zeros(batch, 4), functional.mse_loss
 
 
+class PowerIterated(nn.Module):
+    """The old spectral norm: each forward changes the vectors by which the next one divides its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.utils.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.leave(self.enter(x).tanh())
+
+
+def power_iterated(batch):
+    torch.manual_seed(1)
+    return PowerIterated(), torch.zeros(batch, 4), functional.mse_loss
+
+
 def vectors(index, seed):
     generator = torch.Generator().manual_seed(100 * seed + index)
     return torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)
@@ -369,6 +385,7 @@ DATA = {
     entwined: tokens,
     two_inputs: pairs,
     shared_norm: vectors,
+    power_iterated: vectors,
 }
 
 

@@ -15,6 +15,7 @@ from cases.half import halved_serial
 from cases.runtime import chain_cut, chain_of, largest_difference, plan_of, simulated_version, uncorrected
 from cases.traced import DATA, serial
 
+import pipeplan as pp
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.validate import check
 from pipeplan.cli import group
@@ -355,11 +356,26 @@ def test_a_model_that_returns_its_loss_and_has_a_state_that_forwards_change(agai
 
 
 def test_replicas_that_would_train_by_other_buffers_each_are_refused(tmp_path):
-    profile = chain(traced_cases.averaging)
-    cut, end = position(profile, "last"), len(profile)
-    plan = plan_of(profile, [(0, cut, (0, 1)), (cut, end, (2,))], weights="flush", accumulate=4)
+    unaware = replace(chain(traced_cases.averaging), changed="")  # as of an estimate
+    cut, end = position(unaware, "last"), len(unaware)
+    plan = plan_of(unaware, [(0, cut, (0, 1)), (cut, end, (2,))], weights="flush", accumulate=4)
     with pytest.raises(BadInput, match=r"Averaging trains by its buffer calls, .* plan with --no-replicas"):
         run(plan, traced_cases.averaging, tmp_path)
+
+
+def test_what_trains_by_buffers_that_forwards_change_is_planned_without_replicas(tmp_path):
+    build = traced_cases.power_iterated
+    profile = chain(build)
+    assert profile.changed == "enter.weight_u"
+    assert not chain(traced_cases.shared_norm).changed, "running statistics train nothing"
+    asked = {"gpus": 2, "mem": "1GB", "bandwidth": "12GB/s", "weights": "flush", "accumulate": 4}
+    assert pp.plan(replace(profile, changed=""), **asked).plan.allocation.data_parallel
+    found = pp.plan(profile, **asked)
+    assert all(stage.replicas == 1 for stage in found.plan.allocation.stages)
+    report, state = run(found.plan, build, tmp_path, steps=2)
+    losses, expected = serial(build, steps=2, accumulate=4, optimizer="sgd", lr=0.1)
+    assert equal(report.losses, losses)
+    assert largest_difference(state, expected) < 1e-6
 
 
 def test_what_is_written_through_views_and_a_tensor_that_stands_twice_in_the_example(tmp_path):

@@ -164,8 +164,9 @@ def configs(asked: GridProblem) -> Iterator[GridConfig]:
     platform = asked.problem.platform
     placements: tuple[Placement, ...] = ("stage", "pipeline") if len(platform.levels) > 1 else ("stage",)
     for inter in range(1, min(len(platform), len(asked.problem.chain)) + 1):
-        for data in [asked.pipelines] if asked.pipelines else range(1, len(platform) // inter + 1):
-            if inter * data > len(platform):
+        most = len(platform) // inter if asked.problem.replicas else 1
+        for data in [asked.pipelines] if asked.pipelines else range(1, most + 1):
+            if data > most:
                 continue
             for size in asked.sizes:
                 if asked.batch % (data * size) == 0 and asked.too_long(inter, size) is None:

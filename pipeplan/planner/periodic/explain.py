@@ -131,11 +131,14 @@ def why_not_asked(asked: GridProblem) -> str:
     count, pipelines = len(asked.problem.platform), asked.pipelines
     if pipelines is not None and pipelines > count:
         return f"--data-parallel: {pipelines} pipelines are more than the {count} GPUs"
-    return f"--batch: {why_no_grid(asked, 1, pipelines or 1)}"
+    alone = (pipelines or 1) > 1 and asked.problem.chain.changed
+    return f"{f'--data-parallel {pipelines}' if alone else '--batch'}: {why_no_grid(asked, 1, pipelines or 1)}"
 
 
 def why_no_grid(asked: GridProblem, stages: int, pipelines: int) -> str | None:
     """Return why no configuration has this grid, whatever the memory; None when some do."""
+    if pipelines > 1 and asked.problem.chain.changed:
+        return asked.problem.chain.one_of_each
     layers = len(asked.problem.chain)
     if stages > layers:
         return f"{stages} stages are more than the network's {layers} layers"

@@ -200,7 +200,8 @@ def _ruled_out(problem: Problem, stages: Sequence[Stage]) -> list[str]:
     for s, stage in enumerate(stages):
         if stage.replicas > 1 and not problem.replicas:
             more = "; --schedule pattern has replicas with newest weights" if problem.policy.rules.reads_newest else ""
-            found.append(f"stage {s} has {stage.replicas} GPUs; --no-replicas, and nf1b, want one for each stage{more}")
+            want = problem.chain.one_of_each or f"--no-replicas, and nf1b, want one for each stage{more}"
+            found.append(f"stage {s} has {stage.replicas} GPUs; {want}")
         whole = stage.checkpoint in ((), ((stage.start, stage.stop),))
         if stage.checkpoint and (problem.checkpointing == "none" or (problem.checkpointing == "stages" and not whole)):
             found.append(f"stage {s} recomputes layers as --checkpointing {problem.checkpointing} does not allow")

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...cost.saved import saved_bytes
+from ...errors import BadInput
+from ...problem import CHANGED
 from ...units import format_bytes
 from ..data.loader import Span
 from ..device import FILL, free_bytes, place
@@ -70,7 +72,9 @@ def compared(
     entering = whole.entering([tensor.to(device) for tensor in inputs])
     author = Author.of(module, x, whole.loss is own_loss, autocast)
     replicated = [m for s in job.plan.allocation.stages if s.replicas > 1 for m in whole.modules(s)]
-    compare(author, stages, whole.loss, tensors_in(x), target, entering, replicated)
+    changed = compare(author, stages, whole.loss, tensors_in(x), target, entering, replicated)
+    if changed:
+        raise BadInput(f"{CHANGED.format(name=author.name, buffer=changed)}; plan with --no-replicas")
     seconds = time.perf_counter() - begun
     return replace(model, compared=f"the first microbatch trains as in plain torch: compared in {seconds:.2g} s")
 

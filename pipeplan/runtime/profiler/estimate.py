@@ -121,7 +121,7 @@ def _estimated(
     target = mapped(mode.from_tensor, target)
     assert isinstance(once.clock, RooflineClock)
     with once.clock:
-        measurements, _ = profile_network(network, loss, once, target)
+        measurements, *_ = profile_network(network, loss, once, target)
     return MeasuredModel(network_chain(network, measurements, **about), tuple(measurements), False, network.notes)
 
 

@@ -101,7 +101,7 @@ def measure_model(
     goes into ``source``: the library reads no calendar.
     """
     network, loss, target, author = built_network(built_by(build, batch), data, options)
-    measurements, one = profile_network(network, loss, options, target, author)
+    measurements, one, changed = profile_network(network, loss, options, target, author)
     count = 0 if options.others is None else options.others.count
     how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     how += f", beside {count} other process{'es' if count > 1 else ''}" if count else ""
@@ -113,7 +113,7 @@ def measure_model(
         device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
-    chain = replace(chain, beside=1 + count, reading_ns=measurements[-1].reading_ns)
+    chain = replace(chain, beside=1 + count, reading_ns=measurements[-1].reading_ns, changed=changed)
     return MeasuredModel(chain, tuple(measurements), one, network.notes)
 
 
@@ -178,7 +178,7 @@ def network_chain(
 
 def profile_network(
     network: Network, loss: Loss, options: MeasureOptions = USUAL, target: Any = None, author: Author | None = None
-) -> tuple[list[LayerMeasurement], bool]:
+) -> tuple[list[LayerMeasurement], bool, str]:
     """Measure each layer, and the loss as the last one, in training steps on a device.
 
     A step runs the whole network as a pipeline would with every layer a stage: forward layer by layer, each on the
@@ -191,7 +191,7 @@ def profile_network(
     through all its steps: its module moves to the device and back, its backward starts from a gradient of ones,
     and only values that later layers read stay. ``auto`` takes ``all`` where weights, gradients and saved bytes
     need at most :data:`FILL` of the free memory. After ``seconds`` of measuring no further step begins. The second
-    result says whether one layer at a time was held.
+    result says whether one layer at a time was held, the third names the buffer of :attr:`Chain.changed`.
 
     With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
     alone, and the difference is the ``backward_weight_ns`` of a layer.
@@ -225,8 +225,7 @@ def profile_network(
         processes = 1 if options.others is None else 1 + options.others.count
         one = hold == "one" or (hold == "auto" and processes * needed > FILL * free_bytes(device))
         options.note(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
-        if author is not None:
-            _compare(author, whole, loss, target, options, one)
+        changed = "" if author is None else _compare(author, whole, loss, target, options, one)
         working = working_bytes(network, device, one)
         layers = [replace(layer, working_bytes=size) for layer, size in zip(layers, working, strict=True)]
         clock = options.clock or clock_of(torch.device(device))
@@ -242,22 +241,24 @@ def profile_network(
     reads = [reading if index in (0, len(network) - 1) else 0 for index in range(len(network))]
     parts = zip(network.layers, layers, samples, reads, strict=True)
     beside = clock.host is not clock
-    return [_measurement(code, layer, sample, reading_ns, beside) for code, layer, sample, reading_ns in parts], one
+    made = [_measurement(code, layer, sample, reading_ns, beside) for code, layer, sample, reading_ns in parts]
+    return made, one, changed
 
 
-def _compare(author: Author, network: Network, loss: Loss, target: Any, options: MeasureOptions, one: bool) -> None:
-    """Compare ``network`` with its author's model, where that can be run whole."""
+def _compare(author: Author, network: Network, loss: Loss, target: Any, options: MeasureOptions, one: bool) -> str:
+    """Compare ``network`` with its author's model, where that can be run whole; return what :func:`compare` does."""
     if one and options.hold != "one":
         options.note("it wasn't compared with plain training, which doesn't fit; pipeplan run does that where it fits")
-        return
+        return ""
     options.say("comparing with plain training")
     modules = [*author.modules, *(layer.module for layer in network.layers)]
     begun = time.perf_counter()
     place(modules, torch.device(options.device))
-    compare(author, apart(network, loss), loss, network.inputs, target)
+    changed = compare(author, apart(network, loss), loss, network.inputs, target)
     if one:
         place(modules, CPU)
     options.note(f"its layers train as its code does: compared in {time.perf_counter() - begun:.2f} s")
+    return changed
 
 
 def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: int, beside: bool) -> LayerMeasurement:

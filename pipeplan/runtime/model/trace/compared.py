@@ -114,11 +114,12 @@ def compare(
     inputs: Sequence[Tensor],
     target: Any,
     entering: Mapping[int, Tensor] | None = None,
-    replicated: Sequence[nn.Module] = (),
-) -> None:
+    replicated: Sequence[nn.Module] | None = None,
+) -> str:
     """Raise BadInput, with the first difference, unless the layers of ``stages`` train as the ``author`` does.
 
-    Each replica of the modules ``replicated`` has buffers of its own: BadInput where what trains depends on them.
+    Returned is the name of a buffer that forwards change and the loss depends on, of the modules ``replicated`` (None:
+    of all), whose replicas would have each its own; empty without any.
     Everything is on the device of ``inputs``, which are the first values, if it isn't said what is ``entering``. Those
     of an example get values of their own, and so does its ``target``, as one in which two are equal proves nothing;
     where the author's code takes no such values, they stay as they are. CodeFailed where that fails.
@@ -140,14 +141,16 @@ def compare(
                 plain = _plain(author, loss, inputs, target, follows)
             except RAISED as error:
                 if not author.traced and not isinstance(error, PipeplanError):
-                    return  # as they run for themselves, what fails is said with its layer
+                    return ""  # as they run for themselves, what fails is said with its layer
                 raise code_failed(f"{author.name}: a step of plain training", error) from error
-        _refuse_parted(author, plain, replicated, lambda: _plain(author, loss, inputs, target, follows))
+        own = author.modules if replicated is None else replicated
+        parted = _parted(author, plain, own, lambda: _plain(author, loss, inputs, target, follows))
         with user_code(f"the layers of {author.name}"):
             parts = _by_layers(author, stages, inputs, target, follows, entering)
     wrong = _first_difference(author, plain, parts, stages)
     if wrong is not None:
         raise BadInput(f"{author.name} would not train as its own code says: {wrong}; {ADVICE}")
+    return parted
 
 
 def apart(network: Network, loss: Loss) -> Stages:
@@ -254,8 +257,8 @@ def _refuse_state(author: Author, before: Attributes, step: Step, again: Callabl
         )
 
 
-def _refuse_parted(author: Author, step: Step, replicated: Sequence[nn.Module], again: Callable[[], Step]) -> None:
-    """Raise BadInput if the loss depends on a buffer of those ``replicated`` that forwards change; those of norms don't
+def _parted(author: Author, step: Step, replicated: Sequence[nn.Module], again: Callable[[], Step]) -> str:
+    """Return a buffer of those ``replicated`` that forwards change and the loss depends on; those of norms don't
     count."""
     before = author.buffers
     own = [(x.removeprefix("buffer "), step.values.get(x)) for x in _buffers(author, replicated, {})]
@@ -270,12 +273,9 @@ def _refuse_parted(author: Author, step: Step, replicated: Sequence[nn.Module], 
             before[name].copy_(x)
         return not _alike(loss, step.values[LOSS_SAID], 0.0)
 
-    if changed and matter(changed):
-        name = next((name for name in changed if matter([name])), min(changed))
-        raise BadInput(
-            f"{author.name} trains by its buffer {name}, which its forwards change, and each replica would have one "
-            "of its own; plan with --no-replicas"
-        )
+    if not changed or not matter(changed):
+        return ""
+    return next((name for name in changed if matter([name])), min(changed))
 
 
 def _by_layers(
