@@ -50,6 +50,8 @@ def test_the_metadata_names_what_is_there():
     bounds = re.findall(r"\d+\.\d+", project["optional-dependencies"]["torch"][0])
     low, high = (tuple(map(int, x.split("."))) for x in bounds)
     assert low <= tuple(map(int, pinned.split("."))) < high  # what is tried is let in
+    said = f"pipeplan takes torch {bounds[0]} to {high[0]}.{high[1] - 1}. All tests run with {pinned}."
+    assert said in (ROOT / "docs" / "reference" / "limits.md").read_text()
 
 
 def test_the_site_has_every_page_and_links_of_it():

@@ -4,6 +4,7 @@
 
 Ranks that do the same are called once and counted as often. Nothing is started: the store is a dictionary that counts,
 groups of gloo are made in threads as far as ``--gloo`` ranks, once connected to all and once only where it is needed.
+Then all of a group exchange what a run does: what everybody says, a flag, a barrier, and results for rank 0.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import threading
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from pipeplan.runtime.exchange.gloo import LAZY
+from pipeplan.runtime.exchange.gloo import LAZY, spare_sockets
 from pipeplan.runtime.exchange.links import in_rounds
 from pipeplan.runtime.processes.agreement import compare
 from pipeplan.runtime.processes.store import StorePeers
@@ -104,22 +106,45 @@ class Given:
         return [mine] * self.world
 
 
-def connected(world: int, lazy: bool) -> tuple[int, int, int, float]:
-    """Return operations, bytes, files and seconds of making one group of gloo of all ranks."""
-    os.environ[LAZY] = str(int(lazy))
+def connected(world: int, lazy: bool, used: bool = True) -> list[tuple[int, int, int, float]]:
+    """Return operations, bytes, files and seconds of making one group of gloo of all ranks; then those with its use."""
+    os.environ[LAZY] = "0"
+    if lazy:
+        del os.environ[LAZY]
+        spare_sockets()
     store, files = Counting(), len(os.listdir("/proc/self/fd"))
-    groups: list[object] = [None] * world
+    begin, found = time.perf_counter(), []
+    groups: dict[int, dist.ProcessGroupGloo] = {}
 
     def make(rank: int) -> None:
         groups[rank] = dist.ProcessGroupGloo(store, rank, world, timedelta(minutes=5))
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(world)]
-    begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return store.operations, store.bytes, len(os.listdir("/proc/self/fd")) - files, time.perf_counter() - begin
+    def use(rank: int) -> None:
+        exchange(groups[rank], rank, world)
+
+    for work in (make, use) if used else (make,):
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        open_files = len(os.listdir("/proc/self/fd")) - files
+        found.append((store.operations, store.bytes, open_files, time.perf_counter() - begin))
+    return found
+
+
+def exchange(group: dist.ProcessGroupGloo, rank: int, world: int) -> None:
+    """Do once what a run does in a group of all ranks."""
+    said = torch.zeros(100, dtype=torch.uint8)
+    group.allgather([[torch.empty_like(said) for _ in range(world)]], [said]).wait()
+    group.allreduce([torch.zeros(1)]).wait()
+    group.barrier().wait()
+    if rank:
+        group.send([said], 0, 0).wait()
+    else:
+        for other in range(1, world):
+            group.recv([said], other, 0).wait()
+    group.barrier().wait()
 
 
 def main() -> None:
@@ -130,6 +155,7 @@ def main() -> None:
     parser.add_argument(
         "--lazy", type=int, default=256, help="most ranks of which such are made as connect where needed"
     )
+    parser.add_argument("--used", type=int, default=512, help="most ranks whose groups exchange something, too")
     asked = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for world in asked.ranks:
@@ -142,13 +168,14 @@ def main() -> None:
             flush=True,
         )
         for lazy in [False] * (world <= asked.gloo) + [True] * (world <= asked.lazy):
-            operations, size, files, seconds = connected(world, lazy)
             how = "connected where needed" if lazy else "connected to all"
-            print(
-                f"{world} ranks: a group of gloo, {how}: {operations:,} operations, {size / 1e6:,.3f} MB, "
-                f"{files:,} files, {seconds:.2f} s",
-                flush=True,
-            )
+            for state, counts in zip(("made", "used"), connected(world, lazy, world <= asked.used), strict=False):
+                operations, size, files, seconds = counts
+                print(
+                    f"{world} ranks: a group of gloo, {how}, {state}: {operations:,} operations, {size / 1e6:,.3f} MB, "
+                    f"{files:,} files, {seconds:.2f} s",
+                    flush=True,
+                )
     os._exit(0)  # groups of threads have no orderly end
 
 

@@ -24,6 +24,7 @@ from oracles.chrome_trace import shown
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.cli import group
+from pipeplan.cli.run import _announce
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
@@ -255,6 +256,18 @@ def test_a_missing_gpu_is_told_in_one_sentence(plan, pipeplan):
     code, out, err = pipeplan("run", plan, *MODEL, "--device", "cuda")
     assert (code, out) == (2, "")
     assert err == "error: --device cuda: torch sees no GPU here; --device cpu runs on the CPU\n"
+
+
+@pytest.mark.parametrize(("processes", "shared"), [(None, False), ("4", True), ("2", False)])
+def test_ranks_that_share_the_gpus_of_their_node_are_told_of(plan, processes, shared, monkeypatch, capsys):
+    """Under torchrun a node's processes count, wherever the plan's other ranks are."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if processes is not None:
+        for name, value in {"LOCAL_WORLD_SIZE": processes, "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+    _announce(load_plan(plan), ModelSpec(*MODEL[1:4:2]), RunOptions(steps=2, lr=0.01, device="cuda"), as_json=False)
+    assert ("4 ranks share 2 GPUs: what they" in capsys.readouterr().err) == shared
 
 
 def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):

@@ -24,6 +24,7 @@ from pipeplan.runtime.processes.own_processes import context_of, has_gone
 from pipeplan.runtime.processes.rendezvous import Start
 from pipeplan.runtime.processes.store import FAILURE, StorePeers, failure_told, told
 from pipeplan.runtime.processes.watchdog import Watch, watching
+from scripts.bench.starting import compared
 
 
 @pytest.fixture
@@ -138,6 +139,14 @@ def test_each_rank_reads_but_once_what_all_have_said(store):
     assert said == [[words] * world] * world
     assert len(gets) == world
     assert max(gets) < 2 * len(words)
+
+
+@pytest.mark.parametrize("ranks", [64, 256, 1024])
+def test_what_all_say_takes_four_operations_of_the_store_for_each_rank(ranks):
+    """A hundred layers, by what each rank calls."""
+    operations, size, _ = compared(ranks)
+    assert operations == 4 * ranks + 1
+    assert size < 5000 * ranks
 
 
 def test_a_failure_before_all_have_met_ends_the_others(store, monkeypatch):

@@ -327,6 +327,18 @@ def test_pairs_are_put_into_rounds_without_looking_at_each_with_each_other():
     assert Rank.looks < 20 * len(pairs)
 
 
+def test_sockets_and_files_are_seen_to_before_any_group_is_made():
+    """Of gloo, which all ranks have beside NCCL: tests of it (test_gloo.py) say what for."""
+    made, own = mock.Mock(), JOBS["mixed"]()
+    with (
+        mock.patch.object(on_gpu.Ranks, "init_process_group", made),
+        mock.patch.object(preparation, "spare_sockets", side_effect=InterruptedError),
+        pytest.raises(InterruptedError),
+    ):
+        on_gpu.play(own, own.lowered(), 0)
+    made.assert_not_called()
+
+
 def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
     class Options:
         def __init__(self, is_high_priority_stream):

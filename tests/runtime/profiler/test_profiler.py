@@ -18,7 +18,7 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.forms import read_json
 from pipeplan.files.profiles import ProfileFile, chain_of, profile_text
 from pipeplan.problem import SharedWeights
-from pipeplan.runtime.clock import Clock, ThreadClock
+from pipeplan.runtime.clock import Clock, HostClock, ThreadClock, clock_of
 from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
 from pipeplan.runtime.profiler import steps
@@ -235,6 +235,25 @@ def test_a_device_whose_clocks_rise_is_warmed_up_until_they_stay(monkeypatch):
         now[0] += took[-1][1]
     assert {step for warm, step in took if not warm} == {0.02}
     assert sum(step for warm, step in took if warm) >= 1
+
+
+def test_gpus_are_such_devices_and_cpus_are_not(monkeypatch):
+    """Of a network and of one layer alone, but for later layers, before which the device was at work."""
+    assert clock_of(torch.device("cuda", 0)).warm_s >= 1
+    assert HostClock().warm_s == ThreadClock().warm_s == 0
+    monkeypatch.setattr(HostClock, "warm_s", 2.5)
+    asked = []
+
+    def rounds(options, seconds, warm_s):
+        asked.append(warm_s)
+        yield from (True, False)
+
+    monkeypatch.setattr(steps, "_rounds", rounds)
+    layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    for hold in ("all", "one"):
+        options = MeasureOptions(1, hold=hold, clock=HostClock())
+        profile_layers(layers, x, lambda y, _: y.square().mean(), options)
+    assert asked == [2.5, 2.5, 0, 0]
 
 
 def test_default_optimizer_leaves_the_weights_and_another_moves_them():
