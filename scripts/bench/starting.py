@@ -28,7 +28,7 @@ LAYERS = 100
 
 
 class Counting(dist.Store):
-    """A store that counts its operations and the bytes that go to and fro."""
+    """A store that counts its operations and the bytes of keys and values that go to and fro."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Counting(dist.Store):
         self.operations = self.bytes = 0
         self._changed = threading.Condition()
 
-    def _count(self, size: int) -> None:
+    def _count(self, *words: str | bytes) -> None:
         with self._changed:
-            self.operations, self.bytes = self.operations + 1, self.bytes + size
+            self.operations, self.bytes = self.operations + 1, self.bytes + sum(map(len, words))
 
     def set(self, key: str, value: str | bytes) -> None:
         found = value if isinstance(value, bytes) else value.encode()
-        self._count(len(found))
+        self._count(key, found)
         with self._changed:
             self.kept[key] = found
             self._changed.notify_all()
@@ -50,12 +50,12 @@ class Counting(dist.Store):
     def get(self, key: str) -> bytes:
         with self._changed:
             self._changed.wait_for(lambda: key in self.kept)
-        self._count(len(self.kept[key]))
+        self._count(key, self.kept[key])
         return self.kept[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         found = [self.kept[key] for key in keys]
-        self._count(sum(map(len, found)))
+        self._count(*keys, *found)
         return found
 
     def add(self, key: str, amount: int) -> int:
@@ -64,11 +64,11 @@ class Counting(dist.Store):
         return found
 
     def check(self, keys: list[str]) -> bool:
-        self._count(0)
+        self._count(*keys)
         return all(key in self.kept for key in keys)
 
     def wait(self, keys: list[str], *_: object) -> None:
-        self._count(0)
+        self._count(*keys)
         with self._changed:
             self._changed.wait_for(lambda: all(key in self.kept for key in keys))
 
