@@ -4,17 +4,22 @@ import json
 import os
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist
+from oracles.host_memory import most_bytes
 from torch import nn
 
 from pipeplan.errors import BadInput
+from pipeplan.runtime.exchange import collective
 from pipeplan.runtime.model.build.loading import chain_model, load_weights
 from pipeplan.runtime.model.build.state_file import SafetensorsWriter, read_state
 from pipeplan.runtime.processes.agreement import _state_sum
+from pipeplan.runtime.training.state.saved_model import save_model
 
 STATE = {
     "a": torch.arange(12.0).view(3, 4),
@@ -53,6 +58,19 @@ def test_the_safetensors_library_agrees(tmp_path):
     assert same(library.load_file(written(tmp_path / "x.safetensors")), STATE)
     library.save_file(STATE, tmp_path / "y.safetensors")
     assert same(read_state(tmp_path / "y.safetensors"), STATE)
+
+
+@pytest.mark.parametrize(("name", "most"), [("x.safetensors", 2), ("x.pt", 9)])
+def test_of_a_trained_model_in_safetensors_rank_0_never_has_the_whole(name, most, tmp_path, monkeypatch):
+    """Of eight others' tensors one comes while the last goes; torch's own files take all of them at once."""
+    others = [(f"w{i}", (1000, 100), "float32") for i in range(8)]
+    monkeypatch.setattr(collective, "gathered", lambda *_: [[], *([other] for other in others)])
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    monkeypatch.setattr(dist, "recv", lambda tensor, other, group: tensor.fill_(other))
+    model = SimpleNamespace(first_names={}, versions=None)
+    held, _ = most_bytes(lambda: save_model(0, {}, model, tmp_path / name, None))
+    assert most - 1 <= held / 400_000 <= most
+    assert same(read_state(tmp_path / name), {f"w{i}": torch.full((1000, 100), i + 1.0) for i in range(8)})
 
 
 def test_several_files_have_an_index(tmp_path):
