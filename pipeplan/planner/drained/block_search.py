@@ -282,6 +282,7 @@ class BlockSearch:
         """Return the time of a mini-batch, None where it doesn't fit the memory."""
         key = config.kind, stages
         if key not in self._seen:
+            self.settings.status.candidates += 1
             run = any_run(self.problem, stages, config.kind)
             self.steps += 0 if run is None else run.timeline.program.microbatches * len(run.graph.operations)
             self._seen[key] = run.makespan_ns if run is not None and run.fits else None
