@@ -14,8 +14,8 @@ import click
 
 from ..status import Status
 
-QUIET_S = 1.0  # what takes less needs no line on a terminal
-EVERY_S = 1.3  # elsewhere: before the first line, and between two
+QUIET_S = 0.7  # what takes less needs no line
+EVERY_S = 1.3  # elsewhere than on a terminal: between two
 POLL_S = 0.2
 STATUS = "pipeplan.status"  # in the meta of contexts
 
@@ -67,7 +67,8 @@ class LiveLine:
                 self._spent[phase] = self._spent.get(phase, 0.0) + now - self._ticked
             self._ticked = now
             line = self.status.line
-            due = now - self._began >= QUIET_S if self._redrawn else now - self._wrote >= EVERY_S
+            first = self._redrawn or self._wrote == self._began
+            due = now - self._began >= QUIET_S if first else now - self._wrote >= EVERY_S
             if due and line and not self._over.is_set():
                 self._wrote = now
                 self._draw(f"{now - self._began:6.1f} s  {line}")

@@ -87,6 +87,7 @@ class OwnLaunch:
                 timeout_s = job.timeout_s(lowered)
                 report = Ranks(lowered, processes, pipes, progress, timeout_s, kind == "cuda", hear).outcome()
             finally:
+                hears.status.say(f"ending {len(processes)} processes")
                 _stop(processes, end)
                 hears.status.say("report")
         if report.steps < lowered.steps and not report.ended_early:

@@ -100,6 +100,7 @@ def measure_model(
     ``nn.Sequential`` nor a list of modules is traced (:func:`.trace.trace_module`), and its profile is a DAG. ``date``
     goes into ``source``: the library reads no calendar.
     """
+    options.say("building the model")
     network, loss, target, author = built_network(built_by(build, batch), data, options)
     measurements, one, changed = profile_network(network, loss, options, target, author)
     count = 0 if options.others is None else options.others.count
@@ -131,6 +132,7 @@ def built_network(built: Built, data: Data | None, options: MeasureOptions) -> t
         refuse_converted(built.loss, dtype)
         converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
     if is_whole(layers):
+        options.say("tracing")
         from ..model.trace.trace import trace_module
         from ..model.trace.traced import with_state_of
 
