@@ -45,7 +45,8 @@ def slow():
 
 def forged_file(plan, tmp_path, period_ns, kind="contiguous", replicas=False, checkpointing="stages"):
     """Return the file of the plan with one more bound."""
-    claim = {"class": kind, "replicas": replicas, "checkpointing": checkpointing, "period_ns": period_ns}
+    claim = {"class": kind, "replicas": replicas, "checkpointing": checkpointing, "period_ns": period_ns,
+             "any_interval": False, "schedule": None}  # fmt: skip
     return written(tmp_path, edited(json.loads(plan_text(plan)), ("lower_bounds",), lambda bounds: [claim, *bounds]))
 
 

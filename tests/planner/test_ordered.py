@@ -42,7 +42,7 @@ def quick(monkeypatch):
 def test_a_plan_in_the_best_order_is_no_worse_and_runs_as_simulated(path, tmp_path, quick):
     usual = pp.plan(path, **GIVEN, effort="quick")
     found = pp.plan(path, **GIVEN, effort="quick", schedule="best")
-    assert found.period_ns < usual.period_ns
+    assert found.period_ns <= usual.period_ns
     told = found.plan.provenance.options["order"]
     assert told["bound_ns"] <= told["value_ns"] == found.evaluation.makespan_ns
     assert ordering(found.plan)
