@@ -116,7 +116,7 @@ RUN = """
 --engine own|torch = own
     torch: torch.distributed.pipelining, for plans that drain.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
---beside PLAN
+--against PLAN
     Then train the same from this plan, such as one with --weights flush, and compare losses and times.
 --dry-run                   Print the torchrun and Slurm lines and every rank's program, and end.
 """
@@ -191,7 +191,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     every={"metavar": "N"},
     keep={"metavar": "N"},
     compares={"flag_value": False, "default": True},
-    beside=FILE,
+    against=FILE,
 )
 @JSON
 @DEBUG
@@ -201,7 +201,7 @@ def command(
     data: str | None,
     log_dir: Path | None,
     trace: str | None,
-    beside: str | None,
+    against: str | None,
     dry_run: bool,
     as_json: bool,
     callback: str | None,
@@ -212,9 +212,9 @@ def command(
     Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
     update goes to standard error.
     """
-    _refuse(trace, log_dir, beside, given)
+    _refuse(trace, log_dir, against, given)
     refuse_two_documents(as_json, trace=trace)
-    other = None if beside is None else _beside(beside, plan, given)
+    other = None if against is None else _against(against, plan, given)
     loaded = _run_otherwise(plan, given)
     spec = _model(model, data, plan, loaded.chain.name)
     asked = replace(_options(loaded, spec, given), traced=trace is not None)
@@ -279,11 +279,11 @@ def _note(words: str) -> None:
     click.echo(f"note: {shown(words, SENTENCE)}", err=True)
 
 
-def _refuse(trace: str | None, log_dir: Path | None, beside: str | None, given: Mapping[str, Any]) -> None:
+def _refuse(trace: str | None, log_dir: Path | None, against: str | None, given: Mapping[str, Any]) -> None:
     """Raise UsageError for options that don't go together, whatever the plan."""
-    if beside is not None and (given["resume"] or given["evaluates"] or trace == "-" or "RANK" in os.environ):
+    if against is not None and (given["resume"] or given["evaluates"] or trace == "-" or "RANK" in os.environ):
         raise click.UsageError(
-            "--beside trains twice from the start, by processes of its own; it goes without --resume, --evaluate, "
+            "--against trains twice from the start, by processes of its own; it goes without --resume, --evaluate, "
             "--trace - and torchrun"
         )
     if given["steps"] is not None and given["epochs"] is not None:
@@ -312,7 +312,7 @@ def _model(typed: str | None, data: str | None, plan: str, named: str) -> ModelS
     return spec
 
 
-def _beside(name: str, first: str, given: Mapping[str, Any]) -> Plan:
+def _against(name: str, first: str, given: Mapping[str, Any]) -> Plan:
     """Return the plan to train from again; BadInput where its updates aren't those of the ``first``."""
     from ..files.plans import load_plan
 
@@ -321,7 +321,7 @@ def _beside(name: str, first: str, given: Mapping[str, Any]) -> Plan:
     found = [(plan.chain.microbatch, plan.interval) for plan in (one, other)]
     if found[0] != found[1]:
         words = " and ".join(f"{count} microbatches of {size} samples" for size, count in found)
-        raise BadInput(f"--beside {name}: updates of the two plans are of {words}; plan both for one --batch")
+        raise BadInput(f"--against {name}: updates of the two plans are of {words}; plan both for one --batch")
     return other
 
 

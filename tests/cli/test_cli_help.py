@@ -48,7 +48,6 @@ DIFFER = {  # option -> why it isn't the same everywhere
     "--model": "",
     "--bandwidth": "",
     "--trace": "",
-    "--beside": "a profile is measured beside other processes, a run trains beside another plan",
 }
 
 

@@ -36,13 +36,13 @@ def path(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(best_order, "synthesize", partial(best_order.synthesize, moves=300))
+    monkeypatch.setattr(best_order, "synthesize", partial(best_order.synthesize, moves=5000))
 
 
 def test_a_plan_in_the_best_order_is_no_worse_and_runs_as_simulated(path, tmp_path, quick):
     usual = pp.plan(path, **GIVEN, effort="quick")
     found = pp.plan(path, **GIVEN, effort="quick", schedule="best")
-    assert found.period_ns <= usual.period_ns
+    assert found.period_ns < usual.period_ns
     told = found.plan.provenance.options["order"]
     assert told["bound_ns"] <= told["value_ns"] == found.evaluation.makespan_ns
     assert ordering(found.plan)

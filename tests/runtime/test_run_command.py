@@ -62,7 +62,7 @@ def run(*arguments):
 
 def test_losses_are_put_beside_those_of_another_plan(plan, tmp_path):
     drained, larger = (written(tmp_path / name, accumulate=k) for name, k in (("one.json", 1), ("two.json", 2)))
-    figures = json.loads(run(plan, *MODEL, "--steps", 20, "--beside", drained, "--json").stdout)
+    figures = json.loads(run(plan, *MODEL, "--steps", 20, "--against", drained, "--json").stdout)
     alone = json.loads(run(drained, *MODEL, "--steps", 20, "--json").stdout)
     one, other = figures["beside"]
     assert (one["plan"], other["plan"]) == ("stash", "flush")
@@ -72,9 +72,9 @@ def test_losses_are_put_beside_those_of_another_plan(plan, tmp_path):
     assert other["updates"] == stays_below(curves[1], other["level"]) <= 13
     assert other["seconds"] > 0
     with pytest.raises(BadInput, match="are of 1 microbatches of 4 samples and 2 microbatches of 4 samples; plan both"):
-        run(plan, *MODEL, "--beside", larger)
-    done = CliRunner().invoke(group, ["run", plan, *MODEL, "--beside", drained, "--evaluate"])
-    assert "--beside trains twice from the start" in done.output
+        run(plan, *MODEL, "--against", larger)
+    done = CliRunner().invoke(group, ["run", plan, *MODEL, "--against", drained, "--evaluate"])
+    assert "--against trains twice from the start" in done.output
 
 
 def test_a_level_is_reached_where_the_curve_stays_below_it(capsys):

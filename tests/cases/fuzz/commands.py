@@ -87,7 +87,13 @@ KINDS = {
     "PLAN": "plan",
     "[PLAN]": "plan",
 }
-FILE_OPTIONS = {"--platform": "platform", "--microbatch-profile": "profile", "--plan": "plan", "--load": "plan"}
+FILE_OPTIONS = {
+    "--platform": "platform",
+    "--against": "plan",
+    "--microbatch-profile": "profile",
+    "--plan": "plan",
+    "--load": "plan",
+}
 
 
 FREE = {("profile", "--name"), ("run", "--monitor")}  # any text may be meant
