@@ -94,7 +94,7 @@ def test_a_stream_that_is_gone_stops_nothing() -> None:
 GPUS = ("--gpus", "2", "--mem", "1GB")
 SAID = [  # a command line, and what its lines say among others
     ("plan even.json -o plan.json", ["exact contiguous, 1 candidates: best so far"]),
-    ("plan even.json --for torch --batch 64", ["even splits: best so far"]),
+    ("plan even.json --for torch --batch 64", ["1 candidates: best so far"]),
     ("grid even.json --batch 64", ["search"]),
     ("compare even.json", [r"1 of 2 cases done, \d+ s more at this pace"]),
     ("synthesize --gpus 2 --times 20,24,16 --microbatches 4 --moves 99", ["orders of 4 microbatches"]),
