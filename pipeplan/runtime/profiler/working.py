@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,6 @@ from ..model.network import LayerCode, Network, drop, leaf, resident
 from ..model.structure import tensors_in
 from ..model.user_code import RAISED, code_failed
 from .steps import begin_sums
-
-
-class _Counted(Protocol):
-    """What was taken since it was entered, in bytes: now, and at most."""
-
-    def held(self) -> int: ...
-
-    def most(self) -> int: ...
 
 
 class _Allocated(AbstractContextManager["_Allocated"]):
