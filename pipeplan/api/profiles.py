@@ -219,6 +219,8 @@ def profile(
         constants = constants_of(target, host_time)
         measured = estimate_model(source.build, source.batch, target, options, **about, constants=constants)
     else:
+        by_names = granularity in (AUTO, "block") or blocks is not None
+        options = replace(options, merge=merge if by_names else None)
         measured = measure_model(source.build, source.batch, options, **about)
     found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
     if tensor is None:

@@ -219,20 +219,26 @@ def test_a_fault_of_the_own_gpu_is_no_loss_of_a_rank_and_was_made_before_it_show
     )
 
 
+LOST = Failure(0, "lost", "rank 0 lost another rank", peers=(1,))
+
+
 @pytest.mark.parametrize(
-    ("on_gpus", "timeout_s", "named"),
+    ("on_gpus", "timeout_s", "other", "named"),
     [
-        (True, 0, "^rank 0 doesn't answer .*rank 1 died .*SIGABRT"),
-        (True, SECONDS, "^rank 1 died .*SIGABRT; torch ends a process so whose GPU has failed"),
-        (False, SECONDS, "^rank 1 died"),
+        (True, 0, None, "^rank 0 doesn't answer .*rank 1 died .*SIGABRT"),
+        (True, SECONDS, None, "^rank 1 died .*SIGABRT; torch ends a process so whose GPU has failed"),
+        (True, SECONDS, LOST, "^rank 1 died .*SIGABRT; torch ends a process so whose GPU has failed"),
+        (False, SECONDS, None, "^rank 1 died"),
     ],
 )
 def test_a_rank_that_torchs_watchdog_ends_has_waited_for_another_if_nobody_has_gone_on(
-    on_gpus, timeout_s, named, monkeypatch
+    on_gpus, timeout_s, other, named, monkeypatch
 ):
     """On GPUs it aborts the process that waits, not the one that hangs; but also one whose own GPU has failed."""
     monkeypatch.setattr(own, "GRACE_S", 0.05)
     pipes, ends = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
+    if other is not None:
+        ends[0].send(other)
     ends[1].close()
     hangs, aborted = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=0, exitcode=-6, join=lambda: None)
     with pytest.raises(RunFailed, match=named):

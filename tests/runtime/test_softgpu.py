@@ -46,9 +46,11 @@ def test_every_mode_equals_cpus(soft, name, late_us):
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_gpus_own_fault_is_told_of_its_rank(soft, name, gpus):
-    """Late, and in one sentence, although whoever frees memory of such a GPU dies."""
+    """Late, and in one sentence, although whoever frees memory of such a GPU dies: torch's own passes do at times."""
     (told,) = soft.run(name, devices=gpus, delay_us=200)["told"]
-    assert re.match(r"rank 1 failed in or before .*: CUDA error: Target 100 is out of bounds", told)
+    by_itself = "failed in or before .*: CUDA error: Target 100 is out of bounds"
+    aborted = "died in .*: killed by SIGABRT; torch ends a process so whose GPU has failed"
+    assert re.match(f"rank 1 ({by_itself}|{aborted})", told)
 
 
 # --- what the device itself sees ---

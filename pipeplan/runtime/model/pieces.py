@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ..device import CPU
 from .autocast import autocasting
-from .network import LOSS, TARGET, LayerCode, TensorSpec
+from .network import LOSS, TARGET, LayerCode, Network, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -202,3 +203,19 @@ def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]
         tuple(v for v in dict.fromkeys((*code.reads, *code.makes)) if last[v] == i and v not in makes and v != TARGET)
         for i, code in enumerate(codes)
     )
+
+
+def grouped(network: Network, cuts: Sequence[int]) -> Network:
+    """Return ``network`` with the layers between two neighbouring ``cuts`` as one, called by the first of them."""
+    layers = []
+    for start, stop in pairwise(cuts):
+        codes = network.layers[start:stop]
+        behind = {v for code in network.layers[stop:] for v in code.reads}
+        (piece,) = pieces_of(start, [codes], (), behind | set(network.outputs))
+        whole = replace(codes[0], module=nn.ModuleList(piece.modules), run=partial(_run, piece), reads=piece.reads)
+        layers.append(codes[0] if len(codes) == 1 else replace(whole, makes=piece.makes))
+    return replace(network, layers=tuple(layers))
+
+
+def _run(piece: Piece, _: nn.Module, *values: Tensor) -> Sequence[Tensor]:
+    return piece.run(values, None)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -340,12 +341,12 @@ class Ranks:
         root = root_cause(self._failures)
         if root.kind == "lost" and self._by_itself:
             root = self._by_itself[0]
-        if root.kind != "lost" or not self._silent:
-            return root
         still = [rank for rank in sorted(self._silent) if is_stopped(self._processes[rank].pid)]
-        what = "is stopped" if still else "doesn't answer"
-        hung = "; ".join(f"rank {rank} {what}{self._place(rank)}" for rank in still or sorted(self._silent))
-        words = f"{hung}: {root.message}"
         if root in self._by_itself and not still:
             words = f"{root.message}; torch ends a process so whose GPU has failed, and says above how"
-        return Failure(root.rank, "lost", words, root.trace)
+            return replace(root, message=words)
+        if root.kind != "lost" or not self._silent:
+            return root
+        what = "is stopped" if still else "doesn't answer"
+        hung = "; ".join(f"rank {rank} {what}{self._place(rank)}" for rank in still or sorted(self._silent))
+        return replace(root, message=f"{hung}: {root.message}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from ..model.network import (
     shared_weights,
     tied_layers,
 )
+from ..model.pieces import grouped
 from ..model.structure import converted, mapped, tensors_in
 from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, with_dense_gradients
 from ..model.trace.compared import Author, apart, compare
@@ -198,6 +200,9 @@ def profile_network(
     With ``split_backward`` each step is followed by one whose backward computes the gradients of the layers' inputs
     alone, and the difference is the ``backward_weight_ns`` of a layer.
 
+    Layers that :attr:`MeasureOptions.merge` makes one are timed as one, as a stage runs them: the first of them has
+    their times, the others none. Each by itself would count once more what the host takes between two.
+
     Times are medians by a monotonic clock, on ``threads`` CPU threads or, on a GPU, between CUDA events. Saved bytes
     and all other sizes are counted in a pass of their own (:mod:`.saved`). Meanwhile :attr:`MeasureOptions.others`
     compute. What :attr:`MeasureOptions.read` takes is added to the forwards of the first layer and of the loss, but not
@@ -238,13 +243,38 @@ def profile_network(
             say(f"starting {options.others.count} other processes")
         with nullcontext() if options.others is None else at_work(options.others, options, one):
             options.begun()
-            samples = measured(network, entry, clock, options, one)
+            cuts = _timed_cuts(whole, layers, options)
+            timed = grouped(network, cuts)
+            samples = dict(zip(cuts, measured(timed, entry, clock, options, one), strict=False))
+    codes, none = dict(zip(cuts, timed.layers, strict=False)), _no_time(samples[0])
     reading = _median(samples[0].reading_ns or [0])
-    reads = [reading if index in (0, len(network) - 1) else 0 for index in range(len(network))]
-    parts = zip(network.layers, layers, samples, reads, strict=True)
-    beside = clock.host is not clock
-    made = [_measurement(code, layer, sample, reading_ns, beside) for code, layer, sample, reading_ns in parts]
+    made = [
+        _measurement(
+            codes.get(index, network.layers[index]),
+            layer,
+            samples.get(index, none),
+            reading if index in (0, len(network) - 1) else 0,
+            beside=clock.host is not clock,
+        )
+        for index, layer in enumerate(layers)
+    ]
     return made, one, changed
+
+
+def _timed_cuts(network: Network, layers: Sequence[Layer], options: MeasureOptions) -> list[int]:
+    """Return the cuts between what is timed as one, the loss of ``layers`` always by itself."""
+    each = list(range(len(layers) + 1))
+    if options.merge is None or network.chain:
+        return each
+    counted = [LayerMeasurement(replace(layer, forward_ns=1), 0, 0, 0) for layer in layers]
+    merged = options.merge(network_chain(network, counted, name="", batch=1, device="", source=""))
+    return sorted({*accumulate((layer.forward_ns for layer in merged.layers), initial=0), *each[-2:]})
+
+
+def _no_time(of: Samples) -> Samples:
+    """Return what a layer takes that is timed with one before it."""
+    steps, split = [0] * len(of.forward_ns), [0] * len(of.inputs_only_ns)
+    return Samples(steps, steps, split, steps)
 
 
 def _compare(author: Author, network: Network, loss: Loss, target: Any, options: MeasureOptions, one: bool) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
-from ...problem import LOSS_NAME, Exchange, LayerWork
+from ...problem import LOSS_NAME, Chain, Exchange, LayerWork
 from ..clock import Clock
 from ..model.autocast import Autocast
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
@@ -60,6 +60,8 @@ class MeasureOptions:
     """"all" has all layers on the device at once, "one" one at a time, "auto" one where all don't fit."""
     clock: Clock | None = None
     """None: the device's."""
+    merge: Callable[[Chain], Chain] | None = None
+    """What merges layers of a DAG, by no times: those that it makes one are timed as one. None: each is by itself."""
     others: Others | None = None
     """Processes that compute meanwhile."""
     read: Callable[[], object] | None = None

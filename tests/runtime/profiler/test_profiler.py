@@ -1,6 +1,7 @@
 import gc
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,11 @@ torch = pytest.importorskip("torch")
 
 from cases.held import LAYERS, SAVED_BYTES, peak_bytes
 from cases.runtime import sized_chain, whole_saved_bytes
+from cases.traced import tokens, transformer
 from torch import nn
 
 from pipeplan import zoo
+from pipeplan.api.profiles import profile
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.forms import read_json
@@ -206,6 +209,24 @@ class Ticking(Clock):
     def mark(self):
         self.now += 1
         return self.now
+
+
+@pytest.mark.parametrize("hold", ["all", "one"])
+def test_a_block_is_timed_as_one_and_sized_as_its_layers_are(hold):
+    def profiled(granularity):
+        module, _, loss = transformer(2)
+        asked = {"steps": 2, "warmup": 1, "hold": hold, "split_backward": True, "granularity": granularity}
+        return profile(module, tokens(0, 0)[0], loss, clock=Ticking(), data=tokens, **asked)
+
+    whole, parts = profiled("block").chain, profiled("node")
+    merged = parts.merged("block").chain
+    assert len(whole) == len(merged) < len(parts.chain)
+    first, *middle, last = whole.layers
+    assert [first.forward_ns, last.forward_ns] == [2, 2]  # with reading
+    assert {(x.forward_ns, x.backward_ns) for x in middle} == {(1, 1)}
+    assert max(x.forward_ns for x in merged.layers) > 5
+    times = {"forward_ns": 0, "backward_ns": 0, "backward_weight_ns": 0, "optimizer_ns": 0}
+    assert [replace(x, **times) for x in whole.layers] == [replace(x, **times) for x in merged.layers]
 
 
 @pytest.mark.parametrize("hold", ["all", "one"])
