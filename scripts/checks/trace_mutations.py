@@ -1,4 +1,4 @@
-"""Plant faults in what traces models and cuts them, one at a time, and say which the comparison with plain torch finds.
+"""Plant faults in what traces, cuts and trains models, and say which the comparison with plain torch finds.
 
     python scripts/checks/trace_mutations.py [--only N,...] [--jobs 2]
 
@@ -17,14 +17,13 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-ROOM = "pipeplan.runtime.model"
+ROOM = "pipeplan.runtime"
 REFUSED = ("would not train as its own code says", "the layers of ")  # they differ; they don't run
 
 FAULTS = (  # file, words, other words, what is wrong then
@@ -75,6 +74,12 @@ FAULTS = (  # file, words, other words, what is wrong then
      "n in facts.trained and number % 2) or frozenset(number for n,", "gradients come to every other value alone"),
     ("loaded", "if v in self.trained)", "if v in self.trained)[:1]", "one gradient alone comes back"),
     ("network", "structure(values[:-1])", "structure(values[:-1][::-1])", "the loss gets its outputs in another order"),
+    ("split_stage", "later.part.run()", "later.part.let_go()", "the weights' part of a backward is left out"),
+    ("split_stage", "part.groups += later_part(list(held.begun().values()))", "held.begun()",
+     "layers into which no gradient goes don't train"),
+    ("stage", "known[value] = known[value] + gradient if value in known else gradient", "known[value] = gradient",
+     "of the gradients of a value in several pieces one counts"),
+    ("update", "ties = [tie for tie in ties if len(tie.places) > 1]", "ties = []", "copies of a weight aren't summed"),
 )  # fmt: skip
 
 
@@ -137,8 +142,9 @@ def _models() -> Iterator[tuple[str, Callable[[int], Any], Callable[[int, int], 
 def _compare(build: Callable[[int], Any], data: Callable[[int, int], Any]) -> None:
     """Compare a model as a profile does, and in three stages on its own data as a run does."""
     import torch
+    from cases.traced import in_three
 
-    from pipeplan.plan import Stage
+    from pipeplan.runtime.engine.comparison import compare_stages
     from pipeplan.runtime.model.contract import contract, sample_of
     from pipeplan.runtime.model.network import own_loss
     from pipeplan.runtime.model.structure import tensors_in
@@ -160,12 +166,9 @@ def _compare(build: Callable[[int], Any], data: Callable[[int, int], Any]) -> No
             compare(author, apart(network, loss), loss, network.inputs, target)
             continue
         model = traced_model(module, built.example, built.loss, data, torch.device("cpu"))
-        count = len(model.layers)
-        bounds = [0, max(1, count // 3), max(2, 2 * count // 3), count]
-        parts = [Stage(a, b, (i,), ((a + 1, b),) if b > a + 1 else ()) for i, (a, b) in enumerate(pairwise(bounds))]
-        stages = [(model.pieces(s), None if s.stop == count else model.cut(s.stop)) for s in parts]
-        entering = model.entering(model.data.enter(0, given)[0])
-        compare(author, stages, loss, tensors_in(x), target, entering=entering)
+        inputs = model.data.enter(0, given)[0]
+        for schedule in ("1f1b", "zb1p"):
+            compare_stages(author, in_three(model, schedule), model, torch.device("cpu"), tensors_in(x), inputs, target)
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pipeplan.plan import Stage
+from pipeplan.problem import Chain, Layer
+from pipeplan.runtime.lowering.lowered_run import lower_run
+from pipeplan.runtime.lowering.otherwise import under
+from pipeplan.runtime.model.network import tied_layers
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
 
@@ -428,3 +434,15 @@ def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=No
         for p, value in zip(parameters, history[-1], strict=True):
             p.copy_(value)
     return losses, module.state_dict()
+
+
+def in_three(model, schedule):
+    """A run of a loaded model under a drained schedule, in three stages that recompute all but their first layers."""
+    from .runtime import plan_of  # which imports what only some need
+
+    layers = tuple(Layer(x.name, 2, 4, x.weight_bytes, 4, backward_weight_ns=1) for x in model.layers)
+    chain = Chain("in three", layers, 4, tied=tuple(tied_layers([x.module for x in model.layers])))
+    count = len(layers)
+    bounds = pairwise([0, max(1, count // 3), max(2, 2 * count // 3), count])
+    stages = [Stage(a, b, (i,), ((a + 1, b),) if b > a + 1 else ()) for i, (a, b) in enumerate(bounds)]
+    return lower_run(under(plan_of(chain, stages, accumulate=4), schedule), 1)

@@ -1,14 +1,18 @@
 """Would a run train as the model's own code says? Rank 0 compares its first microbatch before anything is trained.
 
-What is compared is the whole model, on that rank's device, in the stages of the plan and with the messages between them
-(:mod:`.model.compared`). A list of layers is its own code, and was compared for its profile, every cut of it.
+What is compared is the whole model, on that rank's device (:mod:`.model.compared`), run by what trains the stages of
+the plan: with messages between them, recomputation, the backward in its parts, and sums of the gradients of tied
+weights. A list of layers is its own code, and was compared for its profile, every cut of it.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from operator import call
 from typing import Any, Final
 
 import torch
@@ -20,24 +24,111 @@ from ...errors import BadInput
 from ...problem import CHANGED
 from ...units import format_bytes
 from ..data.loader import Span
-from ..device import FILL, free_bytes, place
+from ..device import FILL, free_bytes, place, random_state, set_random_state
+from ..lowering.lowered_run import LoweredRun
+from ..measure.held_bytes import HeldBytes
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.loading import OwnPart
 from ..model.contract import Data, sample_of
 from ..model.loaded import LoadedModel, constants_of
 from ..model.network import own_loss
+from ..model.pieces import Piece
 from ..model.structure import converted, mapped, own_memory, tensors_in, tensors_of
-from ..model.trace.compared import Author, Stages, compare
+from ..model.trace.compared import Author, Ran, compare
 from ..model.user_code import user_code
+from ..training.rank import Rank
+from ..training.repeatable import Draws
+from ..training.split_stage import SplitStage
+from ..training.update.update import ties_of
+from ..training.weights.gradients import Gradients
+from ..training.weights.versions import Versions
 from .job import Job
+from .own_stages import runner_of
 from .reading import reads_of
 
 COPIES: Final = 3  # of weights: themselves and the gradients of both steps
 
 
+class _InOneRow(Draws):
+    """Random numbers as plain training draws them, one after another; what is recomputed draws the same again."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, device)
+        self._begun: dict[Piece, Tensor] = {}
+
+    def run(self, piece: Piece, microbatch: int, entered: Sequence[Tensor], target: Any) -> list[Tensor]:
+        now = random_state(self._device)
+        again = piece in self._begun
+        set_random_state(self._begun.setdefault(piece, now), self._device)
+        made = piece.run(entered, target)
+        if again:
+            set_random_state(now, self._device)
+        return made
+
+
+def compare_stages(
+    author: Author,
+    lowered: LoweredRun,
+    model: LoadedModel,
+    device: torch.device,
+    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    target: Any,
+) -> str:
+    """Compare ``model``, which is whole and takes ``inputs``, in the stages of a run with its ``author``'s, which is
+    ``given`` the like; return what :func:`compare` does of the stages that have replicas."""
+    stages = lowered.plan.allocation.stages
+    pieces = [piece for stage in stages for piece in model.pieces(stage)]
+    replicated = [module for stage in stages if stage.replicas > 1 for module in model.modules(stage)]
+    step = partial(_one_step, lowered, model, device, inputs, target)
+    return compare(author, pieces, model.loss, given, target, step, replicated)
+
+
+def _one_step(
+    lowered: LoweredRun, model: LoadedModel, device: torch.device, inputs: Sequence[Tensor], target: Any
+) -> Ran:
+    """Run a microbatch forward through all stages of ``model``, which is whole, and return what :func:`compare` takes.
+
+    The backward leaves the sum of each weight's gradients with it, of those stages whose copies are summed in a run.
+    """
+    rank, draws = Rank(lowered, 0, device, model), _InOneRow(device)
+    stages = range(len(lowered.plan.allocation.stages))
+    tied = {tie.copy_in(tie.stages[0], model) for tie in ties_of(lowered, model)}
+    gradients = [Gradients(Versions(rank.modules(s), shared=lowered.reads_newest)) for s in stages]
+    runners = [runner_of(rank, s, draws, gradients[s], HeldBytes(), call, model) for s in stages]
+    message: Any = None
+    for runner in runners:
+        message = runner.forward(0, 0, message, target if runner.takes_targets else None, False, inputs=inputs)
+        runner.scale_loss(lowered.interval)  # as if it were the only microbatch of an update
+
+    def backwards() -> None:
+        back: Tensor | None = None
+        for runner in reversed(runners):
+            backward = runner.backward_inputs if isinstance(runner, SplitStage) else runner.backward
+            back = backward(0, 0, back)
+        for runner in runners:
+            if isinstance(runner, SplitStage):
+                runner.backward_weights(0, 0)
+        places: dict[nn.Parameter, dict[int, Tensor | None]] = {}
+        for s, found in enumerate(gradients):
+            for weight, gradient in zip(found.versions.installed, found.due, strict=True):
+                places.setdefault(weight, {})[s] = gradient
+        for weight, own in places.items():
+            summed = weight in tied or len(lowered.homes(own)) == 1
+            copies = [x for x in own.values() if x is not None][: None if summed else 1]
+            weight.grad = sum(copies[1:], copies[0]) if copies else None
+
+    return message, (), backwards
+
+
 def compared(
-    job: Job, model: LoadedModel, device: torch.device, half: torch.dtype | None, autocast: Autocast | None
+    job: Job,
+    lowered: LoweredRun,
+    model: LoadedModel,
+    device: torch.device,
+    half: torch.dtype | None,
+    autocast: Autocast | None,
 ) -> LoadedModel:
     """Return ``model``, fitted to its plan, with a note that says that it was compared, or why not.
 
@@ -61,18 +152,14 @@ def compared(
     if half is not None:
         converted(nn.ModuleList(modules), half, constants_of(whole))
     place(modules, device)
-    given = _first(job, whole.data.source)
-    stages: Stages = [
-        (whole.pieces(s), None if s.stop == len(chain) else whole.cut(s.stop)) for s in job.plan.allocation.stages
-    ]
-    x, target = sample_of(given, None if whole.loss is own_loss else whole.loss)
+    first = lowered.first.microbatch
+    given = _first(job, first, whole.data.source)
+    x, target = sample_of(given, None if whole.loss is own_loss else whole.loss, whole.inputs)
     x = mapped(lambda tensor: _at(tensor, device, half), x)
     target = mapped(lambda tensor: _at(tensor, device, None), target)
-    inputs, _ = whole.data.enter(job.lowered().first.microbatch, given)
-    entering = whole.entering([tensor.to(device) for tensor in inputs])
+    inputs = [tensor.to(device) for tensor in whole.data.enter(first, given)[0]]
     author = Author.of(module, x, whole.loss is own_loss, autocast)
-    replicated = [m for s in job.plan.allocation.stages if s.replicas > 1 for m in whole.modules(s)]
-    changed = compare(author, stages, whole.loss, tensors_in(x), target, entering, replicated)
+    changed = compare_stages(author, lowered, whole, device, tensors_in(x), inputs, target)
     if changed:
         raise BadInput(f"{CHANGED.format(name=author.name, buffer=changed)}; plan with --no-replicas")
     seconds = time.perf_counter() - begun
@@ -93,8 +180,7 @@ def _at(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     return own_memory(x.to(device, dtype if x.is_floating_point() else None))
 
 
-def _first(job: Job, source: Data) -> Any:
+def _first(job: Job, first: int, source: Data) -> Any:
     """Return what ``source`` gives for the first microbatch."""
-    options, first = job.options, job.lowered().first.microbatch
     with user_code("data"):
-        return next(reads_of(source, Span(options.seed, first, first + 1, options.epoch))).given
+        return next(reads_of(source, Span(job.options.seed, first, first + 1, job.options.epoch))).given

@@ -27,6 +27,7 @@ from ..model.network import LOSS, LayerCode
 from ..model.structure import mapped
 from ..model.user_code import user_code
 from ..training.rank import Rank
+from ..training.repeatable import Draws
 from ..training.state.state import assembled, averaged
 from ..training.trial import Trial
 from ..training.weights.gradients import Gradients
@@ -56,7 +57,7 @@ class HeldOut:
         if asked.metrics is not None:
             model = _watched(model, find(asked.metrics), asked.metrics, self._metrics)
         weights = Gradients(Versions([]))  # weights are where they are used already
-        about = self._seed, weights, HeldBytes(), self._later.append, model
+        about = Draws(self._seed, self._rank.device), weights, HeldBytes(), self._later.append, model
         self._runners = {s: runner_of(self._rank, s, *about) for s in self._rank.first_of}
         for module in (module for s in self._rank.first_of for module in self._rank.modules(s)):
             module.eval()

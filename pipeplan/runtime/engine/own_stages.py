@@ -87,8 +87,8 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     options = job.options
     building = _Building(job, rank, meeting, ties, masters)
     updates = {s: building.update(s) for s in rank.stages}
-    common = building.activations, meeting.recorder.later, rank.model
-    runners = {s: runner_of(rank, s, options.seed, updates[s].gradients, *common) for s in rank.stages}
+    draws, common = Draws(options.seed, rank.device), (building.activations, meeting.recorder.later, rank.model)
+    runners = {s: runner_of(rank, s, draws, updates[s].gradients, *common) for s in rank.stages}
     masters.clear()
     trial = Trial()
     torch.manual_seed(options.seed + 1 + rank.number)
@@ -198,9 +198,9 @@ class _Building:
 
 
 def runner_of(
-    rank: Rank, s: int, seed: int, gradients: Gradients, activations: HeldBytes, later: Later, model: LoadedModel
+    rank: Rank, s: int, draws: Draws, gradients: Gradients, activations: HeldBytes, later: Later, model: LoadedModel
 ) -> StageModule:
-    """Return what passes stage ``s`` of ``model``, which is the rank's, or watched."""
+    """Return what passes stage ``s`` of ``model``, which is the rank's, or watched, or whole."""
     lowered, stage = rank.lowered, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
     make = SplitStage if lowered.program.split else StageModule
@@ -214,7 +214,7 @@ def runner_of(
         reads_newest=lowered.reads_newest,
         device=rank.device,
         later=later,
-        draws=Draws(seed, rank.device),
+        draws=draws,
         data=model.read_by(stage),
         trained=model.trained,
     )

@@ -70,7 +70,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     launcher.compare(job.model, model)
     model = fitted(model, plan.chain)
     if number == 0 and job.compares and not model.chain:
-        model = compared(job, model, device, half, autocast)
+        model = compared(job, lowered, model, device, half, autocast)
     if options.engine == "torch":
         refuse_crossing(model, cuts)
     check_ties(model, plan.chain, cuts)

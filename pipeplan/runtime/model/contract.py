@@ -16,7 +16,7 @@ from ...errors import BadInput
 from .autocast import Autocast, autocasting
 from .deferred import mode_of
 from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
-from .structure import compact, mapped, tensors_of
+from .structure import compact, mapped, tensors_in, tensors_of
 from .trace.adapted import run_uncompiled
 from .user_code import defined_at, user_code
 
@@ -129,9 +129,13 @@ def contract(result: Any) -> Built:
     return Built(layers, example_input, loss)
 
 
-def sample_of(given: Any, loss: Loss | None) -> tuple[Any, Any]:
-    """Return input and target of what data gave: a pair, or for a model that returns its ``loss`` the input alone."""
-    if isinstance(given, tuple | list) and len(given) == 2:
+def sample_of(given: Any, loss: Loss | None, inputs: int | None = None) -> tuple[Any, Any]:
+    """Return input and target of what data gave: a pair, or for a model that returns its ``loss`` the input alone.
+
+    That may be a pair, too, where it has the ``inputs`` tensors of the example and its first part hasn't.
+    """
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if pair and not (loss is None and len(tensors_in(given)) == inputs != len(tensors_in(given[0]))):
         return given[0], given[1]
     if loss is None:
         return given, None
@@ -144,7 +148,7 @@ def example_of(built: Built, data: Callable[[int, int], Any] | None) -> tuple[An
         _check_takes(data, "data", "index, seed", "the number of a microbatch and a seed")
         with user_code("data"):
             given = data(0, 0)
-        return sample_of(given, built.loss)
+        return sample_of(given, built.loss, None if built.example is None else len(tensors_in(built.example)))
     if built.example is None:
         raise BadInput(
             "build: returned a model and no example input; return (model, example_input), or name a data(index, seed) "

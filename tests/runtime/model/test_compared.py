@@ -6,17 +6,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import traced
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from pipeplan.errors import BadInput
+from pipeplan.runtime.engine import comparison
+from pipeplan.runtime.model.contract import sample_of
 from pipeplan.runtime.model.network import loss_layer
 from pipeplan.runtime.model.pieces import pieces_of
+from pipeplan.runtime.model.structure import tensors_in
 from pipeplan.runtime.model.trace import eager_calls, exported, trace
 from pipeplan.runtime.model.trace.compared import Author, apart, compare
 from pipeplan.runtime.model.trace.trace import trace_module
-from pipeplan.runtime.model.trace.traced import with_state_of
+from pipeplan.runtime.model.trace.traced import traced_model, with_state_of
+from pipeplan.runtime.training.split_stage import SplitStage
 
 
 class Own(nn.Module):
@@ -238,7 +243,7 @@ def test_outputs_of_which_a_stage_makes_one_beside_its_loss_keep_their_places():
         *pieces_of(0, [[code] for code in before], (), {*last.reads, *network.outputs}),
         *pieces_of(len(before), [[last], [final]], (), ()),
     ]
-    compare(Author.of(module, x, returns_loss=False), [(pieces, None)], loss, network.inputs, None)
+    compare(Author.of(module, x, returns_loss=False), pieces, loss, network.inputs, None)
 
 
 def test_gradients_come_to_what_is_made_before_what_runs_as_it_is_written():
@@ -268,3 +273,35 @@ def test_a_buffer_that_changes_in_what_runs_as_written_and_is_read_elsewhere_sta
     monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda x: None)
     with pytest.raises(BadInput, match="Own would not train as its own code says"):
         checked(counting())
+
+
+def compared_in_stages(build, schedule):
+    """Compare a model as a run does."""
+    torch.manual_seed(0)
+    module, example, loss = build(4)
+    data = traced.DATA[build]
+    model = traced_model(module, example, loss, data, torch.device("cpu"))
+    given = data(0, 0)
+    x, target = sample_of(given, loss)
+    author = Author.of(module, x, returns_loss=False)
+    tensors = tensors_in(x), model.data.enter(0, given)[0], target
+    comparison.compare_stages(author, traced.in_three(model, schedule), model, torch.device("cpu"), *tensors)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+@pytest.mark.parametrize("build", [traced.tied_transformer, traced.noisy, traced.residual, traced.two_inputs])
+def test_the_stages_of_a_run_train_as_the_module_does(build, schedule):
+    compared_in_stages(build, schedule)
+
+
+def test_copies_of_a_weight_that_no_run_would_sum_are_refused(monkeypatch):
+    monkeypatch.setattr(comparison, "ties_of", lambda lowered, model: [])
+    with pytest.raises(BadInput, match=r"would not train as its own code says: the gradient of "):
+        compared_in_stages(traced.entwined, "1f1b")
+
+
+def test_a_split_backward_that_leaves_weights_out_is_refused(monkeypatch):
+    monkeypatch.setattr(SplitStage, "backward_weights", lambda *_: None)
+    compared_in_stages(traced.residual, "1f1b")
+    with pytest.raises(BadInput, match=r"would not train as its own code says: .*it has none, plain training has one"):
+        compared_in_stages(traced.residual, "zb1p")

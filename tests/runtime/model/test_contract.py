@@ -11,6 +11,7 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.model.build.fitting import check_model, fitted
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec, find
+from pipeplan.runtime.model.contract import sample_of
 
 
 def test_a_zoo_model_brings_its_data_and_is_seeded():
@@ -141,3 +142,11 @@ def test_what_is_missing_is_seen_without_importing_anything(spec, words):
 def test_what_may_be_there_is_left_to_those_who_import_it():
     ModelSpec("no_such_module:build", "no_such_module:data").check()
     ModelSpec("zoo:gpt-tiny,blocks=2").check()
+
+
+def test_two_inputs_are_no_input_and_its_target():
+    a, b, c = torch.zeros(3), torch.ones(3), torch.ones(2)
+    assert sample_of((a, b), None, 2) == ((a, b), None)
+    assert sample_of((a, b), None, 1) == sample_of((a, b), nn.functional.mse_loss, 2) == (a, b)
+    assert sample_of(((a, b), c), None, 2) == ((a, b), c)
+    assert sample_of(({"x": a, "y": b}, c), None, 2) == ({"x": a, "y": b}, c)

@@ -25,7 +25,7 @@ from ...device import random_state
 from ..autocast import Autocast, autocasting
 from ..loaded import LOSS_ROOT
 from ..network import LOSS, Loss, Network, TensorSpec, buffers_kept, loss_layer, loss_value, own_loss, trained_loss
-from ..pieces import Cut, Piece, packed, pieces_of
+from ..pieces import Piece, pieces_of
 from ..randomness import OwnRandomness, others
 from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, refilling, tensors_in
 from ..user_code import RAISED, code_failed, user_code
@@ -40,10 +40,9 @@ LOSS_SAID: Final = "the loss"
 GRADIENT: Final = "the gradient of "
 FIXED: Final = "fixed_python_state"  # what the author of a model sets where it may
 ADVICE: Final = "return its layers as an nn.Sequential or a list of modules, which run as they are written"
-Stages = Sequence[tuple[Sequence[Piece], Cut | None]]  # of each the pieces, and the cut behind it
 Attributes = Mapping[str, tuple[nn.Module, str, tuple[Any, Any]]]
 Ran = tuple[Tensor, Sequence[Tensor | None], Callable[[], None]]  # the loss, the outputs, and what runs backward
-Back = Callable[[dict[int, Tensor]], dict[int, Tensor]]  # from the gradients behind a piece or cut to those before it
+Back = Callable[[dict[int, Tensor]], dict[int, Tensor]]  # from the gradients behind a piece to those before it
 
 
 @dataclass(frozen=True)
@@ -109,20 +108,21 @@ class Step:
 
 def compare(
     author: Author,
-    stages: Stages,
+    pieces: Sequence[Piece],
     loss: Loss,
     inputs: Sequence[Tensor],
     target: Any,
-    entering: Mapping[int, Tensor] | None = None,
+    step: Callable[[], Ran] | None = None,
     replicated: Sequence[nn.Module] | None = None,
 ) -> str:
-    """Raise BadInput, with the first difference, unless the layers of ``stages`` train as the ``author`` does.
+    """Raise BadInput, with the first difference, unless the layers of ``pieces`` train as the ``author`` does.
 
     Returned is the name of a buffer that forwards change and the loss depends on, of the modules ``replicated`` (None:
     of all), whose replicas would have each its own; empty without any.
-    Everything is on the device of ``inputs``, which are the first values, if it isn't said what is ``entering``. Those
-    of an example get values of their own, and so does its ``target``, as one in which two are equal proves nothing;
-    where the author's code takes no such values, they stay as they are. CodeFailed where that fails.
+    Pieces run one after the other, or as the ``step`` of a run lets them, which follows no gradient of inputs. All is
+    on the device of ``inputs``. Without a step these get values of their own, and so does the ``target``, as an example
+    in which two are equal proves nothing; where the author's code takes no such values, they stay as they are.
+    CodeFailed where that fails.
     """
     trained = trained_loss(loss)
     if trained is not None:
@@ -130,7 +130,7 @@ def compare(
     for module in author.modules:
         module.train()
     tries: list[tuple[Sequence[Tensor], Any, bool]] = []
-    if entering is None:  # messages carry no gradient of inputs, nor do all models take inputs that want one
+    if step is None:  # messages carry no gradient of inputs, nor do all models take inputs that want one
         own, aim = _own_values((list(inputs), target))
         tries = [(own, aim, True), (own, aim, False)]
     with no_reentry(), run_uncompiled(author.modules), _put_back(author):
@@ -146,17 +146,21 @@ def compare(
         own = author.modules if replicated is None else replicated
         parted = _parted(author, plain, own, lambda: _plain(author, loss, inputs, target, follows))
         with user_code(f"the layers of {author.name}"):
-            parts = _by_layers(author, stages, inputs, target, follows, entering)
-    wrong = _first_difference(author, plain, parts, stages)
+            apart = [
+                piece.modules for piece in pieces
+            ]  # they may come to different processes, with buffers of their own
+            by_layers = partial(_by_layers, author, pieces, target) if step is None else lambda _: step()
+            parts = _step(author, apart, inputs, follows, by_layers)
+    wrong = _first_difference(author, plain, parts, pieces)
     if wrong is not None:
         raise BadInput(f"{author.name} would not train as its own code says: {wrong}; {ADVICE}")
     return parted
 
 
-def apart(network: Network, loss: Loss) -> Stages:
+def apart(network: Network, loss: Loss) -> list[Piece]:
     """Return the layers of ``network``, and ``loss``, each as a piece of its own."""
     layers = enumerate((*network.layers, loss_layer(network, loss)))
-    return [([piece for i, code in layers for piece in pieces_of(i, [[code]], (), code.makes)], None)]
+    return [piece for i, code in layers for piece in pieces_of(i, [[code]], (), code.makes)]
 
 
 # --- the values -------------------------------------------------------------------------------------------------------
@@ -278,48 +282,29 @@ def _parted(author: Author, step: Step, replicated: Sequence[nn.Module], again: 
     return next((name for name in changed if matter([name])), min(changed))
 
 
-def _by_layers(
-    author: Author,
-    stages: Stages,
-    inputs: Sequence[Tensor],
-    target: Any,
-    follows: bool,
-    entering: Mapping[int, Tensor] | None,
-) -> Step:
-    """Return a step of the layers: what each piece reads has come without its graph, or by a cut."""
+def _by_layers(author: Author, pieces: Sequence[Piece], target: Any, leaves: Sequence[Tensor]) -> Ran:
+    """Run the layers, where what each piece reads has come without its graph."""
+    values = dict(enumerate(leaves))
+    wanted = {v for v, x in values.items() if x.requires_grad}
+    backs: list[Back] = []
+    outputs: Sequence[Tensor | None] = ()
+    for piece in pieces:
+        entered = [values[v].detach().requires_grad_(v in wanted) for v in piece.reads]
+        if piece.has_loss:
+            outputs = [values.get(v) for v in piece.layers[-1].reads]
+        made = piece.run(entered, target)
+        wanted |= {v for v, x in zip(piece.makes, made, strict=True) if x.requires_grad}
+        backs.append(partial(_back, author, piece, entered, made))
+        values.update((v, x.detach()) for v, x in zip(piece.makes, made, strict=True))
 
-    def run(leaves: Sequence[Tensor]) -> Ran:
-        values = dict(enumerate(leaves) if entering is None else entering)
-        wanted = {v for v, x in values.items() if x.requires_grad}
-        backs: list[Back] = []
-        outputs: Sequence[Tensor | None] = ()
-        for pieces, cut in stages:
-            for piece in pieces:
-                entered = [values[v].detach().requires_grad_(v in wanted) for v in piece.reads]
-                if piece.has_loss:
-                    outputs = [values.get(v) for v in piece.layers[-1].reads]  # None: made inside the piece
-                made = piece.run(entered, target)
-                wanted |= {v for v, x in zip(piece.makes, made, strict=True) if x.requires_grad}
-                backs.append(partial(_back, author, piece, entered, made))
-                values.update((v, x.detach()) for v, x in zip(piece.makes, made, strict=True))
-            if cut is not None:
-                message = packed([values[v] for v in cut.values], cut.specs)
-                values = cut.opened(message) | dict(entering or {})
-                wanted = set(cut.trained)
-                backs.append(partial(_across, cut))
+    def backward() -> None:
+        gradients = {LOSS: torch.ones_like(values[LOSS])}
+        while backs:
+            gradients = backs.pop()(gradients)
+        for v, leaf in enumerate(leaves):
+            leaf.grad = gradients.get(v) if leaf.requires_grad else None
 
-        def backward() -> None:
-            gradients = {LOSS: torch.ones_like(values[LOSS])}
-            while backs:
-                gradients = backs.pop()(gradients)
-            for v, leaf in enumerate(leaves):
-                leaf.grad = gradients.get(v) if leaf.requires_grad else None
-
-        return values[LOSS], outputs, backward
-
-    # pieces may come to different processes, where each has buffers of its own
-    apart = [piece.modules for pieces, _ in stages for piece in pieces]
-    return _step(author, apart, inputs, follows, run)
+    return values[LOSS], outputs, backward
 
 
 def _back(
@@ -346,14 +331,6 @@ def _back(
         if x.grad is not None:
             gradients[v] = gradients[v] + x.grad if v in gradients else x.grad
     return gradients
-
-
-def _across(cut: Cut, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return the gradients as they come back by a message; zeros where nothing depends on a value."""
-    like = {v: cut.spec(v) for v in cut.trained}
-    device = next((x.device for x in gradients.values()), None)
-    sent = [gradients.get(v, torch.zeros(x.shape, dtype=x.dtype, device=device)) for v, x in like.items()]
-    return cut.opened_back(packed(sent)) if sent else {}
 
 
 def _step(
@@ -451,7 +428,7 @@ def _is(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 # --- the difference ---------------------------------------------------------------------------------------------------
 
 
-def _first_difference(author: Author, plain: Step, parts: Step, stages: Stages) -> str | None:
+def _first_difference(author: Author, plain: Step, parts: Step, pieces: Sequence[Piece]) -> str | None:
     """Return what first differs in ``parts``, in words; None if nothing does."""
     for what, one, other in zip(("torch", "Python", "NumPy"), plain.drawn, parts.drawn, strict=True):
         if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
@@ -466,13 +443,13 @@ def _first_difference(author: Author, plain: Step, parts: Step, stages: Stages) 
         else:
             here = parts.values[name]
         if not _alike(here, there, largest if name.startswith("the gradient") else 0.0):
-            holder = _holder(stages, name.removeprefix(GRADIENT)) if name.startswith(GRADIENT) else ""
+            holder = _holder(pieces, name.removeprefix(GRADIENT)) if name.startswith(GRADIENT) else ""
             return f"{holder}{_in_words(name, here, there)}"
     return None
 
 
-def _holder(stages: Stages, name: str) -> str:
-    codes = (code for pieces, _ in stages for piece in pieces for code in piece.layers)
+def _holder(pieces: Sequence[Piece], name: str) -> str:
+    codes = (code for piece in pieces for code in piece.layers)
     found = next((x.name for x in codes if any(OF_MODULE + name == y for y, _ in x.module.named_parameters())), None)
     return "" if found is None else f"in layer {found} "
 

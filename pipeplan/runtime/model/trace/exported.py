@@ -107,8 +107,13 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
     return Exported(graph, root, arguments, seen.restored, tuple(notes))
 
 
-def refuse_changed(module: nn.Module, weight: str, place: str = "") -> NoReturn:
+def refuse_changed(module: nn.Module, weight: str, place: str = "", training: bool = True) -> NoReturn:
     """Raise BadInput for a ``weight`` that the forward of ``module`` changes, at a ``place``."""
+    if not training:
+        raise BadInput(
+            f"{type(module).__name__} changes its weight {weight} in its evaluation{place}, which every microbatch "
+            "would do again; write the trained model by --save, and evaluate it with its own code"
+        )
     holder = module.get_submodule(weight.rpartition(".")[0])
     norm = getattr(holder, "max_norm", None) is not None
     step = "leave out max_norm, or apply it between updates" if norm else "keep it as a buffer"

@@ -54,7 +54,7 @@ def trace_module(
     graph = found.graph
     with autocasting(autocast, CPU):
         facts = _Facts.of(graph, found.arguments)
-    _refuse_changed_weights(getattr(found.root, ROOT), graph, facts)
+    _refuse_changed_weights(getattr(found.root, ROOT), graph, facts, training)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
     groups = _merged_in_place(facts, _groups(graph, found.root, facts))
@@ -63,11 +63,11 @@ def trace_module(
     return replace(network, structure=found.restored, notes=found.notes)
 
 
-def _refuse_changed_weights(module: nn.Module, graph: fx.GraphModule, facts: _Facts) -> None:
+def _refuse_changed_weights(module: nn.Module, graph: fx.GraphModule, facts: _Facts, training: bool) -> None:
     for node, changed in facts.written.items():
         for base in (facts.storage.get(n, n) for n in changed):
             if base.op == "get_attr" and isinstance(attrgetter(str(base.target))(graph), nn.Parameter):
-                refuse_changed(module, _path(str(base.target)), line_of_node(node))
+                refuse_changed(module, _path(str(base.target)), line_of_node(node), training)
 
 
 def _put_on(graph: fx.GraphModule, device: torch.device) -> None:

@@ -49,26 +49,10 @@ def traced_model(
     constants = with_state_of(module, network)
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(network, compared))
-    model = LoadedModel(
-        False,
-        len(network.inputs),
-        (),
-        network.shapes,
-        network.trained,
-        compared,
-        Samples(data, lambda _, given: sample_of(given, loss)),
-        (("", module),),
-        notes=network.notes,
-        training=training,
-        constants=constants,
-    )
-    trained = trained_loss(compared)
-    if trained is not None:
-        model = replace(model, roots=with_loss_root(model.roots, trained))
     wanted = places_in(example_input)
 
     def entering(index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
-        x, target = sample_of(given, loss)
+        x, target = sample_of(given, loss, len(wanted))
         x = as_type(x, dtype)
         tensors = _in_order(f"data: microbatch {index}", x, wanted)
         for value, tensor in enumerate(tensors):
@@ -77,7 +61,23 @@ def traced_model(
                 raise BadInput(f"data: microbatch {index} has an input of {found}; the example input has {spec}")
         return tuple(tensors), target
 
-    return grouped(replace(model, data=Samples(data, entering)), [(code,) for code in codes])
+    model = LoadedModel(
+        False,
+        len(network.inputs),
+        (),
+        network.shapes,
+        network.trained,
+        compared,
+        Samples(data, entering),
+        (("", module),),
+        notes=network.notes,
+        training=training,
+        constants=constants,
+    )
+    trained = trained_loss(compared)
+    if trained is not None:
+        model = replace(model, roots=with_loss_root(model.roots, trained))
+    return grouped(model, [(code,) for code in codes])
 
 
 def with_state_of(module: nn.Module, network: Network) -> frozenset[str]:
