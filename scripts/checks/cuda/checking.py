@@ -229,15 +229,19 @@ def weights_apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> flo
     return max(float((one[k] - other[k]).abs().max()) for k in keys) / scale
 
 
+def plainly(check: Check, name: str, steps: int, **training: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Return losses and state of a model that was trained in this process, once for all parts."""
+    key = (name, steps, *sorted(({"optimizer": "sgd", "clip": None} | training).items()))
+    if key not in check.serial:
+        check.serial[key] = serial(whole(check) if name == "whole" else built(check, name), steps, **training)
+    return check.serial[key]
+
+
 def against_serial(
     check: Check, name: str, found: Sequence[float], saved: Path, **training: Any
 ) -> tuple[str, Figures]:
     """Compare a run's losses and trained weights with plain training on the same device; in words, and in figures."""
-    steps = len(found) // ACCUMULATE
-    key = (name, steps, *sorted(training.items()))
-    if key not in check.serial:
-        check.serial[key] = serial(whole(check) if name == "whole" else built(check, name), steps, **training)
-    losses, state = check.serial[key]
+    losses, state = plainly(check, name, len(found) // ACCUMULATE, **training)
     loss_error = apart(found, losses)
     weight_error = weights_apart(torch.load(saved, map_location="cpu"), state)
     figures = {"largest_relative_loss_error": loss_error, "largest_weight_error_over_largest_weight": weight_error}
