@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import json
 import math
 import os
 import signal
@@ -34,6 +36,32 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that ``make`` fills, once for all processes that share a session's tests."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            half = own / f"half-{name}"
+            half.mkdir()
+            make(half)
+            half.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ``good`` files, and the ``names`` of each kind of them."""
+    from cases.fuzz.good import good_files
+
+    def make(folder: Path) -> None:
+        (folder / "files").mkdir()
+        (folder / "names.json").write_text(json.dumps(good_files(folder / "files")))
+
+    return made_once(tmp_path_factory, "good", make)
 
 
 @pytest.fixture

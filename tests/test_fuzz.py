@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cases.fuzz.commands import FREE, Commands, without_usual_values
 from cases.fuzz.readers import SHARES, Readers
@@ -13,13 +15,13 @@ LINES = range(150)
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory: pytest.TempPathFactory) -> Readers:
-    return Readers(tmp_path_factory.mktemp("readers"))
+def readers(tmp_path_factory: pytest.TempPathFactory, good: Path) -> Readers:
+    return Readers(tmp_path_factory.mktemp("readers"), good)
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    return Commands(tmp_path_factory.mktemp("commands"))
+def commands(tmp_path_factory: pytest.TempPathFactory, good: Path) -> Commands:
+    return Commands(tmp_path_factory.mktemp("commands"), good)
 
 
 @pytest.mark.parametrize("kind", SHARES)

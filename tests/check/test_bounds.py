@@ -95,7 +95,7 @@ def class_of(plan):
 def test_no_valid_plan_is_below_the_bound_of_its_class():
     """Contiguous plans at their best period, the others at the best of some tries, on memory that they just fit."""
     tight = binding = shared = 0
-    for seed in range(500):
+    for seed in range(200):
         rng = random.Random(seed)
         plan = random_plan(
             rng, weights=("stash", "latest", "2bw"), checkpoint=seed % 2 > 0, replicas=seed % 4 < 2, most_devices=4
@@ -110,9 +110,9 @@ def test_no_valid_plan_is_below_the_bound_of_its_class():
         tight += proved.period_ns == period
         binding += memory_bound(problem) > max(load_bound(problem), layer_bound(problem))
         shared += not graph.contiguous
-    assert tight > 30
-    assert binding > 20
-    assert shared > 100
+    assert tight > 12
+    assert binding > 8
+    assert shared > 40
 
 
 def shorter(rng, plan, graph):

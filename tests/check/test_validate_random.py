@@ -59,7 +59,7 @@ def moved(rng, starts, period):
 def test_exclusivity_equals_an_unrolled_sweep():
     """The circular test on one period against all operations of many periods laid out in time."""
     clean = dirty = 0
-    for seed in range(600):
+    for seed in range(300):
         rng = random.Random(seed)
         plan = random_plan(rng, optimizer=False)
         if seed % 3 == 0:  # forwards or backwards that take no time
@@ -76,14 +76,14 @@ def test_exclusivity_equals_an_unrolled_sweep():
         assert said == truth
         clean += not truth
         dirty += bool(truth)
-    assert clean > 100
-    assert dirty > 100
+    assert clean > 50
+    assert dirty > 50
 
 
 def test_verdict_equals_an_independent_judge():
     """Valid or not: path, sweep, weights table and sums in exact fractions against the validator, plan by plan."""
     verdicts = {True: 0, False: 0}
-    for seed in range(500):
+    for seed in range(250):
         rng = random.Random(seed)
         plan = random_plan(rng)
         change = rng.choice(("starts", "memory", "accumulate", "none"))
@@ -100,7 +100,7 @@ def test_verdict_equals_an_independent_judge():
         verdict = independently_valid(plan)
         assert (violations(plan) == []) == verdict
         verdicts[verdict] += 1
-    assert min(verdicts.values()) > 100, verdicts
+    assert min(verdicts.values()) > 50, verdicts
 
 
 def independently_valid(plan):

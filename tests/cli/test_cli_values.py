@@ -88,8 +88,8 @@ ODD = {
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    return Commands(tmp_path_factory.mktemp("files"))
+def commands(tmp_path_factory: pytest.TempPathFactory, good: Path) -> Commands:
+    return Commands(tmp_path_factory.mktemp("files"), good)
 
 
 @pytest.mark.parametrize(("name", "param"), FILES, ids=lambda x: getattr(x, "name", x))

@@ -53,19 +53,19 @@ def claim(problem: Problem, charge: Charge, split: bool = False) -> int | None:
 @pytest.mark.parametrize("split", [False, True])
 def test_equals_enumeration(charge, split):
     seen = Counter()
-    for seed in range(300):
+    for seed in range(120):
         problem = equal_devices(seed)
         expected = one_special_claim(problem, charge, split)
         assert claim(problem, charge, split) == expected, seed
         seen["feasible"] += expected is not None
         seen["infeasible"] += expected is None
-    assert seen["feasible"] >= 150
-    assert seen["infeasible"] >= 10
+    assert seen["feasible"] >= 60
+    assert seen["infeasible"] >= 4
 
 
 @pytest.mark.parametrize("charge", CHARGES)
 def test_once_a_period_is_met_every_longer_one_is(charge):
-    for seed in range(40):
+    for seed in range(12):
         problem = equal_devices(seed, largest=5)
         for split in (False, True):
             found = smallest_period(problem, charge, split)
@@ -121,10 +121,10 @@ def test_nonincreasing_in_memory_and_bandwidth(charge):
     def claims(platforms: list[Platform]) -> list[int]:
         return [claim(Problem(chain, x, Policy(), False, "none"), charge) or infinite for x in platforms]
 
-    by_memory = claims([Platform.flat(4, size * 10**9) for size in (3, 6, 7, 8, 9, 10, 12, 16, 32)])
+    by_memory = claims([Platform.flat(4, size * 10**9) for size in (3, 6, 7, 9, 12, 32)])
     assert by_memory == sorted(by_memory, reverse=True)
     assert len(set(by_memory)) >= 4
-    by_bandwidth = claims([Platform.flat(4, 12 * 10**9, speed * 10**8) for speed in (5, 10, 20, 40, 80, 120, 240)])
+    by_bandwidth = claims([Platform.flat(4, 12 * 10**9, speed * 10**8) for speed in (5, 20, 80, 120, 240)])
     assert by_bandwidth == sorted(by_bandwidth, reverse=True)
     assert len(set(by_bandwidth)) >= 4
 

@@ -144,7 +144,7 @@ def with_own_profiles(rng: random.Random, problem: Problem) -> Problem:
 @pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
 def test_profiles_of_devices_own_are_planned_exactly(checkpointing: str) -> None:
     compared = 0
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         problem = random_problem(
             rng,
@@ -169,7 +169,7 @@ def test_profiles_of_devices_own_are_planned_exactly(checkpointing: str) -> None
         pattern = best_one_f_one_b_star(graph)
         assert pattern is not None
         assert least_load_ns(problem.chain, problem.platform, found.stages) <= pattern.period_ns
-    assert compared > 15
+    assert compared > 7
 
 
 def test_a_stage_takes_what_its_devices_profiles_say() -> None:

@@ -35,7 +35,7 @@ WHOLE = Resolution(exact=2**40)
 
 def test_equals_brute_force() -> None:
     """On more instances: scripts/checks/contiguous.py."""
-    assert sum(assert_brute_force_agrees_on_segments(seed) for seed in range(36)) >= 16
+    assert sum(assert_brute_force_agrees_on_segments(seed) for seed in range(18)) >= 8
 
 
 def test_equals_brute_force_where_replicas_stash_versions() -> None:
@@ -55,7 +55,7 @@ def test_equals_brute_force_where_replicas_stash_versions() -> None:
 
 def test_segments_are_better_than_stages_somewhere() -> None:
     shorter = mixed = 0
-    for seed in range(200):
+    for seed in range(80):
         problem = varied_problem(seed)
         if problem.checkpointing == "none":
             continue
@@ -70,8 +70,8 @@ def test_segments_are_better_than_stages_somewhere() -> None:
             mixed += any(
                 len(s.checkpoint) > 1 or s.checkpoint not in ((), ((s.start, s.stop),)) for s in segments.stages
             )
-    assert shorter >= 5
-    assert mixed >= 10
+    assert shorter >= 2
+    assert mixed >= 4
 
 
 @pytest.mark.parametrize("seed", [9, 10])
@@ -104,7 +104,7 @@ def test_what_the_quick_search_finds_is_proved_by_the_fine_one(seed: int) -> Non
     assert found.lower_bound_ns == found.claimed_period_ns
 
 
-@pytest.mark.parametrize("seed", range(0, 300, 4))
+@pytest.mark.parametrize("seed", range(0, 300, 12))
 def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
     problem = replace(varied_problem(seed), checkpointing="segments")
     problem = problem.with_policy(replace(problem.policy, accumulate=problem.policy.accumulate or 4))

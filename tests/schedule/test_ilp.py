@@ -74,7 +74,7 @@ def random_stages(rng: random.Random, layers: int, devices: int, contiguous: boo
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_equals_1f1b_star_on_contiguous_stages(solver):
     seen = Counter()
-    for seed in range(200):
+    for seed in range(80):
         graph = varied_graph(seed, contiguous=True, roomy=(1, 1.5, 2, 3))
         best = best_one_f_one_b_star(graph)
         result = schedule_ilp(graph, solver=solver)
@@ -84,14 +84,14 @@ def test_equals_1f1b_star_on_contiguous_stages(solver):
             seen["solved"] += 1
             seen["replicated"] += any(r.replicas > 1 for r in graph.resources)
             seen["above the floor"] += best.period_ns > graph.period_floor_ns
-    assert seen["solved"] >= 100
-    assert seen["replicated"] >= 50
-    assert seen["above the floor"] >= 15
+    assert seen["solved"] >= 40
+    assert seen["replicated"] >= 20
+    assert seen["above the floor"] >= 6
 
 
 def test_the_solvers_agree_on_shared_devices():
     statuses = Counter()
-    for seed in range(120):
+    for seed in range(50):
         graph = varied_graph(seed, contiguous=False, roomy=(1, 1.2))
         results = [schedule_ilp(graph, solver=solver) for solver in SOLVERS]
         assert judged(graph, results[0]) == judged(graph, results[1]), seed
@@ -100,9 +100,9 @@ def test_the_solvers_agree_on_shared_devices():
         statuses["bound not tight"] += results[0].pattern is not None and judged(graph, results[0]) != group_bound(
             graph
         )
-    assert statuses["optimal"] >= 50
-    assert statuses["optimal"] + statuses["infeasible"] == 120
-    assert statuses["bound not tight"] >= 3
+    assert statuses["optimal"] >= 20
+    assert statuses["optimal"] + statuses["infeasible"] == 50
+    assert statuses["bound not tight"] >= 1
 
 
 def shared_device_graph(seed: int) -> StageGraph:
@@ -139,7 +139,7 @@ def shared_device_graph(seed: int) -> StageGraph:
 
 def test_equals_exhaustive_search_on_shared_devices():
     seen = Counter()
-    for seed in range(200):
+    for seed in range(90):
         graph = shared_device_graph(seed)
         if graph.path_ns > 14:
             continue  # exhaustive search takes too long
@@ -156,10 +156,10 @@ def test_equals_exhaustive_search_on_shared_devices():
         seen["bound not tight"] += period > (group_bound(graph) or 0)
         seen["replicated"] += any(r.replicas > 1 for r in graph.resources)
         seen["lent"] += any(lent for stage in graph.stages for lent in stage.lent if lent[1])
-    assert seen["lent"] >= 8
-    assert seen["solved"] >= 50
-    assert seen["bound not tight"] >= 10
-    assert seen["replicated"] >= 5
+    assert seen["lent"] >= 4
+    assert seen["solved"] >= 22
+    assert seen["bound not tight"] >= 4
+    assert seen["replicated"] >= 2
 
 
 @pytest.mark.parametrize("seed", [98, 169, 331])
@@ -304,7 +304,7 @@ def test_same_input_same_pattern(solver):
 
 
 def test_operations_without_duration_keep_the_pattern_valid():
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(seed)
         chain = random_chain(rng, 4, zero_times=True, largest=4)
         layers = [replace(x, forward_ns=max(x.forward_ns, 1 - x.backward_ns), output_bytes=0) for x in chain.layers]

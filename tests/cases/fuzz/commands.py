@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import click
-from cases.fuzz.good import good_files
+from cases.fuzz.good import in_folder
 from cases.fuzz.judge import Case, called, faults, snapshot, written_faults
 
 from pipeplan.cli import COMMANDS, group
@@ -119,9 +119,9 @@ def without_usual_values() -> list[tuple[str, str]]:
 class Commands:
     """Command lines about the good files of a folder; the same ``seed`` and index give the same line."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, good: Path | None = None) -> None:
         self.folder = folder
-        self.good = good_files(folder)
+        self.good = in_folder(folder, good)
         (folder / "bad.json").write_text('{"format": "pipeplan-plan/1", "profile": 3}')
         (folder / "empty.json").write_text("")
         (folder / "run.sh").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,14 @@ PLANS = {  # how each kind of plan is made
 
 
 TRACED = ("zoo", "flush", "special")  # plans whose runs have a trace
+
+
+def in_folder(folder: Path, good: Path | None) -> dict[str, list[str]]:
+    """Have good files in ``folder``, copied from those in ``good/files`` if that is given; return their names."""
+    if good is None:
+        return good_files(folder)
+    shutil.copytree(good / "files", folder, dirs_exist_ok=True)
+    return dict(json.loads((good / "names.json").read_text()))
 
 
 def good_files(folder: Path) -> dict[str, list[str]]:

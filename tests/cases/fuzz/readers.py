@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 from cases.fuzz.broken import broken_bytes, odd_json, odd_text
-from cases.fuzz.good import RANKS, good_files, summed
+from cases.fuzz.good import RANKS, in_folder, summed
 from cases.fuzz.judge import Case, called, faults, snapshot, watched, written_faults
 
 from pipeplan.errors import BadInput
@@ -86,9 +86,9 @@ SHARES = {"profile": 4, "graph": 3, "platform": 1, "plan": 6, "trace": 4, "accel
 class Readers:
     """Broken files for the commands in a folder of good ones; the same ``seed`` and index give the same case."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, good: Path | None = None) -> None:
         self.folder = folder
-        self.good = good_files(folder)
+        self.good = in_folder(folder, good)
 
     def case(self, seed: int, index: int, kinds: Sequence[str] = tuple(READERS)) -> Case:
         """Return case ``index``."""
