@@ -17,42 +17,59 @@ from .version import __version__ as __version__
 
 TYPE_CHECKING = False  # as typing says it, which takes longer to load than all of this
 if TYPE_CHECKING:
+    from .api.calibrating import calibrate as calibrate
     from .api.comparing import Comparison as Comparison
-    from .api.door import compare as compare
-    from .api.door import grid as grid
-    from .api.door import plan as plan
-    from .api.door import profile as profile
-    from .api.door import read_plan as read_plan
-    from .api.door import read_profile as read_profile
+    from .api.comparing import compare as compare
+    from .api.importing import import_plan as import_plan
+    from .api.planning import estimate as estimate
+    from .api.planning import grid as grid
+    from .api.planning import plan as plan
+    from .api.planning import read_plan as read_plan
     from .api.profiles import Profile as Profile
+    from .api.profiles import profile as profile
+    from .api.profiles import read_profile as read_profile
     from .api.result import PlanResult as PlanResult
+    from .api.synthesizing import synthesize as synthesize
     from .errors import BadInput as BadInput
     from .errors import Infeasible as Infeasible
     from .errors import PipeplanError as PipeplanError
     from .problem import Platform as Platform
+    from .runtime.engine.options import RunOptions as RunOptions
+    from .runtime.model.build.spec import ModelSpec as ModelSpec
     from .runtime.processes.launch import run_plan as run_plan
 else:
     _HOMES = {
-        **dict.fromkeys(("plan", "grid", "compare", "profile", "read_plan", "read_profile"), "api.door"),
-        "Profile": "api.profiles",
-        "Comparison": "api.comparing",
+        **dict.fromkeys(("plan", "grid", "estimate", "read_plan"), "api.planning"),
+        **dict.fromkeys(("compare", "Comparison"), "api.comparing"),
+        **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
+        "calibrate": "api.calibrating",
+        "synthesize": "api.synthesizing",
+        "import_plan": "api.importing",
         "PlanResult": "api.result",
         **dict.fromkeys(("PipeplanError", "BadInput", "Infeasible"), "errors"),
         "Platform": "problem",
         "run_plan": "runtime.processes.launch",
+        "ModelSpec": "runtime.model.build.spec",
+        "RunOptions": "runtime.engine.options",
     }
+    __all__ = ["__version__", *_HOMES]
 
     def __getattr__(name):
-        """Return a public name from its home."""
+        """Return a public name from its home, a function behind the door that checks its keywords."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        if not isinstance(found, type):
+            from .api.door import door
+
+            found = globals()[name] = door(found)
+        return found
 
     def __dir__():
-        """Return the public names, used or not, beside what is here already."""
-        return [*globals(), *_HOMES]
+        """Return the public names, used or not."""
+        return __all__
 
     class _Package(type(sys)):
         """``pipeplan.plan`` is the function, also when its namesake, the file of nouns, has been imported."""

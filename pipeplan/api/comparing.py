@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from typing import Unpack
+from typing import Any, Unpack
 
 from ..deadline import NEVER
 from ..errors import BadInput, PipeplanError
@@ -41,6 +41,14 @@ class Comparison:
     def __repr__(self) -> str:
         names = ", ".join(cell.algorithm for cell in self.rows[0].cells)
         return f"<Comparison {shown(self.problem.chain.name)}: {names} on {len(self.rows)} platforms>"
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each platform and algorithm, times in ns."""
+        return [
+            {"gpus": row.gpus, "memory_bytes": row.memory_bytes, "samples": row.update_samples, **asdict(cell)}
+            for row in self.rows
+            for cell in row.cells
+        ]
 
     def show(self, width: int | None = None) -> None:
         """Print the table, as ``pipeplan compare`` does."""

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from math import isfinite
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
 from ..problem import Chain, Platform
-from . import comparing, planning, profiles
 from .asked import LEAST_SIZE, WORDS
 
 P = ParamSpec("P")
@@ -30,6 +29,7 @@ RENAMED = {
     "for": "for_",
     "data-parallel": "pipelines",
     "microbatch-profile": "profiles",
+    "to": "target",
 }  # options that Python calls otherwise
 NAMES = {"Deadline": Deadline, "Platform": Platform, "Chain": Chain}  # that annotations have as text
 WRITTEN = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
@@ -37,44 +37,47 @@ WRITTEN = {str: "a text", int: "a whole number", float: "a number", bool: "True 
 
 def door(function: Callable[P, R]) -> Callable[P, R]:
     """Return a public function that checks its keywords, and names them where it refuses."""
+    signature = inspect.signature(function)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         allowed = _allowed(function)
-        said = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
-        for name, value in said.items():
-            if name in allowed:
-                _check(name, value, allowed[name])
-            elif None not in allowed:
+        for name in kwargs:
+            if name not in allowed and None not in allowed:
                 listed = f"there are {', '.join(map(str, allowed))}"
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument '{name}'; {listed}")
+        for name, value in {**signature.bind(*args, **kwargs).arguments, **kwargs}.items():
+            if name in allowed:
+                _check(name, value, allowed[name])
         try:
             return function(*args, **kwargs)
         except BadInput as error:
-            sentence = OPTION.sub(lambda found: RENAMED.get(found[1], found[1].replace("-", "_")), str(error))
+            sentence = OPTION.sub(_keyword, str(error))
             if sentence == str(error):
                 raise
             raise type(error)(sentence) from error
 
-    checked.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what help() shows: every keyword
-        [
-            *(x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD),
-            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _names(function)),
-        ]
-    )
+    words = _words(signature, function.__globals__)
+    if words:  # what help() shows: every keyword, and what it is
+        own = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        more = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=WORDS[x].default) for x in words]
+        checked.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            sorted([*more, *own], key=lambda x: x.kind), return_annotation=signature.return_annotation
+        )
+        told = (f"{x}: {OPTION.sub(_keyword, WORDS[x].help)}" for x in words)
+        checked.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *told])
     return checked
 
 
-def _names(function: Callable[..., Any]) -> list[str]:
-    """Return the keywords of a function without evaluating their types."""
-    found: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            found.append(parameter.name)
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-            found = [*function.__globals__[unpacked[1]].__annotations__, *found] if unpacked else found
-    return found
+def _keyword(option: re.Match[str]) -> str:
+    """Return what Python calls an option."""
+    return RENAMED.get(option[1], option[1].replace("-", "_"))
+
+
+def _words(signature: inspect.Signature, known: Mapping[str, Any]) -> list[str]:
+    """Return the words of the question that a function's keywords unpack, without evaluating their types."""
+    unpacked = re.search(r"Unpack\[(\w+)\]", str(signature))
+    return list(known[unpacked[1]].__annotations__) if unpacked else []
 
 
 @cache
@@ -83,12 +86,15 @@ def _allowed(function: Callable[..., Any]) -> dict[str | None, Any]:
     any other name is allowed."""
     found: dict[str | None, Any] = {}
     kinds = {x.name: x.kind for x in inspect.signature(function).parameters.values()}
-    for name, kind in get_type_hints(function, localns=NAMES).items():
+    given = {name: kind for name, kind in function.__annotations__.items() if name != "return"}
+    for name, kind in get_type_hints(SimpleNamespace(__annotations__=given), function.__globals__, NAMES).items():
         if get_origin(kind) is Unpack:
             (noun,) = get_args(kind)
             words: dict[str | None, Any] = dict(get_type_hints(noun, localns=NAMES).items())
             found = words | found
-        elif name != "return":
+        elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            found[name] = Sequence[kind]
+        else:
             found[None if kinds[name] is inspect.Parameter.VAR_KEYWORD else name] = kind
     return found
 
@@ -155,11 +161,3 @@ def _written(kind: Any) -> str:
     if origin is not None and issubclass(origin, Callable):  # type: ignore[arg-type]  # an abstract class of callables
         return "a function"
     return f"a {getattr(kind, '__name__', kind)}"
-
-
-plan = door(planning.plan)
-grid = door(planning.grid)
-read_plan = door(planning.read_plan)
-compare = door(comparing.compare)
-profile = door(profiles.profile)
-read_profile = door(profiles.read_profile)

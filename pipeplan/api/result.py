@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,11 @@ from ..files.text import write_text
 from ..names import shown
 from ..plan import Bound, Plan
 from ..units import format_ns
+from .door import door
 
 if TYPE_CHECKING:
     from ..planner.simulated.simulation import Simulation
+    from ..runtime.lowering.instructions import Instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,24 @@ class StageFigures:
     memory_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one process of a run does: on which GPU, with which layers by stage, and in which order.
+
+    Its ``program`` has passes, messages to and from other ranks, sums over replicas, and updates: see
+    :mod:`..runtime.lowering.instructions`. Microbatches and versions of the weights count from 0.
+    """
+
+    rank: int
+    gpu: int
+    layers: dict[int, tuple[str, ...]]
+    program: tuple[Instruction, ...]
+
+
 @dataclass(frozen=True, repr=False)
 class PlanResult:
-    """A plan that has passed the validator, with its figures; ``print`` shows the table, notebooks too.
+    """A plan that has passed the validator, with its figures; ``print`` says it in a line, ``show`` prints its table,
+    and notebooks show both that and its chart.
 
     ``plan`` has everything that was given and decided, ``evaluation`` all figures in ns and bytes, ``assumptions`` in
     words what wasn't said.
@@ -103,6 +120,43 @@ class PlanResult:
             for stage, cost, use, in_flight, _ in stage_figures(self.plan, self.evaluation)
         )
 
+    def row(self) -> dict[str, Any]:
+        """Return its figures as one row of a table, such as one of plans for several machines."""
+        plan = self.plan
+        return {
+            "network": plan.chain.name,
+            "gpus": len(plan.platform.whole or plan.platform),
+            "samples": plan.chain.microbatch * plan.interval,
+            "weights": plan.policy.weights,
+            "schedule": plan.schedule.kind,
+            "stages": len(plan.allocation.stages),
+            "period_ns": self.period_ns,
+            "bound_ns": self.bound_ns,
+            "gap": self.gap,
+            "samples_per_second": self.samples_per_second,
+            "peak_bytes": max(x.peak_bytes for x in self.evaluation.devices),
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each stage: the fields of :class:`StageFigures`."""
+        return [asdict(x) for x in self.stages]
+
+    @door
+    def ranks(self, steps: int = 1) -> tuple[Rank, ...]:
+        """Return what each rank does in so many ``steps``, for a training loop of your own.
+
+        BadInput for a plan that only simulation can run.
+        """
+        from ..runtime.lowering.lowered_run import lower_run
+
+        run, stages = lower_run(self.plan, steps), self.stages
+        on = [{s: x.layers for s, x in enumerate(stages) if gpu in x.gpus} for gpu in run.devices]
+        return tuple(
+            Rank(rank, gpu, layers, tuple(program))
+            for rank, (gpu, layers, program) in enumerate(zip(run.devices, on, run.instructions, strict=True))
+        )
+
+    @door
     def simulate(self, schedule: str | None = None, microbatches: int | None = None, **options: Any) -> Simulation:
         """Return its run under ``schedule`` (None: its own), such as ``"zbv"``; ``options`` as in :func:`simulations`.
 
@@ -112,14 +166,16 @@ class PlanResult:
 
         names = () if schedule is None else (schedule,)
         refuse_unknown([name for name in names if not name.endswith(".csv")])
-        return simulations(self.plan, names, microbatches, **options)[0][0]
+        return door(simulations)(self.plan, names, microbatches, **options)[0][0]
 
+    @door
     def schedules(self, *names: str, microbatches: int | None = None, **options: Any) -> list[Simulation]:
         """Return its runs under the schedules that are named, or all that it can run under, best first."""
         from .plans import ALL, simulations
 
-        return simulations(self.plan, names or (ALL,), microbatches, **options)[0]
+        return door(simulations)(self.plan, names or (ALL,), microbatches, **options)[0]
 
+    @door
     def report(
         self, path: str | Path, *schedules: str, microbatches: int | None = None, trace: str | Path | None = None
     ) -> int:
@@ -131,6 +187,7 @@ class PlanResult:
         write_text(str(path), text)
         return count
 
+    @door
     def export(self, target: str, path: str | Path | None = None, **options: Any) -> str:
         """Return it in the terms of ``target``, such as ``"megatron"``, and write it where there is a ``path``.
 
@@ -138,7 +195,7 @@ class PlanResult:
         """
         from .plans import exported
 
-        made = exported(self.plan, target, "-" if path is None else str(path), **options)
+        made = door(exported)(self.plan, target, "-" if path is None else str(path), **options)
         if path is not None:
             made.write()
         return made.text
@@ -162,12 +219,6 @@ class PlanResult:
         else:
             print_plan(self.plan, self.assumptions, width, self.evaluation, verbose)
 
-    def __str__(self) -> str:
-        told = io.StringIO()
-        with redirect_stdout(told):
-            self.show()
-        return told.getvalue().rstrip("\n")
-
     def __repr__(self) -> str:
         stages, platform = self.plan.allocation.stages, self.plan.platform
         return (
@@ -177,4 +228,9 @@ class PlanResult:
         )
 
     def _repr_html_(self) -> str:
-        return f"<pre style='line-height:1.2'>{html.escape(str(self))}</pre>"
+        from ..report.page.html import chart_html
+
+        told = io.StringIO()
+        with redirect_stdout(told):
+            self.show()
+        return f"<pre style='line-height:1.2'>{html.escape(told.getvalue())}</pre>{chart_html(self.plan)}"

@@ -3,45 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from ..choices import DRAINED
+from ..choices import DRAINED, Solver
 from ..cost.stage_graph import StageGraph, stage_graph
-from ..deadline import NEVER, Deadline
+from ..deadline import Deadline
 from ..errors import BadInput
+from ..files.plans import load_plan
+from ..files.schedule_csv import written_schedule
+from ..files.text import write_text
 from ..plan import Plan, Stage
 from ..planner.simulated.other_schedules import default_microbatches
 from ..planner.what_if.best_order import OWN, best_order, placed_graph
 from ..problem import Chain, Layer, Platform, Policy
+from ..report.tables.synthesis import figures
 from ..schedule.kinds import loop, vee
 from ..schedule.synthesis.synthesize import Synthesis
+from ..status import Status
+from .problems import deadline_of
+from .result import PlanResult
 
 ROOM = 2**50  # bytes of GPUs that nothing is said of
 
 
-def synthesized(
-    graph: StageGraph,
-    microbatches: int,
-    *,
-    weight_keeps: float | None = None,
-    moves: int | None = None,
-    deadline: Deadline = NEVER,
-    **options: Any,
-) -> Synthesis:
-    """Return the best order that is found of ``microbatches`` on drained stages, with its lower bound.
+@dataclass(frozen=True)
+class Ordered:
+    """The best order that was found: ``found`` has its program and timeline."""
 
-    ``limit``: activations that a GPU may hold, each of one stage and microbatch. ``weight_keeps``: the share of them
-    that weight gradients need. With a ``deadline`` and no number of ``moves`` it goes on until then. See
-    :func:`..schedule.synthesis.synthesize.synthesize` for the other ``options``.
+    found: Synthesis
+
+    def figures(self) -> dict[str, Any]:
+        """Return every figure under a name with its unit, a lower bound among them."""
+        return figures(self.found)
+
+    def save(self, path: str | Path) -> None:
+        """Write the order as torch's CSV, which simulations take as a schedule."""
+        write_text(str(path), written_schedule(self.found.program))
+
+
+def synthesize(
+    plan: PlanResult | str | Path | None = None,
+    *,
+    microbatches: int | None = None,
+    gpus: int | None = None,
+    times: Sequence[int] | None = None,
+    transfer: int | None = None,
+    placement: Literal["straight", "loop", "vee"] | None = None,
+    chunks: int | None = None,
+    limit: int | None = None,
+    weight_keeps: float | None = None,
+    split: bool = True,
+    barrier: bool = True,
+    moves: int | None = None,
+    seed: int = 0,
+    solver: Solver = "cbc",
+    time_limit: str | Deadline | None = None,
+    status: Status | None = None,
+) -> Ordered:
+    """Return the best order that is found of ``microbatches`` on the stages of a plan, or on equal ones of ``gpus``.
+
+    ``times`` are those of such a stage's forward, input gradient and weight gradient. ``limit``: activations that a GPU
+    may hold, each of one stage and microbatch. ``weight_keeps``: the share of them that weight gradients need. With a
+    ``time_limit`` and no number of ``moves`` it goes on until then. See :func:`..schedule.synthesis.synthesize
+    .synthesize` for the others.
     """
-    keeps = Fraction(1) if weight_keeps is None else Fraction(weight_keeps).limit_denominator(10**6)
-    endless = moves is None and deadline.remaining_s() < inf
-    return best_order(
-        graph, microbatches, weight_keeps=keeps, moves=moves, deadline=deadline, endless=endless, **options
+    stated = {"--gpus": gpus, "--times": times, "--transfer": transfer}
+    if plan is not None:
+        extra = [name for name, value in stated.items() if value is not None]
+        if extra:
+            raise BadInput(f"{extra[0]} says what PLAN says already")
+        graph, count = graph_of_plan(
+            plan.plan if isinstance(plan, PlanResult) else load_plan(str(plan)), microbatches, placement, chunks
+        )
+    elif gpus is None or times is None or microbatches is None:
+        raise BadInput("name a PLAN, or say --gpus, --times and --microbatches")
+    else:
+        graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
+    deadline, keeps = deadline_of(time_limit), Fraction(1 if weight_keeps is None else weight_keeps)
+    found = best_order(
+        graph,
+        count,
+        weight_keeps=keeps.limit_denominator(10**6),
+        moves=moves,
+        deadline=deadline,
+        endless=moves is None and deadline.remaining_s() < inf,
+        limit=limit,
+        split=split,
+        barrier=barrier,
+        seed=seed,
+        solver=solver,
+        status=status,
     )
+    return Ordered(found)
 
 
 def graph_of_plan(

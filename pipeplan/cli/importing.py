@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from ..api.asked import Common, Planning, words
-from ..choices import DRAINED
-from ..errors import BadInput, InvalidPlan
 from .grouped import GroupedCommand
 from .options import FILE, JSON, PROFILE, asking, option_of, options, refuse_two_documents, time_limit
 from .progress import status
-
-if TYPE_CHECKING:
-    from ..files.frameworks import Imported
-    from ..problem import Policy
 
 FROM = r"""
 --from megatron|torchtitan (name) The framework of the arguments.
@@ -67,53 +59,28 @@ def command(
     refuse_two_documents(as_json, output=output, best=best)
     if output is not None and output == best:
         raise click.UsageError("--output and --best would both write the same file")
-    from ..api.problems import problem_of
-    from ..api.profiles import read_profile
-    from ..api.tensor import parts
-    from ..files.frameworks import READERS, Source, parsed_renames, read_options
-    from ..files.plans import plan_text
-    from ..files.text import write_text
-    from ..planner.periodic.incumbent import Settings
-    from ..planner.what_if.target import judge
-    from ..report.tables.plan import print_plan
+    from ..api.importing import import_plan
     from ..report.tables.searches import judged_figures, print_change
 
-    said = read_options(arguments)
-    deadline = shared.pop("deadline")
-    whole, degree = read_profile(shared.pop("profile")), said.count(READERS[name].tensor, 1)
-    given = {**shared, "weights": DRAINED, "batch": "any", "deadline": deadline}
-    problem, assumed = problem_of(parts(whole, degree)[0], **given)
-    others = []
-    for part in parts(whole, None):
-        with suppress(BadInput):  # where groups of so many cross servers
-            others += [problem_of(part, **given)[0]] * (part.chain.tensor != degree)
-    found = READERS[name](Source(said, problem.chain, len(problem.platform), parsed_renames(rename)))
-    policy, about = _as_said(problem.policy, found), status()
-    try:
-        judged = judge(
-            problem.with_policy(policy),
-            name,
-            found.stages,
-            found.kind,
-            Settings(progress=about.improved, status=about),
-            effort or "normal",
-            [other.with_policy(policy) for other in others],
-        )
-    except InvalidPlan as error:
-        raise InvalidPlan([f"{arguments}: {sentence}" for sentence in error.violations]) from error
-    for path, planned in {output: judged.today, best: judged.best}.items():
+    about, deadline = status(), shared.pop("deadline")
+    context = click.get_current_context()
+    unsaid = [x for x in POLICY if context.get_parameter_source(x) is ParameterSource.DEFAULT]
+    found = import_plan(
+        shared.pop("profile"),
+        arguments,
+        **{key: value for key, value in shared.items() if key not in unsaid},
+        framework=name,
+        rename=rename,
+        effort=effort,
+        time_limit=deadline,
+        progress=about.improved,
+        status=about,
+    )
+    for path, planned in {output: found.today, best: found.best}.items():
         if path is not None:
-            write_text(path, plan_text(planned.plan, planned.evaluation))
+            planned.save(path)
     if as_json:
-        click.echo(json.dumps(judged_figures(judged, name), indent=1))
+        click.echo(json.dumps(judged_figures(found.judged, name), indent=1))
     elif "-" not in (output, best):
-        print_plan(judged.today.plan, [*assumed, *found.notes], result=judged.today.evaluation)
-        print_change(judged, name)
-
-
-def _as_said(policy: Policy, found: Imported) -> Policy:
-    """Return how the arguments keep weights, where no option says otherwise."""
-    context, said = click.get_current_context(), {name: getattr(found, name) for name in POLICY}
-    unsaid = {x for x in said if context.get_parameter_source(x) is ParameterSource.DEFAULT}
-    changed: dict[str, Any] = {name: value for name, value in said.items() if value is not None and name in unsaid}
-    return replace(policy, accumulate=found.microbatches, **changed)
+        found.today.show()
+        print_change(found.judged, name)

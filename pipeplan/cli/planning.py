@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**18  # samples, tokens, dollars
 NUMBER = re.compile(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?")
-PER_GPU = 4  # microbatches of an update that is estimated, where nobody says
 PIPELINES = {"default": "auto", "show_default": True}
 COLUMNS = "gpus memory_bytes update_samples bound_ns algorithm period_ns claimed_ns seconds data_parallel tensor"
 BILL = options("""
@@ -238,8 +237,6 @@ def grid(profile: str, output: str | None, as_json: bool, **asked: Any) -> None:
 def estimate(
     profile: str,
     gpus: tuple[int, ...],
-    microbatches: list[int],
-    batch: int | None,
     samples: str | None,
     tokens: str | None,
     price: str | None,
@@ -251,11 +248,11 @@ def estimate(
     Every layer is estimated for the GPU, the layers are planned on every grid of stages x pipelines, and the fastest
     grid is shown. Exit code 1: nothing fits.
     """
-    from ..api.planning import grid
+    from ..api.planning import estimate
 
     bill = Bill.of(samples, tokens, price)
-    each = batch or PER_GPU * prod(gpus) * max(microbatches)
-    found = grid(profile, status=status(), gpus=gpus, microbatches=microbatches, batch=each, **asked)
+    found = estimate(profile, status=status(), gpus=gpus, **asked)
+    each = found.plan.interval * found.plan.chain.microbatch
     parameters, tensor = int(found.plan.chain.sums.parameters[-1]), found.plan.chain.tensor
     rate = found.samples_per_second
     if as_json:

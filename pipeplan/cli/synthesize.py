@@ -65,12 +65,6 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
 @JSON
 def command(
     plan: str | None,
-    gpus: int | None,
-    times: list[int] | None,
-    transfer: int | None,
-    placement: str | None,
-    chunks: int | None,
-    microbatches: int | None,
     deadline: Deadline,
     output: str | None,
     width: int | None,
@@ -82,31 +76,18 @@ def command(
     Backwards are split; a batch of microbatches is drained. Prints what the order takes, and a lower bound: no order
     takes less. Ctrl-C ends the search with the best order so far.
     """
-    from ..api.synthesizing import graph_of_plan, graph_of_times, synthesized
-    from ..files.plans import load_plan
-    from ..files.schedule_csv import written_schedule
-    from ..files.text import write_text
-    from ..report.tables.synthesis import figures, print_synthesis
+    from ..api.synthesizing import synthesize
+    from ..report.tables.synthesis import print_synthesis
 
     refuse_two_documents(as_json, output=output)
     began = time.monotonic()
-    stated = {"--gpus": gpus, "--times": times, "--transfer": transfer}
-    if plan is not None:
-        extra = [name for name, value in stated.items() if value is not None]
-        if extra:
-            raise click.UsageError(f"{extra[0]} says what PLAN says already")
-        graph, count = graph_of_plan(load_plan(plan), microbatches, placement, chunks)
-    else:
-        if gpus is None or times is None or microbatches is None:
-            raise click.UsageError("name a PLAN, or say --gpus, --times and --microbatches")
-        graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
-    found = synthesized(graph, count, deadline=deadline, status=status(), **asked)
+    ordered = synthesize(plan, time_limit=deadline, status=status(), **asked)
     took_s = time.monotonic() - began
     if output is not None:
-        write_text(output, written_schedule(found.program))
+        ordered.save(output)
     if as_json:
-        click.echo(json.dumps({**figures(found), "seconds": round(took_s, 3)}, indent=1))
+        click.echo(json.dumps({**ordered.figures(), "seconds": round(took_s, 3)}, indent=1))
     elif output != "-":
-        print_synthesis(found, took_s, plain=plan is None, width=width)
+        print_synthesis(ordered.found, took_s, plain=plan is None, width=width)
         if output is not None:
             click.echo(f"written to {shown(output, SENTENCE)}")

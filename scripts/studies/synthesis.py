@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from pipeplan.api.synthesizing import graph_of_times, synthesized
+from pipeplan.api.synthesizing import graph_of_times, synthesize
 from pipeplan.schedule.programs.controlled import v_half, v_half_holds, v_min, v_min_holds
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.synthesize import EFFORT, Synthesis, proved
@@ -61,9 +61,9 @@ def main() -> None:
                 if only and (gpus, microbatches, limit)[: len(only)] != only:
                     continue
                 began = time.monotonic()
-                graph = graph_of_times(gpus, "vee", times)
                 moves = given.effort * EFFORT // (6 * gpus * microbatches)
-                found = synthesized(graph, microbatches, limit=limit, barrier=False, solver=given.solver, moves=moves)
+                about = {"gpus": gpus, "times": times, "limit": limit, "moves": moves, "solver": given.solver}
+                found = synthesize(microbatches=microbatches, barrier=False, **about).found
                 if given.solver_seconds:
                     found = proved(found, given.solver, each_s=given.solver_seconds)
                 gaps[times].append(found.gap)

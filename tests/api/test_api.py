@@ -51,7 +51,8 @@ def test_options_are_made_from_the_words_of_a_question(question):
 
 def test_help_shows_every_keyword_the_machine_first(path):
     keywords = list(inspect.signature(pp.plan).parameters)
-    assert keywords[:4] == ["profile", "gpus", "gpu", "mem"]
+    assert keywords[:5] == ["profile", "gpus", "gpu", "mem", "batch"]
+    assert "\n\nno_replicas: One GPU per stage.\n\n" in pp.plan.__doc__
     assert set(keywords) == {"profile", "progress", "status", "on_plan", *words(Planning)}
     assert {"pipelines", "batch"} <= set(inspect.signature(pp.grid).parameters)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gpu_count'; there are gpus, gpu, mem"):
@@ -82,7 +83,7 @@ def test_a_model_that_trains_by_buffers_that_forwards_change_has_no_replicas(tmp
         check(replace(plain, chain=replace(plain.chain, changed="norm.weight_u")))
 
 
-def test_the_commands_plan_is_the_apis(path, tmp_path, pipeplan):
+def test_the_commands_plan_is_the_apis(path, tmp_path, pipeplan, capsys):
     target = str(tmp_path / "plan.json")
     assert pipeplan("plan", path, *SMALL, "--no-replicas", "-o", target)[0] == 0
     found = pp.plan(path, **GIVEN, no_replicas=True)
@@ -92,7 +93,8 @@ def test_the_commands_plan_is_the_apis(path, tmp_path, pipeplan):
         text["provenance"].pop("seconds")
     assert texts[0] == texts[1]
     assert pp.read_plan(target).stages == found.stages
-    assert str(found) in pipeplan("plan", path, *SMALL, "--no-replicas")[1]
+    found.show()
+    assert capsys.readouterr().out == pipeplan("plan", path, *SMALL, "--no-replicas")[1]
 
 
 def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
@@ -117,6 +119,36 @@ def test_a_plan_has_its_figures_stages_runs_and_files(path, tmp_path):
     assert "def " in (tmp_path / "plan.py").read_text()
 
 
+def test_ranks_have_their_layers_and_their_order(path):
+    """As a dry run prints it: what a training loop of one's own goes through."""
+    found = pp.plan(path, **GIVEN, split="2,6", weights="flush", accumulate=2)
+    first, second = found.ranks()
+    assert (first.rank, first.gpu, first.layers) == (0, 0, {0: ("l0", "l1")})
+    assert list(second.layers) == [1]
+    kinds = [type(x).__name__ for x in first.program if getattr(x, "microbatch", 0) == 0]
+    assert kinds == ["Forward", "Send", "Receive", "Backward", "Update"]
+    assert [x.peer for x in second.program if hasattr(x, "peer")] == [0] * 4
+
+
+def test_an_order_is_found_and_read_as_a_schedule(path, tmp_path):
+    plan = pp.plan(path, **GIVEN, split="4,4", weights="flush", accumulate=4)
+    for given in ({"plan": plan}, {"gpus": 2, "placement": "straight", "times": (20, 24, 16)}):
+        found = pp.synthesize(**given, microbatches=4, moves=100)
+        assert found.figures()["makespan_ns"] >= found.figures()["lower_bound_ns"] > 0
+    found = pp.synthesize(plan, moves=100, split=False)
+    found.save(tmp_path / "order.csv")
+    assert plan.simulate(str(tmp_path / "order.csv")).makespan_ns == found.figures()["makespan_ns"]
+    with pytest.raises(pp.BadInput, match=r"^gpus says what PLAN says"):
+        pp.synthesize(plan, gpus=2)
+
+
+def test_what_is_run_today_is_judged(path, tmp_path):
+    script = "--num-layers 6 --pipeline-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 16"
+    (tmp_path / "train.sh").write_text(script)
+    with pytest.raises(pp.BadInput, match=r"^framework: arguments are read of megatron, torchtitan"):
+        pp.import_plan(path, tmp_path / "train.sh", framework="torch", gpus=2, mem="1GB")
+
+
 def test_dash_o_says_what_tunes_a_search_and_what_an_algorithm_has(path, pipeplan):
     given = ["plan", path, *SMALL, "--algorithm", "madpipe", "--json"]
     text = json.loads(pipeplan(*given, "-O", "split=true", "-O", "charge=tight", "-O", "solver=cbc")[1])
@@ -133,10 +165,16 @@ def test_everything_reads_as_one_line_and_as_html(path):
     found = pp.plan(path, **GIVEN, split="4,4")
     compared = pp.compare(path, gpus="1,2", mem="1GB", algorithms=["balance", "gpipe"])
     for thing in (found, found.simulate(), pp.read_profile(path), compared):
-        assert "\n" not in repr(thing)
-        assert len(repr(thing)) < 130
+        assert "\n" not in str(thing)
+        assert len(str(thing)) < 130
     assert "<script>" not in pp.read_profile(path)._repr_html_()
     assert "stage  layers" in found._repr_html_()
+    assert "canvas" in found._repr_html_().partition("<iframe srcdoc=")[2]
+    assert [row["layers"][0] for row in found.table()] == ["l0", "l4"]
+    assert found.row()["period_ns"] == found.period_ns
+    assert [(row["gpus"], row["algorithm"]) for row in compared.table()] == [
+        (count, name) for count in (1, 2) for name in ("balance", "gpipe")
+    ]
     assert [row.gpus for row in compared.rows] == [1, 2]
 
 
@@ -151,7 +189,9 @@ def test_what_names_a_model_is_no_file_and_no_shipped_profile(path, tmp_path, mo
 
 def test_a_grid_is_planned_and_platforms_are_taken_as_nouns(path):
     found = pp.grid(path, gpus=2, mem="1GB", batch=16, microbatches=[4])
-    assert "bound: no grid of up to 2 GPUs" in str(found)
+    assert "grid" in found.plan.provenance.options
+    same = pp.estimate(path, gpus=2, mem="1GB", batch=16, microbatches=[4], optimizer="sgd", precision="fp32")
+    assert same.row() == found.row()
     for odd in (None, "x", b"x"):
         with pytest.raises(pp.BadInput, match=r"^profiles: .* is not a list"):
             pp.grid(path, gpus=2, mem="1GB", batch=16, profiles=odd)
@@ -195,10 +235,18 @@ def in_python(sentence):
 def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
     with pytest.raises(pp.Infeasible, match=r"feasible from 20 MB per GPU"):
         pp.plan(path, gpus=1, mem="1MB")
-    with pytest.raises(pp.PipeplanError, match="--schedule: 'zigzag' is not one of"):
-        pp.plan(path, **GIVEN, split="4,4").simulate("zigzag")
-    with pytest.raises(pp.PipeplanError, match="'all' is not one of"):
-        pp.plan(path, **GIVEN, split="4,4").simulate("all")
+    found = pp.plan(path, **GIVEN, split="4,4")
+    for call, sentence in (
+        (lambda: found.simulate("zigzag"), "^schedule: 'zigzag' is not one of"),
+        (lambda: found.simulate("all"), "^schedule: 'all' is not one of"),
+        (lambda: found.simulate(microbatches="8"), "^microbatches: '8' is not a whole number"),
+        (lambda: found.simulate(jitter="5%"), "^jitter: '5%' is not a number"),
+        (lambda: found.schedules("gpipe", 3), "^names: .* is not a list of which each is a text"),
+        (lambda: found.export("jax"), "^target: 'jax' is not one of"),
+        (lambda: found.ranks(0), "^steps: 0 is not"),
+    ):
+        with pytest.raises(pp.BadInput, match=sentence):
+            call()
     with pytest.raises(TypeError, match="gpu_count"):
         pp.plan(path, gpu_count=2)
 

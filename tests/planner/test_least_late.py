@@ -145,11 +145,12 @@ def test_by_default_nothing_is_late_without_gain() -> None:
     assert (row.cells[0].period_ns, row.cells[0].late_updates) == (found.period_ns, 0)
 
 
-def test_plan_and_compare_take_the_same_and_say_what_draining_takes() -> None:
+def test_plan_and_compare_take_the_same_and_say_what_draining_takes(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"mem": "16GB", "no_replicas": True, "effort": "quick"}
     found = pp.plan(RESNET, gpus=2, **asked)
     assert (found.plan.policy.weights, found.plan.interval) == ("stash", 8)
-    text = str(found)
+    found.show()
+    text = capsys.readouterr().out
     assert "batch 64 samples (assumed; --batch says another, --batch any the best of any)" in text
     late = plan_delays(found.plan, found.evaluation.graph)
     average, most = mean(x.mean for x in late), max(x.most for x in late)
@@ -194,11 +195,14 @@ def test_what_is_recomputed_whole_is_not_cut_up_under_other_schedules() -> None:
     assert check(found.plan)
 
 
-def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes() -> None:
+def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = pp.plan(RESNET, gpus=2, mem="32GB", weights="stash", effort="quick")
     assert found.plan.allocation.data_parallel
     alone = pp.plan(RESNET, gpus=2, mem="32GB", algorithm="contiguous", weights="stash", no_replicas=True)
-    lines = str(found).splitlines()
+    found.show()
+    lines = capsys.readouterr().out.splitlines()
     said = "best        plain data parallelism, one stage on 2 GPUs; the best pipeline of single GPUs takes "
     (line,) = [x for x in lines if x.startswith(said)]
     assert lines[lines.index(line) + 1].startswith("period")

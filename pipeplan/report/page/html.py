@@ -22,7 +22,7 @@ from ...schedule.kinds import kind_of
 from ...schedule.memory import activation_steps
 from ...schedule.weight_versions import average_delay
 from ...units import format_bytes, format_devices, format_ns, gpu_name
-from ..gantt import plan_window, working_devices
+from ..gantt import Window, plan_window, working_devices
 from ..tables.plan import group_column, stage_figures
 from ..tables.simulations import SCHEDULE_COLUMNS, column_words, schedule_cells
 from ..words import alone_ns, bound_class, distance, machine
@@ -74,11 +74,32 @@ def report_html(
     ):
         shown_charts += charts
         parts += html
-    data = {
-        "makespan_ns": timeline.makespan_ns,
-        "memory": _memory_data(simulation),
-        "charts": {chart.name: chart.data() for chart in shown_charts},
-    }
+    parts = [
+        _head(plan, result),
+        "<h2>Period against lower bounds</h2>",
+        _bounds(plan, result),
+        "<h2>Stages</h2>",
+        _stages(plan, result),
+        *parts,
+        "<h2>Memory over the run</h2>",
+        '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
+        _memory(simulation),
+        _provenance(plan),
+    ]
+    return _page(plan, shown_charts, parts, {"makespan_ns": timeline.makespan_ns, "memory": _memory_data(simulation)})
+
+
+def chart_html(plan: Plan) -> str:
+    """Return the chart of :func:`.gantt.plan_window` for a notebook: a frame of its own, in which it zooms."""
+    chart = _window_chart(plan, plan_window(plan))
+    page = _page(plan, [chart], [toolbar([chart]), chart.html()], {"memory": {}})
+    height = 110 + 20 * len(chart.rows)
+    return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:{height}px;border:0"></iframe>'
+
+
+def _page(plan: Plan, charts: Iterable[Chart], parts: Iterable[str], data: dict[str, object]) -> str:
+    """Return a page of ``parts`` that opens offline, with the ``charts`` that its script draws."""
+    data = {**data, "charts": {chart.name: chart.data() for chart in charts}}
     return "\n".join(
         [
             "<!doctype html>",
@@ -86,16 +107,7 @@ def report_html(
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title>",
             f"<style>{_beside('page.css')}</style></head><body>",
-            _head(plan, result),
-            "<h2>Period against lower bounds</h2>",
-            _bounds(plan, result),
-            "<h2>Stages</h2>",
-            _stages(plan, result),
             *parts,
-            "<h2>Memory over the run</h2>",
-            '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
-            _memory(simulation),
-            _provenance(plan),
             '<div id="tip"></div>',
             f"<script>const DATA = {_script_json(data)};{_beside('page.js')}</script>",
             "</body></html>\n",
@@ -111,14 +123,18 @@ def _steady(plan: Plan) -> Section:
     if plan.pattern is None and kind_of(plan).steady is None:
         return [], []
     window = plan_window(plan)
-    batch = 1 if plan.pattern is not None else plan.schedule.mini_batch
-    chart = Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, batch)
+    chart = _window_chart(plan, window)
     return [chart], [
         f"<h2>Steady state: {escape(window.title)}</h2>",
         '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
         toolbar([chart]),
         chart.html(),
     ]
+
+
+def _window_chart(plan: Plan, window: Window) -> Chart:
+    batch = 1 if plan.pattern is not None else plan.schedule.mini_batch or 1
+    return Chart("pattern", "pattern", window.rows, window.start_ns, window.end_ns, batch)
 
 
 def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Chart]) -> Section:
