@@ -159,12 +159,14 @@ def test_the_page_of_the_command_line_is_what_help_says() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the checkout to the blocks, which share it, with the modules that the README shows."""
+    """A folder that looks like the checkout to the blocks, which share it, with the modules that pages show."""
     made = tmp_path_factory.mktemp("docs")
     for name in ("profiles", "scripts"):
         (made / name).symlink_to(ROOT / name)
-    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL):
-        (made / name).write_text(code)
+    for page in PAGES:
+        scripts = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        for name, code in scripts:
+            (made / name).write_text(code)
     return made
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
+from pipeplan.runtime import surroundings
 from pipeplan.version import __version__
 from scripts import site_pages
 
@@ -47,11 +49,26 @@ def test_the_metadata_names_what_is_there():
     lowest = project["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {lowest}" in project["classifiers"]
     pinned = re.search(r"torch==(\d+\.\d+)", (ROOT / "scripts" / "environment").read_text())[1]
-    bounds = re.findall(r"\d+\.\d+", project["optional-dependencies"]["torch"][0])
-    low, high = (tuple(map(int, x.split("."))) for x in bounds)
-    assert low <= tuple(map(int, pinned.split("."))) < high  # what is tried is let in
-    said = f"pipeplan takes torch {bounds[0]} to {high[0]}.{high[1] - 1}. All tests run with {pinned}."
-    assert said in (ROOT / "docs" / "reference" / "limits.md").read_text()
+    (needs,) = project["optional-dependencies"]["torch"]
+    assert re.fullmatch(r"torch>=\d+\.\d+", needs), "an upper bound would let pip take an installed one away"
+    low = needs.removeprefix("torch>=")
+    assert tuple(map(int, low.split("."))) <= tuple(map(int, pinned.split(".")))
+    limits = (ROOT / "docs" / "reference" / "limits.md").read_text()
+    assert f"pipeplan takes torch {low} and later. All tests run with {pinned};" in limits
+    assert pinned == surroundings.TRIED
+
+
+def test_another_torch_is_called_untried():
+    assert surroundings.untried(f"{surroundings.TRIED}.0+cpu") is None
+    assert surroundings.untried("2.15.1") == f"torch 2.15.1 is untried: pipeplan's tests run with {surroundings.TRIED}"
+
+
+def test_a_source_distribution_is_whole():
+    """Whoever has it can do what a checkout can: read, test, and build the same wheel."""
+    lines = [line.split(maxsplit=1) for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    named = {name for _, names in lines for name in names.split()} | {"pipeplan", "pyproject.toml", "README.md"}
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert {name.split("/")[0] for name in files} - named - {".gitignore", ".mkdocs.yml", "MANIFEST.in"} == set()
 
 
 def test_the_site_has_every_page_and_links_of_it():

@@ -26,6 +26,7 @@ from ..schedule.kinds import KINDS
 from ..status import Status
 from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
+from .plans import own_export
 from .problems import ANY, deadline_of, on_groups, problem_of
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
@@ -129,6 +130,10 @@ def plan(
     found, degree = best_degree(parts(given, said["tensor"]), of_part, planned, worth, until, status)
     if said["for_"] is not None:
         found = priced(replace(degree.problem, deadline=until), found, said["for_"], question.settings)
+        made = own_export(found.plan, said["for_"])
+        if not isinstance(made, str):
+            told = replace(found.plan.provenance, options={**found.plan.provenance.options, "arguments": made.text})
+            found = replace(found, plan=replace(found.plan, provenance=told))
     _refuse_small_matrices(found.plan)
     if best:
         status.phase = "orders of passes"

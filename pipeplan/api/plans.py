@@ -188,17 +188,15 @@ def exported(
     return Exported(path, writer.write(asked), beside, notes(plan, target, stages))
 
 
-def not_exported(plan: Plan, target: str) -> str | None:
-    """Return why no form of a ``target`` takes its own plan without more words, such as names; None where one does."""
+def own_export(plan: Plan, target: str) -> Exported | str:
+    """Return the plan of a ``target`` in its terms, or why no form of it takes it without more words, such as names."""
     from ..check.targets import CannotExpress
     from ..files.frameworks import WRITERS
 
-    found: str | None = None
+    why = ""
     for name in (name for name, writer in WRITERS.items() if writer.target == target):
         try:
-            exported(plan, name)
+            return exported(plan, name)
         except CannotExpress as error:
-            found = found or str(error)
-        else:
-            return None
-    return found
+            why = why or str(error)
+    return why

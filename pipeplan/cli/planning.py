@@ -170,7 +170,7 @@ def plan(
     """
     bill = Bill.of(samples, tokens, price)
     from ..api.planning import plan
-    from ..api.plans import not_exported
+    from ..api.plans import own_export
     from ..files.text import write_text
 
     find = partial(plan, profile, time_limit=asked.pop("deadline"), **asked, **knobs)
@@ -178,9 +178,9 @@ def plan(
         find = partial(find, on_plan=lambda found: write_text(output, found.text()))
     found = _search(find, output, as_json, verbose, bill)
     if asked["for_"] is not None:
-        lacks = not_exported(found.plan, asked["for_"])
-        if lacks is not None:
-            click.echo(f"note: export will say: {shown(lacks, SENTENCE)}", err=True)
+        made = own_export(found.plan, asked["for_"])
+        if isinstance(made, str):
+            click.echo(f"note: export will say: {shown(made, SENTENCE)}", err=True)
 
 
 @click.command(

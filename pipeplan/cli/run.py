@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -397,13 +398,14 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
     from ..report.tables.run import announced, elsewhere
     from ..runtime.device import kind_of, sharing
     from ..runtime.processes.rendezvous import number_in_environment
+    from ..runtime.surroundings import untried
     from ..schedule.kinds import KINDS
 
     ranks = len({device for stage in plan.allocation.stages for device in stage.devices})
     by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links
     kind = kind_of(options.device, plan.chain)
-    note = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads)
-    if note is not None and not as_json and not number_in_environment("LOCAL_RANK"):
+    notes = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads), untried(version("torch"))
+    for note in () if as_json or number_in_environment("LOCAL_RANK") else filter(None, notes):
         _note(note)
     away = elsewhere(plan.chain, kind)
     spec.check()  # what is wrong with its names is said alone

@@ -10,6 +10,7 @@ from typing import Literal
 
 NVIDIA = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 PATIENCE_S = 20
+TRIED = "2.13"  # of torch, by all tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,13 @@ class Finding:
     state: Literal["good", "absent", "broken"]
     told: str
     help: str = ""
+
+
+def untried(torch: str) -> str | None:
+    """Return in a sentence that the tests ran with another version of torch, None where they ran with this one."""
+    if torch.startswith(f"{TRIED}."):
+        return None
+    return f"torch {torch} is untried: pipeplan's tests run with {TRIED}"
 
 
 def findings() -> Iterator[Finding]:
@@ -34,7 +42,8 @@ def findings() -> Iterator[Finding]:
             yield Finding("torch", "broken", f"cannot be imported: {error}", "install it anew")
         return
     cuda = torch.version.cuda
-    yield Finding("torch", "good", f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'for CPUs alone'}")
+    build = f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'for CPUs alone'}"
+    yield Finding("torch", "good", build, untried(torch.__version__) or "")
     if not dist.is_available() or not dist.is_gloo_available():
         yield Finding(
             "gloo", "broken", "this torch has none, so that no two processes can talk", "install another build"

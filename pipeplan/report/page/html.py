@@ -338,7 +338,7 @@ def _memory(simulation: Simulation) -> str:
 def _provenance(plan: Plan) -> str:
     origin = plan.provenance
     facts = [f"by the plan's own account: planned by {shown(origin.algorithm)}"]
-    facts += [shown(f"{name} {value}", SENTENCE) for name, value in origin.options.items()]
+    facts += [shown(f"{name} {value}", SENTENCE) for name, value in origin.options.items() if name != "arguments"]
     facts += [
         f"{name} {shown(value)}"
         for name, value in (("solver", origin.solver), ("status", origin.solver_status))
