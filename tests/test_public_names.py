@@ -20,6 +20,7 @@ def names_for_type_checkers():
         for node in ast.walk(ast.parse(SOURCE))
         if isinstance(node, ast.ImportFrom) and node.level and node.module != "version"
         for alias in node.names
+        if alias.asname
     }
 
 
