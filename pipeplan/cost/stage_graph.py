@@ -123,11 +123,13 @@ class StageGraph:
         return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas))
 
     def first_replicas(self) -> StageGraph:
-        """Return the graph of the first of equal pipelines alone, each stage on the first of its devices."""
+        """Return the graph of the first of equal pipelines alone, each stage on the first of its devices; what they
+        share of the state stays shared."""
+        replicas = self.policy.pipelines * self.resources[self.stages[0].resource].replicas
         alone = (
             replace(x, devices=x.devices[:1], replicas=1, ends=tuple(end[:1] for end in x.ends)) for x in self.resources
         )
-        return replace(self, resources=tuple(alone))
+        return replace(self, resources=tuple(alone), policy=replace(self.policy, pipelines=replicas))
 
     @cached_property
     def recomputing(self) -> frozenset[int]:

@@ -410,3 +410,17 @@ def test_gradients_of_shared_weights_wait_in_all_stages_but_the_first():
     bare = stage_graph(CHAIN, FLAT, bw, [Stage(0, 2, (0,)), Stage(2, 4, (1,))])
     assert [stage.waiting_bytes for stage in graph.stages] == [0, 100]
     assert [graph.weights_bytes(s, 2) - bare.weights_bytes(s, 2) for s in (0, 1)] == [0, 100]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_of_equal_pipelines_holds_what_each_of_all_does(zero):
+    """Also of the optimizer's state that they share."""
+    chain = Chain("four", tuple(Layer(f"l{i}", 1000, 2000, 800, 64, 96) for i in range(4)), 64)
+    platform = Platform((Device(10**9),) * 8, (Level(8, 10**9),))
+    policy = Policy("flush", accumulate=8, optimizer="adam", precision="mixed", zero=zero)
+    stages = tuple(Stage(s, s + 1, tuple(range(4 * (s % 2), 4 * (s % 2) + 4))) for s in range(4))
+    graph = stage_graph(chain, platform, policy, stages)
+    assert graph.first_replicas().policy.pipelines == 4
+    held = {s: [x.weights_bytes(s, 1) for x in (graph, graph.first_replicas())] for s in range(4)}
+    assert all(one == other for one, other in held.values())
+    assert held[0][0] == 200 * (4 + (4 if zero else 16))
