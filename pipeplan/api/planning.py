@@ -65,10 +65,12 @@ class Question:
     def found(self, problem: Problem) -> tuple[Planned, Problem]:
         """Return the plan in the order of layers that is asked for, and the problem in that order."""
         from ..planner.layer_orders import planned_in_best_order
+        from ..planner.least_late import fresher
 
+        found = None
         if self.said["order"] == "best" and self.stated is None and self.said["algorithm"] in (AUTO, "contiguous"):
-            return planned_in_best_order(problem, self.settings, self.made)
-        return self.made(problem), problem
+            found, problem = planned_in_best_order(problem, self.settings, self.made)
+        return fresher(found or self.made(problem), problem), problem
 
 
 def plan(

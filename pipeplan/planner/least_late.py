@@ -9,10 +9,13 @@ from fractions import Fraction
 
 from ..check.bounds import any_bound
 from ..check.delays import plan_delays
+from ..check.validate import check
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible
 from ..plan import Alternative
 from ..problem import Problem
+from ..schedule.periodic.one_f_one_b_star import emptiest_one_f_one_b_star
+from ..schedule.periodic.turns import emptiest
 from ..schedule.weight_versions import average_delay
 from ..status import Status
 from .periodic.incumbent import Settings
@@ -20,6 +23,7 @@ from .plan import Planned, make_plan
 
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
 AS_LONG = Fraction(1, 1000)  # that it may be for gradients that aren't late at all
+NODES = 2 * 10**5  # splits of orders times operations squared: about a second
 LOOKS = 4 * 10**5  # at the clock, which a quick search may take: some seconds where there is much to simulate
 
 Found = tuple[Planned, Problem]  # the problem may have its layers in another order
@@ -47,6 +51,29 @@ def least_late(problem: Problem, find: Callable[[Problem], Found], drained: Quic
             if _as_long(other[0], found[0]):
                 return _naming(other, found[0])
     return _naming(found, quick, quickly=True) if quick.plan.provenance.solver_status != "time limit" else found
+
+
+def fresher(found: Planned, problem: Problem, longer: Fraction = AS_LONG) -> Planned:
+    """Return the plan with the pattern of its stages whose gradients are least late, of those whose periods are at most
+    so much ``longer``: one with the fewest microbatches in flight, and the shortest of these.
+
+    Exact where stages have their GPUs for themselves, by 1F1B*, and for few stages; else as far as :data:`NODES` tell.
+    """
+    plan, graph, period = found.plan, found.evaluation.graph, found.evaluation.period_ns
+    if plan.pattern is None or plan.policy.drains or plan.policy.rules.fresher or not _late(found):
+        return found
+    high = int(plan.pattern.period_ns * (1 + longer))
+    if graph.separate:
+        pattern = emptiest_one_f_one_b_star(graph, high) or plan.pattern
+    elif problem.deadline.passed or plan.provenance.solver_status == "interrupted":
+        return found
+    else:
+        pattern = emptiest(graph, plan.pattern, high, NODES // len(graph.operations) ** 2)
+    if pattern == plan.pattern:
+        return found
+    plan = replace(plan, pattern=pattern)
+    other = Planned(plan, check(plan))
+    return other if _late(other) < _late(found) and other.evaluation.period_ns <= period * (1 + longer) else found
 
 
 def drained_quickly(problem: Problem, interval: int, settings: Settings) -> Planned | None:

@@ -13,7 +13,11 @@ from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.pattern import groups, in_flight, most_in_flight, resource_use, starts_of
-from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star, one_f_one_b_star
+from pipeplan.schedule.periodic.one_f_one_b_star import (
+    best_one_f_one_b_star,
+    emptiest_one_f_one_b_star,
+    one_f_one_b_star,
+)
 
 PLENTY = 10**6
 STASH = Policy("stash")
@@ -102,6 +106,38 @@ def test_no_pattern_holds_fewer_at_any_stage(replicas, trials):
                 assert mine == (end - begin).min()
             kinds.add((len(graph.stages), len(graph.resources), max(counts(graph, pattern))))
     assert len(kinds) >= 8
+
+
+def inside(graph, pattern):
+    """The microbatches that start between a stage's forward and its backward, over all stages."""
+    starts = starts_of(pattern)
+    apart = [starts[graph.position["B", s]] - starts[graph.position["F", s]] for s in range(len(graph.stages))]
+    return sum(x // pattern.period_ns for x in apart)
+
+
+def test_the_emptiest_is_the_best_of_all_periods():
+    fewer = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        graph = small_graph(rng, replicas=seed % 3 == 0, tight=seed % 2 == 0, weights=rng.choice(("stash", "2bw")))
+        best = best_one_f_one_b_star(graph)
+        if best is None:
+            continue
+        high = best.period_ns + rng.randint(0, 8)
+        every = [x for period in range(1, high + 1) if (x := one_f_one_b_star(graph, period)) is not None]
+        found = emptiest_one_f_one_b_star(graph, high)
+        assert (inside(graph, found), found.period_ns) == min((inside(graph, x), x.period_ns) for x in every)
+        assert emptiest_one_f_one_b_star(graph, best.period_ns - 1) is None
+        fewer += inside(graph, found) < inside(graph, best)
+    assert fewer >= 10
+
+
+def test_transfers_that_take_next_to_nothing_need_no_group_of_their_own():
+    graph = straight([(10**6, 2 * 10**6)] * 4, transfer=10)
+    best = best_one_f_one_b_star(graph)
+    found = emptiest_one_f_one_b_star(graph, best.period_ns * 1001 // 1000)
+    assert (best.period_ns, found.period_ns) == (3 * 10**6, 3 * 10**6 + 20)
+    assert (counts(graph, best), counts(graph, found)) == ([7, 5, 3, 1], [4, 3, 2, 1])
 
 
 def cost_of_enumeration(graph, period):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 from ...check.bounds import any_bound
 from ...check.delays import plan_delays
@@ -21,7 +21,7 @@ from ...schedule.programs.one_f_one_b import gpipe
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns
 from ...schedule.weight_versions import average_delay
-from ..least_late import drained_quickly, least_late
+from ..least_late import drained_quickly, fresher, least_late
 from ..periodic.incumbent import Settings
 from ..periodic.interval import at_interval
 from ..periodic.jobs import in_order
@@ -122,7 +122,10 @@ def _row(
 
     def make(name: str, algorithm: str) -> None:
         began = clock()
-        planned = partial(make_plan, algorithm=algorithm, settings=settings, effort=effort)
+
+        def planned(problem: Problem) -> Planned:
+            return fresher(make_plan(problem, algorithm, settings=settings, effort=effort), problem)
+
         try:
             plans[name] = planned(problem) if weights else least_late(problem, lambda x: (planned(x), x), drained)[0]
         except (Infeasible, OutOfTime):

@@ -6,7 +6,7 @@ from ...cost.group_bound import lifetimes
 from ...cost.stage_graph import StageGraph
 from ...integers import smallest
 from ...plan import Pattern
-from ..pattern import make_pattern, memory_fits, most_in_flight
+from ..pattern import make_pattern, memory_fits, most_in_flight, starts_of
 
 
 def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
@@ -44,3 +44,28 @@ def best_one_f_one_b_star(graph: StageGraph) -> Pattern | None:
     high = max(low, graph.path_ns)
     found = smallest(lambda period: one_f_one_b_star(graph, period), low, high)
     return None if found is None else found[1]
+
+
+def emptiest_one_f_one_b_star(graph: StageGraph, high: int) -> Pattern | None:
+    """Return the pattern that holds the fewest microbatches at every stage of those with a period (ns) of at most
+    ``high``, and of these the shortest one; None where there is none.
+
+    What 1F1B* lets pass between a stage's forward and its backward, in periods, doesn't grow with the period.
+    """
+    best = one_f_one_b_star(graph, high)
+    if best is None:
+        return None
+    least = _inside(graph, best)
+
+    def as_few(period: int) -> Pattern | None:
+        found = one_f_one_b_star(graph, period)
+        return found if found is not None and _inside(graph, found) <= least else None
+
+    found = smallest(as_few, graph.period_floor_ns, high, high)
+    return best if found is None else found[1]
+
+
+def _inside(graph: StageGraph, pattern: Pattern) -> int:
+    starts = starts_of(pattern)
+    stages = range(len(graph.stages))
+    return sum((starts[graph.position["B", s]] - starts[graph.position["F", s]]) // pattern.period_ns for s in stages)

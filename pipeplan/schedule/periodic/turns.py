@@ -18,7 +18,7 @@ from ...cost.stage_graph import StageGraph
 from ...integers import Ints
 from ...plan import Pattern
 from ..pattern import memory_fits, starts_of
-from .retime import height_bounds, retime
+from .retime import height_bounds, order_of, retime
 
 FAR = -(2**61)
 
@@ -36,15 +36,15 @@ class Settled:
     proved: bool
 
 
-def settle(graph: StageGraph, low: int, high: int, nodes: int) -> Settled:
-    """Return the pattern of the shortest period in [low, high] as far as splitting ``nodes`` times finds it.
-    Deterministic.
+def settle(graph: StageGraph, low: int, high: int, nodes: int, held: int | None = None) -> Settled:
+    """Return the pattern of the shortest period in [low, high] as far as splitting ``nodes`` times finds it, of those
+    whose stages hold at most ``held`` microbatches together, the one that each has at hand left out. Deterministic.
     """
     best, used = None, 0
     if graph.policy.vertical_sync or any(stage.lent for stage in graph.stages):
         return Settled(None, low, 0, False)
     while low <= high:
-        search = _Search(graph, high, nodes - used)
+        search = _Search(graph, high, nodes - used, held)
         order = search.run(height_bounds(graph, high, high))
         used += search.nodes
         if order is None:
@@ -56,6 +56,28 @@ def settle(graph: StageGraph, low: int, high: int, nodes: int) -> Settled:
             return Settled(best, low, used, False)  # operations without length may lose their order
         best, high = pattern, pattern.period_ns - 1
     return Settled(best, low, used, True)
+
+
+def emptiest(graph: StageGraph, pattern: Pattern, high: int, nodes: int) -> Pattern:
+    """Return the pattern that holds the fewest microbatches, summed over stages, of those with a period (ns) of at most
+    ``high``, and of these the shortest one, as far as splitting ``nodes`` times finds it; ``pattern`` if there is none
+    that holds fewer."""
+    low, best = graph.period_floor_ns, pattern
+    while True:
+        order = order_of(graph, starts_of(best), best.period_ns)
+        held = -sum(order[pair] for pair in _stays(graph))
+        found = settle(graph, high, high, nodes, held - 1)
+        nodes -= found.nodes
+        if found.pattern is None:
+            break
+        best = found.pattern
+    shortest = None if best is pattern else settle(graph, low, best.period_ns - 1, nodes, held).pattern
+    return shortest or best
+
+
+def _stays(graph: StageGraph) -> list[tuple[int, int]]:
+    """Return each stage's forward and backward, whose height counts what it holds beside the one at hand."""
+    return [(graph.position["F", s], graph.position["B", s]) for s in range(len(graph.stages))]
 
 
 @dataclass(slots=True)
@@ -78,8 +100,9 @@ class _Room:
 
 
 class _Search:
-    def __init__(self, graph: StageGraph, period: int, budget: int) -> None:
+    def __init__(self, graph: StageGraph, period: int, budget: int, held: int | None) -> None:
         self.graph, self.period, self.budget, self.nodes, self.spent = graph, period, budget, 0, False
+        self.held = held
 
     def run(self, ways: dict[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], int] | None:
         """Return the heights of a pattern; None where there is none, or the budget is ``spent``."""
@@ -95,6 +118,10 @@ class _Search:
         )
         self.index = {pair: i for i, pair in enumerate(pairs)}
         self.rooms = [room for device in range(len(graph.resources)) for room in self._rooms(device)]
+        if self.held is not None:
+            weigh = np.zeros(len(pairs), dtype=np.int64)
+            weigh[[self.index[pair] for pair in _stays(graph)]] = 1
+            self.rooms.append(_Room(weigh, self.held, ()))
         count = len(length)
         after = np.full((count, count), FAR, dtype=np.int64)
         np.fill_diagonal(after, 0)
