@@ -62,6 +62,7 @@ class Common(TypedDict, total=False):
     bytes_per_parameter: int | str | None
     zero: Zero
     clipped: bool
+    predicted: bool
     checkpointing: Checkpointing | None
 
 
@@ -169,6 +170,8 @@ ROWS = f"""
 --zero = 0 {{0..1}}         1: the replicas of a stage share its optimizer state and steps (ZeRO-1).
 --clipped
     For run --clip-norm: updates wait for the norm of all gradients, with weights flush and 2bw.
+--predicted
+    For run --delay-correction both: room for predicted weights, where gradients are late and weights fp32.
 --checkpointing
     What may be recomputed: nothing, whole stages, or any segments of layers.  [default: segments for auto, else
     stages]

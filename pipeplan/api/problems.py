@@ -15,7 +15,17 @@ from ..errors import BadInput
 from ..files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
 from ..names import shown
 from ..partition.merging import AUTO, merging
-from ..problem import CLIPPED_TOGETHER, MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Platform, Policy, Problem, Weights
+from ..problem import (
+    CLIPPED_TOGETHER,
+    MICROBATCHES_PER_DEVICE,
+    NOT_PREDICTED,
+    WEIGHTS,
+    Chain,
+    Platform,
+    Policy,
+    Problem,
+    Weights,
+)
 from ..units import gpu_counts, parse_time, parse_wait
 from .asked import Asked, defaults
 from .profiles import Profile
@@ -111,6 +121,10 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     if misfit is not None:
         raise BadInput(misfit)
     policy = Policy(weights, every, asked["optimizer"], precision, offload, sync, zero=zero, clip=clip)
+    if asked.get("predicted"):
+        if not policy.predictable:
+            raise BadInput(f"--predicted: {NOT_PREDICTED}")
+        policy = replace(policy, predict=True)
     if size is None:
         return policy
     return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)

@@ -224,7 +224,8 @@ def grid(profile: str, output: str | None, as_json: bool, **asked: Any) -> None:
 @asking(
     Grids,
     without=("platform", "reserve", "latency", "overhead", "blocking_transfers", "granularity", "blocks", "clipped",
-             "bytes_per_parameter", "checkpointing", "profiles", "layer_overhead", "overlap", "limit", "effort"),
+             "predicted", "bytes_per_parameter", "checkpointing", "profiles", "layer_overhead", "overlap", "limit",
+             "effort"),
     gpus={"required": True},
     batch={"type": Count(), "metavar": None, "help": "Samples per update.  [default: 4 microbatches per GPU]"},
     optimizer={"default": "adam"},

@@ -13,13 +13,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ..choices import BEST
+from ..choices import BEST, DRAINED
 from ..errors import BadInput, RunStopped
 from ..names import SENTENCE, shown
 from ..registry import Late
 from ..units import parse_bandwidth
 from .grouped import GroupedCommand
-from .options import DEBUG, FILE, JSON, MODEL, PLAN, RUN_SCHEDULE, Count, Number, Time, options, refuse_two_documents
+from .options import (
+    DEBUG,
+    JSON,
+    MODEL,
+    PLAN,
+    RUN_SCHEDULE,
+    Count,
+    Named,
+    Number,
+    Time,
+    options,
+    refuse_two_documents,
+)
 from .progress import status
 
 if TYPE_CHECKING:
@@ -76,8 +88,8 @@ RUN = """
 --patience N                End after N evaluations without a new best.
 --ema X                     Keep a running average of the weights, such as by 0.999.
 --delay-correction none|sc|predict|both
-    What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: sc;
-    both with mixed precision]
+    What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: both,
+    and sc where the copy of fp32 weights doesn't fit or gradients are late by more than an update]
 --averaged                  Save and evaluate that average.
 --callback MODULE:FUNCTION  callback(step, metrics) after every update and every evaluation.
 --vertical-sync             With weights stash or latest: the same version on all stages.
@@ -117,8 +129,8 @@ RUN = """
 --engine own|torch = own
     torch: torch.distributed.pipelining, for plans that drain.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
---against PLAN
-    Then train the same from this plan, such as one with --weights flush, and compare losses and times.
+--against flush|PLAN
+    Then train the same from a plan that drains, or from this plan, and compare losses and times.
 --dry-run                   Print the torchrun and Slurm lines and every rank's program, and end.
 """
 
@@ -192,7 +204,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     every={"metavar": "N"},
     keep={"metavar": "N"},
     compares={"flag_value": False, "default": True},
-    against=FILE,
+    against=Named(lambda: (DRAINED,), files=True),
 )
 @JSON
 @DEBUG
@@ -314,16 +326,34 @@ def _model(typed: str | None, data: str | None, plan: str, named: str) -> ModelS
 
 
 def _against(name: str, first: str, given: Mapping[str, Any]) -> Plan:
-    """Return the plan to train from again; BadInput where its updates aren't those of the ``first``."""
+    """Return the plan to train from again, ``flush`` for the best that drains by a quick search; BadInput where its
+    updates aren't those of the ``first``."""
     from ..files.plans import load_plan
 
     one = load_plan(first)
+    if name == DRAINED:
+        return _drained(one, given["clip_norm"] is not None)
     other = _run_otherwise(name, {**given, "vertical_sync": False, "schedule": None, "limit": None})
     found = [(plan.chain.microbatch, plan.interval) for plan in (one, other)]
     if found[0] != found[1]:
         words = " and ".join(f"{count} microbatches of {size} samples" for size, count in found)
         raise BadInput(f"--against {name}: updates of the two plans are of {words}; plan both for one --batch")
     return other
+
+
+def _drained(plan: Plan, clip: bool) -> Plan:
+    from ..planner.least_late import drained_quickly
+    from ..planner.periodic.incumbent import Settings
+    from ..problem import Problem
+
+    policy = replace(plan.policy, clip=clip or plan.policy.clip)
+    several = any(stage.replicas > 1 for stage in plan.allocation.stages)
+    found = drained_quickly(Problem(plan.chain, plan.platform, policy, several, "segments"), plan.interval, Settings())
+    if found is None:
+        raise BadInput(
+            f"--against {DRAINED}: a quick search finds no plan that drains; name a plan to train from again"
+        )
+    return found.plan
 
 
 def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:

@@ -18,6 +18,10 @@ CLIPPED_TOGETHER = (  # of the policy's weights, where they are others than thos
     "soon as it has its own; weights flush and 2bw update from the same microbatches"
 )
 Engine = Literal["torch"]
+NOT_PREDICTED = (
+    "backwards with newest weights read the true ones, which are at hand only in fp32 and without --zero, --offload "
+    "and --vertical-sync"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Policy:
     to receive every microbatch of a mini-batch.
     With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
     gradient and they have summed one number. With ``ema`` a running average of the weights is part of the optimizer's
-    state. With ``predict`` passes read predicted weights, and fp32 weights are kept beside them.
+    state. With ``predict`` passes read predicted weights if gradients are late, and fp32 weights are kept beside them.
     """
 
     weights: Weights = "2bw"
@@ -70,7 +74,7 @@ class Policy:
     @property
     def state_eighths(self) -> int:
         """The optimizer's state over the fp32 weights, in eighths, and these where passes read predicted ones."""
-        apart = self.predict and self.precision != "mixed"
+        apart = self.predict and self.precision != "mixed" and not self.drains
         return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema + 8 * apart
 
     @property

@@ -22,6 +22,7 @@ from ..schedule.timeline import Timeline
 from ..units import format_ns, gpu_name
 from .gantt import NAMES, GanttRow, plan_window, timeline_rows, working_devices
 from .tables.plan import headline
+from .words import mean_delay
 
 COLOURS = {"F": "#6ea8fe", "R": "#f2a07b", "B": "#63c08a", "W": "#c792d6", "SEND_F": "#3cc3d0", "SEND_B": "#e0b84c"}
 LATER = {"F": "#2f6fd0", "R": "#c4602f", "B": "#2b8a57", "W": "#8f4fa3"}  # a device's second and later stages
@@ -60,6 +61,8 @@ def save_timeline(simulation: Simulation, path: str) -> None:
         f"{shown(plan.chain.name)}: {timeline.program.microbatches} microbatches, {simulation.name}, "
         f"{format_ns(simulation.makespan_ns)}, {format_ns(simulation.per_microbatch_ns)} per microbatch"
     )
+    if (late := mean_delay(simulation.delays)) is not None:
+        title += f", gradients late by {late}"
     save_figure(figure, axes, title, path)
 
 

@@ -296,6 +296,7 @@ def state(plan: Plan) -> str:
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
         + (", gradients clipped" if policy.clip else "")
+        + (", weights predicted" if policy.predict and not policy.drains else "")
     )
 
 

@@ -8,10 +8,11 @@ delays and period are those of its own plan of 16 like layers on four GPUs; flus
 ``plan`` finds. One process trains: of a stage's microbatches those that read the same version are one batch, which is
 what ``run`` does but for rounding (tests/runtime/training/test_time_to_loss.py).
 
-Each policy is tried at the same six rates with one seed; the best one by the loss held out, and plain training's best
-one, are trained with three seeds. A curve is the mean of the seeds' losses, smoothed over 20 updates. Plain training's
-level is what its own curve stays below from 60% of the run on; a policy has it from the first update after which its
-curve stays below. FILE keeps every run, so that it can be filled in parts. Wants scikit-learn.
+Plain training and some policies are tried at the same five rates with one seed. At the best one by the loss held out,
+and the others at plain training's, they are trained with three seeds, those by default and plain training with eight. A
+curve is the mean of the seeds' losses, smoothed over 20 updates. Plain training's level is what its own curve, of the
+same seeds, stays below from 60% of the run on; a policy has it from the first update after which its curve stays below.
+Last the CNN is trained for 1,000 updates. FILE keeps every run, so that it can be filled in parts. Wants scikit-learn.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ from pipeplan.zoo.data import corpus
 from pipeplan.zoo.model import mixed_seed
 from scripts.checks.training_tasks import handwritten
 
-STAGES, UPDATES, WINDOW, SEEDS = 4, 250, 20, 3
+STAGES, UPDATES, WINDOW = 4, 250, 20
+LONG, LONG_UPDATES = "long ", 1000  # what goes before the name of the CNN where it makes so many
 NEVER = 4.0  # what counts as the updates over plain training's where the level isn't reached
 TRIALS = (1 / 8, 1 / 4, 1 / 2, 1, 2)  # times a task's usual rate
 Samples = Callable[[int, int, int], tuple[Tensor, Tensor]]  # (first sample, how many, seed) -> input, target
@@ -277,7 +279,11 @@ PLAIN = Way("flush", 4)
 USUAL = tuple(Way("2bw", 16, x) for x in ("both", "sc", "none"))  # four microbatches for each GPU, as by default
 FRESH = Way("2bw", 4, "both")  # one for each GPU: gradients are four times as late
 UNIFORM, PIPEDREAM, TIMEPREST = Way("2bw-uniform", 4), Way("stash", 1), Way("latest", 4)  # PipeDream: whole batches
-TUNED = FRESH, UNIFORM, PIPEDREAM, TIMEPREST
+TUNED = UNIFORM, PIPEDREAM, TIMEPREST
+DEFAULTS = USUAL[0], FRESH  # as `run` corrects them, where nobody says
+SEEDS, MANY = 3, 8
+OFTEN = PLAIN, *DEFAULTS  # with as many seeds
+SHORT = Way("2bw", 4, "none"), Way("2bw", 4, "sc")
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -438,7 +444,9 @@ class Results:
                 continue
             if time.monotonic() > end:
                 return
-            self.runs[key] = {"key": key, **run(name, optimizer, rate, way, seed)}
+            long = name.startswith(LONG)
+            about = (LONG_UPDATES, True) if long else (UPDATES, False)
+            self.runs[key] = {"key": key, **run(name.removeprefix(LONG), optimizer, rate, way, seed, *about)}
             with self.path.open("a") as file:
                 file.write(json.dumps(self.runs[key]) + "\n")
 
@@ -447,8 +455,11 @@ class Results:
         cases = list(product(TASKS, ("sgd", "adamw")))
         for name, optimizer in cases:
             yield from self._tuned(name, optimizer, PLAIN)
-        for way, (name, optimizer) in product((FRESH, *USUAL), cases):
-            yield from ((name, optimizer, self.best(name, optimizer, PLAIN), way, seed) for seed in range(SEEDS))
+        for count, ways in ((SEEDS, (*DEFAULTS, *USUAL, *SHORT)), (MANY, OFTEN)):
+            for (name, optimizer), seed, way in product(cases, range(count), ways):
+                yield name, optimizer, self.best(name, optimizer, PLAIN), way, seed
+        for seed, way in product(range(SEEDS), (PLAIN, *DEFAULTS, UNIFORM)):
+            yield f"{LONG}cnn", "sgd", TASKS["cnn"].rates["sgd"], way, seed
         for seeds, way, (name, optimizer) in product((1, SEEDS), TUNED, cases):
             yield from self._tuned(name, optimizer, way, seeds)
 
@@ -482,22 +493,23 @@ class Column:
         self.ratios: list[float] = []
         self.within = 0
 
-    def runs(self, name: str, optimizer: str) -> list[Mapping[str, Any]]:
+    def runs(self, name: str, optimizer: str) -> dict[int, Mapping[str, Any]]:
         """Return the runs of a task, by seed, as far as they are there."""
         try:
             rate = self.results.best(name, optimizer, self.way if self.tuned else PLAIN)
         except KeyError:
-            return []
-        keys = ((name, optimizer, rate, str(self.way), seed) for seed in range(SEEDS))
-        return [self.results.runs[key] for key in keys if key in self.results.runs]
+            return {}
+        keys = ((name, optimizer, rate, str(self.way), seed) for seed in range(MANY))
+        return {key[-1]: self.results.runs[key] for key in keys if key in self.results.runs}
 
     def unseen(self, name: str, optimizer: str) -> list[float]:
         """Return the losses held out."""
-        return [inf if x["unseen"] is None else x["unseen"] for x in self.runs(name, optimizer)]
+        return [inf if x["unseen"] is None else x["unseen"] for x in self.runs(name, optimizer).values()]
 
-    def curve(self, name: str, optimizer: str) -> list[float]:
+    def curve(self, name: str, optimizer: str, seeds: Iterable[int]) -> list[float]:
         """Return the mean of the seeds' losses, smoothed; endless from where one diverges."""
-        found = [[*x["losses"], *[inf] * (UPDATES - len(x["losses"]))] for x in self.runs(name, optimizer)]
+        runs = self.runs(name, optimizer)
+        found = [[*runs[x]["losses"], *[inf] * (UPDATES - len(runs[x]["losses"]))] for x in seeds]
         return smoothed([fmean(some) for some in zip(*found, strict=True)], WINDOW)
 
     def cell(self, name: str, optimizer: str, plain: Column) -> str:
@@ -506,9 +518,10 @@ class Column:
         own, others = self.unseen(name, optimizer), plain.unseen(name, optimizer)
         if not own or not others:
             return "-"
-        usual = plain.curve(name, optimizer)
+        seeds = self.runs(name, optimizer).keys() & plain.runs(name, optimizer).keys()
+        usual = plain.curve(name, optimizer, seeds)
         level = max(usual[int(SETTLED * UPDATES) :])
-        first, taken = stays_below(usual, level), stays_below(self.curve(name, optimizer), level)
+        first, taken = stays_below(usual, level), stays_below(self.curve(name, optimizer, seeds), level)
         assert first is not None, "the level is its own"
         self.ratios.append(inf if taken is None else taken / first)
         self.within += fmean(own) <= max(others)
@@ -518,21 +531,27 @@ class Column:
 def print_tables(results: Results) -> None:
     """Print what there is: a row for each task and optimizer, a column for each way, and what periods make of it."""
     plain = Column(results, PLAIN, True)
-    ways = *((x, False) for x in (*USUAL, FRESH)), *((x, True) for x in TUNED)
+    ways = *((x, False) for x in (*USUAL, *SHORT, FRESH)), *((x, True) for x in TUNED)
     columns = [Column(results, *way) for way in ways]
     titles = [f"{x.way}{', best rate' if x.tuned else ''}" for x in columns]
-    print(f"| | plain, {SEEDS} seeds | {' | '.join(titles)} |\n|---|--:|{'--:|' * len(columns)}")
+    print(f"| | plain | {' | '.join(titles)} |\n|---|--:|{'--:|' * len(columns)}")
     for optimizer, name in product(("sgd", "adamw"), TASKS):
         own = plain.unseen(name, optimizer)
         if own:
             cells = [x.cell(name, optimizer, plain) for x in columns]
-            print(f"| {name} {optimizer} | {min(own):.3f} to {max(own):.3f} | {' | '.join(cells)} |")
+            said = f"{fmean(own):.3f} ({min(own):.3f} to {max(own):.3f})"
+            print(f"| {name} {optimizer} | {said} | {' | '.join(cells)} |")
     for title, x in zip(titles, columns, strict=True):
         if x.ratios:
             mean = exp(fmean(log(min(ratio, NEVER)) for ratio in x.ratios))
             period = x.way.update_ms / Way("flush", max(PLAIN.microbatches, x.way.microbatches)).update_ms
             said = f"{x.within} of {len(x.ratios)} within plain training's seeds, updates x{mean:.2f} in the mean"
             print(f"{title}: {said}, period x{period:.3f}: time x{mean * period:.2f}")
+
+    for way in (PLAIN, *DEFAULTS, UNIFORM):
+        keys = ((f"{LONG}cnn", "sgd", TASKS["cnn"].rates["sgd"], str(way), seed) for seed in range(SEEDS))
+        right = [results.runs[key]["right"] for key in keys if key in results.runs]
+        print(f"CNN, SGD, {LONG_UPDATES} updates, {way}: {', '.join(f'{x:.1%}' for x in right)} right")
 
 
 def main() -> None:

@@ -77,6 +77,11 @@ def test_losses_are_put_beside_those_of_another_plan(plan, tmp_path):
     assert "--against trains twice from the start" in done.output
 
 
+def test_what_drains_needs_no_plan_of_its_own(plan):
+    figures = json.loads(run(plan, *MODEL, "--steps", 4, "--against", "flush", "--json").stdout)
+    assert [x["plan"] for x in figures["beside"]] == ["stash", "flush"]
+
+
 def test_a_level_is_reached_where_the_curve_stays_below_it(capsys):
     curve = smoothed([4.0, 2.0, 2.0, 5.0, 1.0, 1.0], 2)
     assert curve == [4.0, 3.0, 2.0, 3.5, 3.0, 1.0]

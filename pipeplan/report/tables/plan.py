@@ -122,7 +122,9 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         yield f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling"
     yield f"weights     {plan.policy.weights}: {WEIGHTS[plan.policy.weights].meaning}; {state(plan)}"
-    yield from _titled("late", late_gradients(plan, result))
+    late = late_gradients(plan, result)
+    yield from _titled("late", late)
+    yield from _titled("asks", late and ASKED)
     yield f"update      {updates(plan, result)}"
     yield from _titled("otherwise", other_weights(plan, result))
     idle = idle_devices(plan)
@@ -150,6 +152,7 @@ def _titled(title: str, sentence: str | None) -> list[str]:
     return [] if sentence is None else [f"{title:<12}{sentence}"]
 
 
+ASKED = "a rate with room below the highest that trains; run corrects momentum, and run --against flush compares"
 LAYERS_WIDTH = 60  # columns of a stage's first and last layer, at most
 SHORT = 10  # fewer columns say nothing of a name
 NARROW = 112  # columns below which the table leaves out what the peak is made of

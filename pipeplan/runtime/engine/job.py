@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from ...check.delays import plan_delays
 from ...check.replica_sums import COARSENING
 from ...check.validate import check
 from ...choices import DelayCorrection
-from ...errors import BadInput
+from ...errors import BadInput, InvalidPlan
 from ...plan import Plan
+from ...problem import NOT_PREDICTED
 from ...registry import Late
+from ...schedule.kinds import graph_of
 from ..device import kind_of
 from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from ..measure.progress import StepDone
@@ -30,12 +33,9 @@ if TYPE_CHECKING:
     from ..training.state.checkpoint import Checkpoint
 
 refuse_for_torch = Late("runtime.engine.torch_engine:refuse_for_torch")
-NOT_PREDICTED: Final = (
-    "backwards with newest weights read the true ones, which are at hand only in fp32 and without --zero, --offload "
-    "and --vertical-sync"
-)
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
+PREDICTED: Final = 1.0  # updates that a stage may be late, up to which predicted weights train better than sc alone
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
 
 
@@ -190,7 +190,7 @@ def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, DelayCorrection, 
     """Return the plan that holds what is done about late gradients, what that is, and why it is none of what could be;
     BadInput for what is asked for and cannot be done.
 
-    Weights are predicted by default where that takes no memory: plans keep no room for it.
+    Weights are predicted by default where that takes no memory, or where it helps and finds room.
     """
     asked, policy = options.delay_correction, plan.policy
     if policy.drains or options.evaluates or asked == "none":
@@ -202,12 +202,21 @@ def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, DelayCorrection, 
                 f"--delay-correction {asked}: it is for SGD with momentum (without nesterov), Adam and AdamW"
             )
         return plan, "none", None if is_plain(made) else f"{type(made).__name__} with these options isn't corrected"
-    if asked is None:
-        asked = "both" if policy.precision == "mixed" and policy.predictable else "sc"
-    if asked == "sc":
-        return plan, asked, None
+    alone, predicting = (replace(plan, policy=replace(policy, predict=predict)) for predict in (False, True))
+    if asked == "sc" or (asked is None and not (policy.predictable and (policy.predict or _predicts(plan)))):
+        return alone, "sc", None
     if not policy.predictable:
         raise BadInput(f"--delay-correction {asked}: {NOT_PREDICTED}; sc goes")
-    plan = replace(plan, policy=replace(policy, predict=True))
-    check(plan)  # it holds more
-    return plan, asked, None
+    try:
+        check(predicting)  # it holds more
+    except InvalidPlan:
+        if asked is not None:
+            raise
+        return alone, "sc", "sc alone corrects them, as predicted weights don't fit (plan --predicted keeps room)"
+    return predicting, asked or "both", None
+
+
+def _predicts(plan: Plan) -> bool:
+    """Whether weights are predicted where nobody says it: where that takes no memory, or trains better."""
+    late = max(x.mean for x in plan_delays(plan, graph_of(plan)))
+    return plan.policy.precision == "mixed" or 0 < late <= PREDICTED
