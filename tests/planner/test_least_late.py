@@ -194,13 +194,14 @@ def test_plan_and_compare_take_the_same_and_say_what_draining_takes(capsys: pyte
     assert row.cells[0].period_ns == found.period_ns
 
 
-def test_room_is_kept_for_predicted_weights_where_they_are_late() -> None:
+def test_room_is_kept_for_predicted_weights_where_they_are_late(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"gpus": 2, "mem": "16GB", "no_replicas": True, "algorithm": "contiguous", "optimizer": "momentum"}
     for weights in ("stash", "flush"):
         one, other = (pp.plan(GPT, weights=weights, predicted=x, **asked) for x in (True, False))
         held = [sum(x.weights_bytes for x in y.evaluation.devices) for y in (one, other)]
         assert held[0] > held[1] if weights == "stash" else held[0] == held[1]
-        assert ("weights predicted" in str(one)) == (weights == "stash")
+        one.show(width=160)
+        assert ("weights predicted" in capsys.readouterr().out) == (weights == "stash")
     with pytest.raises(BadInput, match="predicted: backwards with newest weights read the true ones"):
         pp.plan(GPT, weights="latest", predicted=True, zero=1, gpus=2, mem="16GB")
 
