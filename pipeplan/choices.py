@@ -26,7 +26,6 @@ ScheduleKind = Literal[
     "zbv",
     "v-half",
     "v-min",
-    "v-limit",
     "dualpipev",
     "written",
     "pattern",

@@ -183,8 +183,7 @@ ROWS = f"""
 --vertical-sync
     stash, latest: one version of the weights for a microbatch in all stages, which costs versions.
 --limit {{1..1000000}}
-    Maximum in flight (message-driven: microbatches per pipeline; nf1b: mini-batches; v-limit: chunk activations per
-    GPU).  [default: whatever is fastest]
+    Maximum in flight (message-driven: microbatches per pipeline; nf1b: mini-batches).  [default: whatever is fastest]
 --effort
     auto: how many candidates to try beyond the exact contiguous plan, high after all of normal; grids: how many local
     moves.  [default: normal]

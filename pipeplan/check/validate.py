@@ -155,11 +155,11 @@ def schedule_violations(plan: Plan) -> list[str]:
         found.append(f"schedule.order is {said}; {'a' if kind.written else 'only a'} written schedule has one")
     if kind.limit is None and schedule.limit is not None:
         found.append(f"schedule.limit is {schedule.limit}; {schedule.kind} holds what its order says and has no limit")
-    if kind.limit is not None and (schedule.limit is None or schedule.limit < kind.limit.least):
+    if kind.limit is not None and (schedule.limit is None or schedule.limit < 1):
         said = "missing" if schedule.limit is None else schedule.limit
         found.append(
             f"schedule.limit is {said}; {schedule.kind} needs the {kind.limit.nouns}{kind.limit.where} that it admits, "
-            f"at least {kind.limit.least}"
+            "at least 1"
         )
     return found
 

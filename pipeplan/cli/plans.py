@@ -165,8 +165,7 @@ SIMULATE = """
     Samples per update, a multiple of the profile's microbatch, of nf1b and of schedules that drain.  [default: the
     plan's; else nf1b 4 microbatches, drained all that run]
 --limit N {1..1000000}
-    Maximum in flight (message-driven: microbatches per pipeline; nf1b: mini-batches; v-limit: chunk activations per
-    GPU).  [default: the plan's; v-limit: 1F1B's memory]
+    Maximum in flight (message-driven: microbatches per pipeline; nf1b: mini-batches).  [default: the plan's]
 --weight-keeps PERCENT
     Where the backward is split: activations that weight gradients need.  [default: as profiled, or 100%]
 --pass-overlap PERCENT (overlap)

@@ -97,8 +97,7 @@ RUN = """
     Run the plan's stages under this schedule instead. A file gives the order as torch reads it; best searches for some
     seconds.
 --limit N {1..1000000}
-    Maximum in flight: microbatches in each message-driven pipeline, or under pipedream; nf1b: mini-batches; v-limit:
-    activations of chunks on a GPU.
+    Maximum in flight: microbatches in each message-driven pipeline, or under pipedream; nf1b: mini-batches.
 --half bf16|fp16            With mixed precision and autocast.  [default: the profile's]
 --loss-scale X              To begin with; fp16: 65536, bf16: 1.
 --loss-scale-window N {0..1000000000}
@@ -369,7 +368,7 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
             "pipeplan export gives the plan to Megatron-LM or torchtitan"
         )
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
-        raise click.UsageError("--limit goes with --schedule message-driven or v-limit")
+        raise click.UsageError("--limit goes with --schedule message-driven")
     from ..runtime.engine.options import clipping, run_otherwise
 
     if schedule == BEST:

@@ -87,7 +87,7 @@ def _own(path: str) -> Late:
     return Late(f"schedule.programs.{path}")
 
 
-default_limit, most_of_vee = _own("message_driven:default_limit"), _own("v_limit:most_of_vee")
+default_limit = _own("message_driven:default_limit")
 no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
 unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
@@ -227,23 +227,6 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "v-half": _within("v-half", _own("controlled:v_half"), "V-Half", "half of 1F1B's activations"),
     "v-min": _within("v-min", _own("controlled:v_min"), "V-Min", "a third of 1F1B's activations"),
-    "v-limit": _drained(
-        simulated=ProgramSchedule(
-            _own("v_limit:v_limit"),
-            "split backward, two chunks per GPU placed like a V, within any number of chunk activations",
-            "Controllable Memory (Qi et al. 2024)",
-            homes=vee,
-            refuses=lambda graph: no_vee(graph, "v-limit"),
-            options=("limit", *_SPLIT),
-            searches=True,
-        ),
-        limit=Limit("chunk activation", "chunk activations", " on a GPU", lambda graph: (most_of_vee(graph),), least=2),
-        headline=lambda schedule: (
-            "order",
-            "V within a limit: stages d and 2p - 1 - d on GPU d, weight gradients later, at most "
-            f"{schedule.limit} activations of stages on a GPU",
-        ),
-    ),
     "dualpipev": _ordered(
         ProgramSchedule(
             _own("vees:dualpipev"),

@@ -69,15 +69,13 @@ class Limit:
     """What a schedule's ``limit`` counts: ``nouns``, in each ``where``. ``usual(graph)`` are limits to try, from low to
     high.
 
-    Without the user's a planner takes the best of them, and one below the least, ``least`` or more, where none fits
-    the memory.
+    Without the user's a planner takes the best of them, and one below the least where none fits the memory.
     """
 
     noun: str
     nouns: str
     where: str
     usual: Callable[[StageGraph], tuple[int, ...]]
-    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import argparse
 import time
 
 from pipeplan.api.synthesizing import graph_of_times, synthesize
-from pipeplan.schedule.programs.controlled import v_half, v_half_holds, v_min, v_min_holds
+from pipeplan.schedule.programs.controlled import v_half, v_min
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.synthesize import EFFORT, Synthesis, proved
 from pipeplan.schedule.timeline import Timeline, longest_span_ns
@@ -32,7 +32,7 @@ def public(gpus: int, microbatches: int, times: tuple[int, int, int]) -> dict[in
     """Return the best public longest span for each limit."""
     graph = graph_of_times(gpus, "vee", times)
     found: dict[int, int] = {}
-    for build, limit in ((v_min, v_min_holds(gpus)), (v_half, v_half_holds(gpus))):
+    for build, limit in ((v_min, 2 * ((gpus + 4) // 3)), (v_half, 2 * ((gpus + 2) // 2))):
         found[limit] = longest_span_ns(simulate(build(graph, microbatches)))
     for limit, span in PUBLIC.get((gpus, microbatches, times), {}).items():
         found[limit] = min(span, found.get(limit, span))

@@ -22,7 +22,7 @@ from pipeplan.schedule.timeline import flush_makespan_ns
 
 from .chains import random_chain, random_platform
 
-VEES: tuple[ScheduleKind, ...] = ("zbv", "v-half", "v-min", "v-limit", "dualpipev")
+VEES: tuple[ScheduleKind, ...] = ("zbv", "v-half", "v-min", "dualpipev")
 LOOPS: tuple[ScheduleKind, ...] = ("interleaved", "breadth-first", "interleaved-zb")
 
 
@@ -85,7 +85,7 @@ def soonest_placed(problem: Problem, kinds: Sequence[ScheduleKind] = VEES) -> di
                 for kind in kinds:
                     if (kind in VEES) != shape.vee:
                         continue
-                    schedule = Schedule(kind, count, len(groups) if kind == "v-limit" else None)
+                    schedule = Schedule(kind, count)
                     result = evaluate_simulated(graph, schedule, problem.platform, NEVER)
                     if fits(result) and result.makespan_ns is not None:
                         best[kind] = min(result.makespan_ns, best.get(kind, result.makespan_ns))

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from cases.chains import random_chain, random_platform
 
-from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.errors import Infeasible
-from pipeplan.plan import Schedule, ScheduleKind, Stage
+from pipeplan.plan import ScheduleKind, Stage
 from pipeplan.planner.drained.recompute import fitting_run
 from pipeplan.planner.drained.run import any_run, drained_run
 from pipeplan.planner.drained.search import search_stages, searches
@@ -25,8 +24,7 @@ from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import compare_schedules
 from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Policy, Problem
-from pipeplan.schedule.kinds import kinds_for, plan_timeline
-from pipeplan.schedule.memory import most_held
+from pipeplan.schedule.kinds import kinds_for
 from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
@@ -121,24 +119,6 @@ def test_the_open_question_is_never_worse_than_a_named_schedule_or_algorithm(see
         with suppress(Infeasible):
             found[str(options)] = make_plan(problem, **options).evaluation.makespan_ns
     assert not found or found["{}"] == min(found.values()), found
-
-
-def test_a_schedule_with_a_limit_places_stages_and_has_the_limit_that_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeplan.schedule.programs.v_limit.SEARCH_STEPS", 2000)
-    layers = tuple(Layer(f"l{i}", 20, 40, 2, 9, backward_weight_ns=20) for i in range(8))
-    policy = Policy(weights="flush", accumulate=6)
-    platform = Platform.flat(2, 210, 10**9)
-    problem = Problem(Chain("even", layers, 5), platform, policy, replicas=False, checkpointing="none")
-    vee = make_plan(problem, schedule="zbv", effort="quick")
-    free = make_plan(problem, schedule="v-limit", effort="quick")
-    assert vee.evaluation.makespan_ns is not None
-    assert free.evaluation.makespan_ns is not None
-    assert free.evaluation.makespan_ns <= vee.evaluation.makespan_ns
-    assert free.plan.schedule == Schedule("v-limit", 6, 4)
-    held = make_plan(problem, schedule="v-limit", limit=3, effort="quick")
-    assert max(sum(use.in_flight) for use in held.evaluation.devices) <= 4
-    assert most_held(plan_timeline(held.plan), 0) <= 3
-    assert "at least 2" in violations(replace(held.plan, schedule=Schedule("v-limit", 6, 1)))[0]
 
 
 def test_recomputation_is_as_little_as_lets_a_run_fit() -> None:

@@ -176,7 +176,7 @@ def test_usage_errors(plan):
     for arguments, words in (
         (["run", plan, "--steps", "2", "--epochs", "1"], "either --steps or --epochs"),
         (["run", plan, "--epoch-length", "5"], "--epoch-length goes with --epochs"),
-        (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven or v-limit"),
+        (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven"),
         (["run", plan, "--trace", "x.json", "--engine", "torch"], "--trace: torch's engine"),
         (["run", plan, "--log-dir", "x", "--evaluate"], "--log-dir is told of updates, and an evaluation makes none"),
         (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),

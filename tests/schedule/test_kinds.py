@@ -30,7 +30,7 @@ from pipeplan.schedule.timeline import flush_makespan_ns
 
 FLUSHED = [
     *("flush", "message-driven", "1f1b", "interleaved", "gpipe", "breadth-first"),
-    *("zb1p", "zb2p", "interleaved-zb", "zbv", "v-half", "v-min", "v-limit", "dualpipev"),
+    *("zb1p", "zb2p", "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev"),
 ]
 TOY = Kind(
     weights=("flush",),

@@ -49,13 +49,6 @@ def plan_drained(
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
-    if (
-        effort is not None
-        and incumbent.limits is not None
-        and incumbent.limits.places
-        and KINDS[kind].limit is not None
-    ):
-        return incumbent, _with_best(incumbent, "stages placed alike", partial(_within_limits, effort=effort))
     if effort is None or KINDS[kind].limit is not None:
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
@@ -97,31 +90,6 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
             found, incumbent.best = incumbent.best, walk.best
         if incumbent.best is not found:
             _under_others(incumbent, kinds)
-
-
-def _within_limits(incumbent: Incumbent, effort: str) -> None:
-    """Let stages be placed as a schedule with a limit places them, cut and recomputed as is best under those without
-    one that place them alike, or not recomputed; at the limit that is best."""
-    limits, problem = incumbent.limits, incumbent.problem
-    assert limits is not None, "it is a schedule with one"
-    for alike in _placed_alike(limits.schedule.kind):
-        free = Incumbent(problem, Settings())
-        try:
-            search_stages(free, [alike], effort)
-        finally:
-            if free.best is not None:
-                stages = free.best.allocation.stages
-                incumbent.try_(Allocation(stages))
-                incumbent.try_(Allocation(tuple(replace(x, checkpoint=()) for x in stages)))
-
-
-def _placed_alike(kind: ScheduleKind) -> list[ScheduleKind]:
-    """Return the kinds without a limit that place their stages as ``kind`` does, and need nothing else."""
-    own = KINDS[kind].simulated
-    assert own is not None, "it places stages"
-    options = set(own.options) - {"limit"}
-    rows = ((name, row.simulated) for name, row in KINDS.items() if row.drains and row.limit is None)
-    return [name for name, row in rows if row and row.homes is own.homes and set(row.options) == options]
 
 
 def _under_others(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:

@@ -94,7 +94,7 @@ def why_not_admitted(
         return f"{reason}; --algorithm contiguous may find one that can"
     graph = stage_graph(problem.chain, problem.platform, problem.policy, rejected.stages)
     kind = KINDS[schedule.kind]
-    admitted = replace(schedule, limit=schedule.limit or (kind.limit.least if kind.limit else None))
+    admitted = replace(schedule, limit=schedule.limit or (1 if kind.limit else None))
     uses = evaluate_simulated(graph, admitted, problem.platform, problem.deadline).devices
     device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
     use = uses[device]
@@ -103,14 +103,10 @@ def why_not_admitted(
     if kind.limit is not None:
         count = f"{admitted.limit} {kind.limit.noun if admitted.limit == 1 else kind.limit.nouns}"
         size = f" of {schedule.microbatches}" if kind.joins else kind.limit.where
-        what = f"{'even ' if admitted.limit == kind.limit.least else ''}with {count}{size} admitted"
+        what = f"{'even ' if admitted.limit == 1 else ''}with {count}{size} admitted"
     remedies = []
-    if schedule.limit is not None and kind.limit is not None and schedule.limit > kind.limit.least:
-        below = kind.limit.least - 1  # those that there can be are counted from 1 on
-        fewer = _most(
-            lambda more: _admits(problem, rejected, replace(schedule, limit=below + more)), schedule.limit - below
-        )
-        fewer = fewer and below + fewer
+    if schedule.limit is not None:
+        fewer = _most(lambda limit: _admits(problem, rejected, replace(schedule, limit=limit)), schedule.limit)
         remedies += [f"with --limit {fewer}"] if fewer else []
     if kind.joins and schedule.microbatches is not None and not remedies:
         smaller = _most(lambda n: _admits(problem, rejected, replace(admitted, microbatches=n)), schedule.microbatches)

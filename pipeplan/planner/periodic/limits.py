@@ -92,16 +92,14 @@ class LimitSearch:
                 best = found
             if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
                 break
-        least = self.kind.limit.least
-        if best is None and usual[0] > least:
-            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - least)
+        if best is None and usual[0] > 1:
+            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - 1)
             best = None if found_less is None else found_less[1]
         return best
 
     def excess_bytes(self, graph: StageGraph, deadline: Deadline = NEVER) -> int:
         """Return how much the device that is most over its memory lacks under the limit of the user, or the least."""
-        least = self.kind.limit.least if self.kind.limit else None
-        admitted = replace(self.schedule, limit=self.schedule.limit or least)
+        admitted = replace(self.schedule, limit=self.schedule.limit or (1 if self.kind.limit else None))
         return cost_and_excess(graph, admitted, self.platform, deadline)[1]
 
     def _tried(self, graph: StageGraph, limit: int | None, deadline: Deadline) -> ChosenLimit | None:

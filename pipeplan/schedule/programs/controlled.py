@@ -51,16 +51,6 @@ def v_half(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fracti
     return _controlled(graph, microbatches, weight_keeps, "v-half", _half)
 
 
-def v_min_holds(devices: int) -> int:
-    """Return the most chunk activations that a device holds under V-Min."""
-    return 2 * ((devices + 4) // 3)
-
-
-def v_half_holds(devices: int) -> int:
-    """Return the most chunk activations that a device holds under V-Half."""
-    return 2 * ((devices + 2) // 2)
-
-
 def _least(devices: int) -> list[list[int]]:
     wait = 2 if devices % 3 == 0 else 0
     turn, home = 2 * devices + wait, 4 * devices + wait - 1

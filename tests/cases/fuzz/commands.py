@@ -53,7 +53,7 @@ AMOUNTS = {
     "NAMES": ["auto", "contiguous,pipedream", "balance", "all", "balance,balance", ","],
     "NAME": ["gpt2-small", "gpt2-medium", "myelin-12b", "gpt-tiny"],
     "--schedule": ["all", "1f1b", "pattern", "pipedream", "gpipe", "interleaved", "zb1p", "zb2p", "zbv", "v-half",
-                   "v-min", "v-limit", "dualpipev", "interleaved-zb", "breadth-first", "nf1b", "message-driven"],
+                   "v-min", "dualpipev", "interleaved-zb", "breadth-first", "nf1b", "message-driven"],
     "NAME|FILE": ["a100", "v100", "V100", "accelerator.json", "bad.json", "missing.json", "zoo.json"],
     "GPU": ["a100", "v100", "rtx4090", "accelerator.json", "z100", "bad.json", "even.json"],
     "MODEL": ["zoo:gpt-tiny", "zoo:gpt-tiny,blocks=2", "zoo:gpt-tiny,blocks=-1", "zoo:gpt-tiny,nope=1",

@@ -24,7 +24,7 @@ from ....schedule.occupancy import held_at_first
 from ...targets import Shape
 
 NEVER = 2**58  # several of them fit into an int64
-UNKNOWN: tuple[ScheduleKind, ...] = ("v-limit", "dualpipev")  # whose forwards before the first backward aren't fixed
+UNKNOWN: ScheduleKind = "dualpipev"  # whose forwards before the first backward aren't fixed
 _FINE = 1 - 1e-9  # what rounding of ratios can take off
 
 
@@ -153,7 +153,7 @@ class Placed:
     def counts(self) -> tuple[int, ...]:
         """The microbatches of each stage that its device holds at one time."""
         shape = self.shape
-        if shape.ranks == 1 or self.kind in UNKNOWN:
+        if shape.ranks == 1 or self.kind == UNKNOWN:
             return (1,) * len(shape.groups())
         return held_at_first(self.kind, shape.ranks, shape.chunks, self.tables.microbatches)
 
