@@ -255,8 +255,8 @@ def grid(
     layer's pass that doesn't shrink with the microbatch. What is ``asked`` is as in :func:`plan`, but that weights are
     ``flush``, with an update for each batch, and replicas are the pipelines.
     """
+    from ..planner.grids.grid_search import make_grid_plan
     from ..planner.grids.space import grid_problem
-    from ..planner.what_if.grid import make_grid_plan
 
     said: Grids = {**GRID_DEFAULTS, **asked}
     deadline, batch, microbatches = deadline_of(said["time_limit"]), said["batch"], said["microbatches"]

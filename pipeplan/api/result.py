@@ -210,7 +210,7 @@ class PlanResult:
 
     def show(self, width: int | None = None, verbose: bool = False) -> None:
         """Print the plan's table, as ``pipeplan plan`` does; ``verbose``: also what its bound follows from."""
-        from ..planner.what_if.grid import ALGORITHM as GRID
+        from ..planner.grids.grid_search import ALGORITHM as GRID
         from ..report.tables.plan import print_plan
         from ..report.tables.searches import print_grids
 

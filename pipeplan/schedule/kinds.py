@@ -87,7 +87,7 @@ def _own(path: str) -> Late:
     return Late(f"schedule.programs.{path}")
 
 
-default_limit = _own("message_driven:default_limit")
+default_limit = _own("deciding:default_limit")
 no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
 unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
@@ -118,14 +118,14 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         shown=_steady_mini_batches,
         judged=_shortest_steady_run,
         simulated=ProgramSchedule(
-            _own("nf1b:nf1b"),
+            _own("deciding:nf1b"),
             "one backward for a mini-batch of several microbatches, newest weights, no flush",
             "TiMePReSt section 4.2",
             "latest",
             refuses=lambda graph: not_one_each(graph, "nf1b"),
             replicas=False,
             options=("batch", "limit"),
-            steady=Late("schedule.programs.nf1b:steady_nf1b"),
+            steady=Late("schedule.programs.deciding:steady_nf1b"),
         ),
         limit=Limit("mini-batch", "mini-batches", "", _mini_batches_to_try),
         headline=lambda schedule: (
@@ -136,7 +136,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "message-driven": _drained(
         simulated=ProgramSchedule(
-            _own("message_driven:message_driven"),
+            _own("deciding:message_driven"),
             "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
             "Myelin section IV, Algorithm 2",
             options=("limit",),

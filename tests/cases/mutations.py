@@ -18,9 +18,9 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.plan import Bound, Plan, Schedule, ScheduleKind, Stage
+from pipeplan.planner.grids.grid_search import make_grid_plan
 from pipeplan.planner.grids.space import grid_problem
 from pipeplan.planner.plan import STATED, make_plan
-from pipeplan.planner.what_if.grid import make_grid_plan
 from pipeplan.planner.what_if.target import make_target_plan
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 

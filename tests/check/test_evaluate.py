@@ -14,7 +14,7 @@ from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight,
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.programs import nf1b as steady
-from pipeplan.schedule.programs.nf1b import nf1b
+from pipeplan.schedule.programs.deciding import nf1b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
 from pipeplan.schedule.update_sums import summing

@@ -13,9 +13,9 @@ from pipeplan.check.evaluate import Evaluation
 from pipeplan.cost.stage_graph import StageGraph
 from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import profile_text
+from pipeplan.planner.grids.grid_search import make_grid_plan
 from pipeplan.planner.grids.space import grid_problem
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.what_if.grid import make_grid_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.report.tables.plan import print_plan
 

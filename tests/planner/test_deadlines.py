@@ -25,12 +25,12 @@ from pipeplan.partition import ALGORITHMS
 from pipeplan.partition.balance import simplest
 from pipeplan.partition.contiguous.contiguous import contiguous
 from pipeplan.partition.tables import stages as tables
+from pipeplan.planner.grids.grid_search import make_grid_plan
 from pipeplan.planner.grids.space import grid_problem
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.what_if.grid import make_grid_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
-from pipeplan.schedule.programs.nf1b import steady_nf1b
+from pipeplan.schedule.programs.deciding import steady_nf1b
 
 HIGHS = Settings("highs")
 POLICIES = {

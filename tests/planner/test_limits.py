@@ -24,8 +24,7 @@ from pipeplan.planner.periodic.limits import LimitSearch, cost_and_excess
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight
-from pipeplan.schedule.programs.message_driven import message_driven
-from pipeplan.schedule.programs.nf1b import steady_nf1b
+from pipeplan.schedule.programs.deciding import message_driven, steady_nf1b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
 

@@ -8,7 +8,7 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.errors import BadInput
-from pipeplan.planner.grids.microbatches import profiles
+from pipeplan.planner.grids.space import profiles
 from pipeplan.problem import Chain, Layer, WeightNeeds
 
 

@@ -16,7 +16,7 @@ from pipeplan.plan import Schedule, Stage
 from pipeplan.planner.grids.arrivals import batch_on, batch_time
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight, lane_use
-from pipeplan.schedule.programs.message_driven import message_driven
+from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
 

@@ -9,9 +9,8 @@ from cases.chains import random_chain
 
 from pipeplan.planner.grids import pipelines as module
 from pipeplan.planner.grids.arrivals import batch_time
-from pipeplan.planner.grids.microbatches import profiles
 from pipeplan.planner.grids.pipelines import Pipelines, Proposal, Split, drained_bound, held, limits
-from pipeplan.planner.grids.space import GridProblem, configs
+from pipeplan.planner.grids.space import GridProblem, configs, profiles
 from pipeplan.problem import Level, Platform, Policy, Problem
 
 

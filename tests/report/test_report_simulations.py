@@ -16,7 +16,7 @@ from pipeplan.files.profiles import profile_text
 from pipeplan.planner.simulated.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
 from pipeplan.schedule.kinds import schedules
-from pipeplan.schedule.programs.message_driven import message_driven
+from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.programs.vees import zbv
 from pipeplan.schedule.simulate import jittered_ns, simulate

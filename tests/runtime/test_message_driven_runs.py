@@ -35,7 +35,7 @@ from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.schedule.program import Step
-from pipeplan.schedule.programs.message_driven import next_message
+from pipeplan.schedule.programs.deciding import next_message
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"  # embedding, two blocks, norm, head, loss
 GRID = [(0, 2, (0, 1)), (2, 6, (2, 3))]

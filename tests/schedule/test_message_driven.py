@@ -8,7 +8,7 @@ from cases.schedules import balanced, held, picture, staircase
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.program import Arrival, Step
-from pipeplan.schedule.programs.message_driven import message_driven, next_message
+from pipeplan.schedule.programs.deciding import message_driven, next_message
 from pipeplan.schedule.simulate import simulate
 
 

@@ -10,7 +10,7 @@ from cases.schedules import balanced, held, picture, staircase
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.program import Step
-from pipeplan.schedule.programs.nf1b import nf1b
+from pipeplan.schedule.programs.deciding import nf1b
 from pipeplan.schedule.simulate import simulate
 
 MINI_BATCHES = 20

@@ -15,7 +15,7 @@ from pipeplan.schedule.pattern import make_pattern, resource_use, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.periodic.retime import order_of, retime
 from pipeplan.schedule.program import Step, make_program, unroll
-from pipeplan.schedule.programs.message_driven import message_driven
+from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.programs.one_f_one_b import gpipe
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import Timeline, flush_makespan_ns

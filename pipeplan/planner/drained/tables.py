@@ -25,8 +25,7 @@ from ...partition.tables.stages import SearchTables
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Policy, Problem
 from ...schedule.programs.one_f_one_b import forwards_ahead
-from .run import Run
-from .timing import Retiming, retimed
+from .run import Retiming, Run, retimed
 
 Split = tuple[int, ...]  # indices of cuts
 

@@ -25,11 +25,9 @@ from pathlib import Path
 
 from pipeplan.plan import Stage
 from pipeplan.planner.grids.arrivals import batch_time
-from pipeplan.planner.grids.grid_search import search_grids
-from pipeplan.planner.grids.microbatches import Profiles
-from pipeplan.planner.grids.space import Found, GridConfig, GridProblem
+from pipeplan.planner.grids.grid_search import search_grids, segment_length
+from pipeplan.planner.grids.space import Found, GridConfig, GridProblem, Profiles
 from pipeplan.planner.periodic.incumbent import Settings
-from pipeplan.planner.what_if.grid import segment_length
 from pipeplan.problem import Device, Level, Platform, Problem
 from pipeplan.units import parse_bandwidth
 from pipeplan.zoo.text.sizes import TRANSFORMERS

@@ -22,7 +22,7 @@ from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy, Weights
 from pipeplan.schedule.memory import most_held
 from pipeplan.schedule.program import Step
-from pipeplan.schedule.programs.nf1b import nf1b
+from pipeplan.schedule.programs.deciding import nf1b
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import Timeline

@@ -13,10 +13,9 @@ from ....plan import AllocationClass, Bound, ScheduleKind
 from ....problem import Problem
 from ....schedule.kinds import KINDS, vee
 from ...targets import Shape
-from .loop import Loop
 from .separate import drained_bound
+from .shapes import Loop, Vee
 from .tables import LeastTables, Placed
-from .vee import Vee
 
 MOST_LOOP, MOST_VEE = 4 * 10**6, 2 * 10**7  # layers to the third, times GPUs, beyond which nothing is bounded
 
