@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -228,26 +228,17 @@ def options(rows: str, **special: Mapping[str, Any] | click.ParamType[Any]) -> C
 
     The unit gives a value's type, by :data:`BY_UNIT`; ``N`` is a count, a choice has ``|``, and a flag has none.
     """
-    made = [_option(*word_of(row), special) for row in rows_of(rows)]
+    made = [_of_row(*word_of(row), special) for row in rows_of(rows)]
     return lambda command: reduce(lambda found, add: add(found), reversed(made), command)
 
 
-def _option(
+def _of_row(
     keyword: str, word: Word, special: Mapping[str, Mapping[str, Any] | click.ParamType[Any]]
 ) -> Callable[[Command], Command]:
-    about: dict[str, Any] = {"help": word.help}
-    if not word.unit:
-        about["is_flag"] = True
-    elif "|" in word.unit and word.unit.islower():
-        about["type"] = click.Choice(word.unit.split("|"))
-    else:
-        kind = Count(word.least, word.most) if word.unit == "N" else BY_UNIT.get(word.unit)
-        about |= {"type": kind, "metavar": None if word.unit in UNSAID else word.unit}
-    if word.default is not None:
-        about |= {"default": word.default, "show_default": True}
+    choices = tuple(word.unit.split("|")) if "|" in word.unit and word.unit.islower() else ()
+    kind: Any = Literal[choices] if choices else int if word.unit == "N" else str if word.unit else bool
     own = special.get(keyword, {})
-    about |= {"type": own} if isinstance(own, click.ParamType) else own
-    return click.option(*word.option.split(", "), keyword, **about)
+    return option_of(Said(keyword, word, (kind,)), **({"type": own} if isinstance(own, click.ParamType) else own))
 
 
 def _with_traceback(context: click.Context, _: click.Parameter, asked: bool) -> None:
@@ -293,20 +284,21 @@ def type_of(said: Said) -> click.ParamType[Any]:
 
 def option_of(said: Said, **other: Any) -> Callable[[Command], Command]:
     """Return the option of a word; ``other`` are click's own words for it, in place of what follows from it."""
-    word, spelled = said.word, f"--{said.word.option.removeprefix('--')}"
+    word = said.word
+    spelled = word.option if word.option.startswith("-") else f"--{word.option}"
     if bool in said.types:
-        if word.default is False or type(None) in said.types:
-            spelled += f"/--no-{spelled[2:]}"
-        about: dict[str, Any] = {"is_flag": True, "default": said.default, "show_default": word.default is False}
+        both = "/" not in word.option and (word.default is False or type(None) in said.types)
+        spelled += f"/--no-{spelled[2:]}" if both else ""
+        about: dict[str, Any] = {"is_flag": True, "default": said.default, "show_default": word.default is not None}
     else:
-        about = {"type": type_of(said), "metavar": None if said.choices else word.unit or None}
+        about = {"type": type_of(said), "metavar": None if said.choices or word.unit in UNSAID else word.unit or None}
         if word.default == ():
             about["multiple"] = True
         elif word.default is not None:  # which click tells from no default
             about |= {"default": word.default, "show_default": True}
         else:
             about["show_default"] = False
-    return click.option(spelled, said.keyword, **{**about, "help": word.help, **other})
+    return click.option(*spelled.split(", "), said.keyword, **{**about, "help": word.help, **other})
 
 
 def asking(question: type, without: Sequence[str] = (), **other: dict[str, Any]) -> Callable[[Command], Command]:

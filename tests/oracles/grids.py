@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 from pipeplan.plan import Stage
-from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.pipelines import batch_time
 from pipeplan.planner.grids.space import GridProblem, configs
 
 

@@ -11,8 +11,7 @@ from pipeplan.cost.saved import storages
 from pipeplan.integers import NEVER
 from pipeplan.plan import Stage
 from pipeplan.planner.drained.tables import Layout, tables_of_pipelines
-from pipeplan.planner.grids.arrivals import batch_time
-from pipeplan.planner.grids.pipelines import drained_bound, held, least_drained_ns
+from pipeplan.planner.grids.pipelines import batch_time, drained_bound, held, least_drained_ns
 from pipeplan.problem import Platform, Policy, Problem
 
 

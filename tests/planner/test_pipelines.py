@@ -8,8 +8,7 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.planner.grids import pipelines as module
-from pipeplan.planner.grids.arrivals import batch_time
-from pipeplan.planner.grids.pipelines import Pipelines, Proposal, Split, drained_bound, held, limits
+from pipeplan.planner.grids.pipelines import Pipelines, Proposal, Split, batch_time, drained_bound, held, limits
 from pipeplan.planner.grids.space import GridProblem, configs, profiles
 from pipeplan.problem import Level, Platform, Policy, Problem
 

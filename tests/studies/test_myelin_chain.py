@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeplan.plan import Stage
-from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.pipelines import batch_time
 from pipeplan.problem import Platform, Problem
 from pipeplan.zoo.text.sizes import TRANSFORMERS
 from scripts.studies.myelin.formulas import MIXED, Grid, batch_flops, stage_memories

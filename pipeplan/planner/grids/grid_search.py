@@ -23,8 +23,7 @@ from ..drained.search import EFFORTS, until_ended
 from ..periodic.explain import grid_shortfall, why_no_grid, why_no_grid_fits, why_not_asked
 from ..periodic.incumbent import GRACE_S, Settings
 from ..plan import Planned
-from .arrivals import batch_time
-from .pipelines import Pipelines, Proposal, Split
+from .pipelines import Pipelines, Proposal, Split, batch_time
 from .space import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
 
 _PROBES = 2  # splits of each configuration at first

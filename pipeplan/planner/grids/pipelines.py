@@ -18,19 +18,73 @@ from itertools import islice, pairwise, takewhile
 import numpy as np
 
 from ...cost import time_model
+from ...cost.stage_graph import stage_graph
 from ...integers import NEVER, ceil_div
 from ...partition.tables.split_paths import near, soonest_split
 from ...plan import Stage
 from ...problem import Problem
+from ...schedule.memory import run_uses
+from ...schedule.program import side_by_side
+from ...schedule.programs.deciding import message_driven
+from ...schedule.simulate import simulate
+from ...schedule.timeline import flush_makespan_ns
 from ..drained.search import climbed
 from ..drained.tables import Layout, Tables, tables_of_pipelines
-from .arrivals import BatchTime, batch_time
 
 _WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
 Groups = Sequence[tuple[int, ...]]
 Proposal = tuple[tuple[int, ...], tuple[int, ...], int]  # cuts, microbatches that stages are to hold, limit
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTime:
+    """A batch on a grid: its time with all-reduces, and by stage the microbatches held and the bytes too many.
+
+    ``exact`` tells whether the whole batch was simulated; ``steps`` is the simulation's effort.
+    """
+
+    batch_ns: int
+    in_flight: tuple[int, ...]
+    over_bytes: tuple[int, ...]
+    steps: int
+    exact: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays within its memory."""
+        return max(self.over_bytes) <= 0
+
+
+def batch_time(
+    problem: Problem, stages: Sequence[Stage], microbatches: int, limit: int, *, whole: bool = True, rounds: int = 4
+) -> BatchTime:
+    """Return how the grid that ``stages`` make runs a batch of ``microbatches`` microbatches for each pipeline.
+
+    Message-driven, at most ``limit`` microbatches in a pipeline. One pipeline is simulated for all, unless they share
+    links: ``whole``, or of a long batch rounds * limit microbatches (at least 32), and the rest goes on at the pace of
+    their middle.
+    """
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+    count = microbatches if whole else min(microbatches, max(32, rounds * limit))
+    each = side_by_side(graph)
+    if all(resource.replicas == each for resource in graph.resources):
+        graph, each = graph.first_replicas(), 1
+    timeline = simulate(message_driven(graph, count * each, limit), deadline=problem.deadline)
+    rest = 0
+    if count < microbatches:
+        first, window = count // 4, count // 2
+        took = timeline.left_ns((first + window) * each) - timeline.left_ns(first * each)
+        rest = ceil_div(took * (microbatches - count), window)
+    uses, held, over = run_uses(timeline, problem.platform), [], []
+    for s, stage in enumerate(graph.stages):
+        resource, place = graph.resources[stage.resource], graph.stages_on(stage.resource).index(s)
+        assert resource.memory_bytes is not None, "links have no stages"
+        held.append(max(uses[d].in_flight[place] for d in resource.devices))
+        over.append(max(uses[d].peak_bytes for d in resource.devices) - resource.memory_bytes)
+    steps = count * each * len(graph.operations)
+    return BatchTime(flush_makespan_ns(timeline) + rest, tuple(held), tuple(over), steps, count == microbatches)
 
 
 @dataclass(frozen=True, slots=True)

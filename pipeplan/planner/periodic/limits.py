@@ -6,7 +6,6 @@ its simulated run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...check.evaluate import evaluate_simulated
@@ -15,11 +14,9 @@ from ...deadline import NEVER, Deadline
 from ...integers import smallest
 from ...plan import Schedule
 from ...problem import Platform
-from ...registry import Late
 from ...schedule.kinds import KINDS, refused
 from ...schedule.registered import Kind
 
-batch_on: Callable[..., tuple[int, int]] = Late("planner.grids.arrivals:batch_on")
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
 
 
@@ -39,8 +36,6 @@ def cost_and_excess(
     The cost is the makespan of a drained mini-batch with its weight synchronisation, or the period of nF1B; everything
     fits where the fullest device lacks nothing or less.
     """
-    if KINDS[schedule.kind].by_arrival:
-        return batch_on(graph, platform, schedule.mini_batch, schedule.limit or 1, deadline)
     result = evaluate_simulated(graph, schedule, platform, deadline)
     cost = result.period_ns if result.makespan_ns is None else result.makespan_ns
     return cost, max(use.peak_bytes - use.memory_bytes for use in result.devices)

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeplan.plan import Stage
-from pipeplan.planner.grids.arrivals import batch_time
 from pipeplan.planner.grids.grid_search import search_grids, segment_length
+from pipeplan.planner.grids.pipelines import batch_time
 from pipeplan.planner.grids.space import Found, GridConfig, GridProblem, Profiles
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.problem import Device, Level, Platform, Problem

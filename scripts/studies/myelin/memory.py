@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipeplan.plan import Stage
-from pipeplan.planner.grids.arrivals import batch_time
+from pipeplan.planner.grids.pipelines import batch_time
 from pipeplan.problem import Device, Level, Platform, Policy, Problem
 from pipeplan.zoo.text.sizes import TRANSFORMERS
 
