@@ -16,7 +16,7 @@ from .options import FILE, GIVE_UP, JSON, PLAN, SCHEDULE, WRITTEN, options, refu
 from .progress import status
 
 if TYPE_CHECKING:
-    from ..schedule.standstill import Semantics
+    from ..schedule.deadlock import Semantics
 
 WRITERS = ["megatron", "megatron-bridge", "torchtitan", "deepspeed", "torch-split", "torch-csv"]
 
@@ -91,7 +91,7 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
     from ..files.plans import load_plan
     from ..files.schedule_csv import read_schedule
     from ..planner.simulated.simulation import simulate_written
-    from ..schedule.standstill import SEMANTICS
+    from ..schedule.deadlock import SEMANTICS
     from ..schedule.written import deadlock, incomplete
 
     written = read_schedule(path)

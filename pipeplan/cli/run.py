@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -37,6 +37,7 @@ from .progress import status
 if TYPE_CHECKING:
     from ..plan import Plan
     from ..runtime.engine.options import RunOptions
+    from ..runtime.measure.progress import StepProgress
     from ..runtime.measure.report import RunReport
     from ..runtime.model.build.spec import ModelSpec
     from ..runtime.scalars import Scalars
@@ -237,20 +238,9 @@ def command(
     from ..files.text import write_text
     from ..report.tables.run import print_report, progress_printer
     from ..report.traces import measured_trace
-    from ..runtime.measure.progress import StepProgress, metrics_of
-    from ..runtime.model.build.spec import find
-    from ..runtime.model.user_code import user_code
     from ..runtime.processes.launch import run_plan
 
-    listeners = [progress_printer(loaded, as_json, away)]
-    if callback is not None:
-        function = find(callback)
-
-        def call(step: StepProgress) -> None:
-            with user_code(f"--callback {callback}"):
-                function(step.step, metrics_of(step))
-
-        listeners.append(call)
+    listeners = [progress_printer(loaded, as_json, away), *([] if callback is None else [_calling(callback)])]
 
     def write_trace(report: RunReport) -> None:
         if trace is not None:
@@ -285,6 +275,21 @@ def command(
         second = other, again
     if trace != "-":
         print_report(loaded, report, asked.evaluates, as_json, second)
+
+
+def _calling(callback: str) -> Callable[[StepProgress], None]:
+    """Return what calls a user's function after updates and evaluations."""
+    from ..runtime.measure.progress import metrics_of
+    from ..runtime.model.build.spec import find
+    from ..runtime.model.user_code import user_code
+
+    function = find(callback)
+
+    def call(step: StepProgress) -> None:
+        with user_code(f"--callback {callback}"):
+            function(step.step, metrics_of(step))
+
+    return call
 
 
 def _note(words: str) -> None:

@@ -8,10 +8,13 @@ from functools import partial
 from math import ceil
 
 from ..problem import Platform
+from ..registry import Late
 from .pattern import DeviceUse, unused
 from .program import Program
 from .timeline import Timeline
-from .weight_versions import kept_by_stages, weight_policy
+
+kept_by_stages: Callable[..., list[int]] = Late("schedule.weight_versions:kept_by_stages")
+weight_policy = Late("schedule.weight_versions:weight_policy")
 
 # --- the peak -------------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from typing import Literal
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
 from ..names import shown
+from .deadlock import Alone, Meet, Ranks, Semantics, message, partner, stands
 from .program import Action, ActionKind, Program, Step, refuse, side_by_side, unequal
-from .slots import Pass, listed
-from .standstill import Alone, Meet, Ranks, Semantics, message, partner, stands
+from .programs.slots import Pass, listed
 
 Rows = Sequence[Sequence[Action]]
 Parted = Set[tuple[int, int]]

@@ -27,10 +27,9 @@ from pipeplan.runtime.lowering.instructions import (
     sentence,
 )
 from pipeplan.runtime.lowering.lowered_run import LoweredRun, lower_run
-from pipeplan.schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, shortened
+from pipeplan.schedule.deadlock import MOST_MICROBATCHES, MOST_STEPS, Meet, Ranks, shortened
 from pipeplan.schedule.kinds import graph_of, kind_of
 from pipeplan.schedule.pattern import most_in_flight, starts_of
-from pipeplan.schedule.standstill import Meet, Ranks
 
 ROUNDS = 3  # of the repeated part that a proof follows
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from cases.schedules import balanced, held, looped, picture, staircase, vee
 
+from pipeplan.check.bounds.drained.tables import held_at_most, in_flight
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.memory import in_flight
-from pipeplan.schedule.occupancy import most_held
 from pipeplan.schedule.programs.controlled import v_min
 from pipeplan.schedule.programs.loops import breadth_first, interleaved, interleaved_zero_bubble
 from pipeplan.schedule.programs.vees import dualpipev, zbv
@@ -77,7 +76,7 @@ def test_what_devices_hold_is_what_the_run_holds():
         timeline = simulate(interleaved(balanced(devices * chunks, 1, 2, homes=looped(devices, chunks)), microbatches))
         lanes = [in_flight(timeline, d) for d in range(devices)]
         counts = [lanes[s % devices][s] for s in range(devices * chunks)]
-        assert list(most_held("interleaved", devices, chunks, microbatches)) == counts
+        assert list(held_at_most("interleaved", devices, chunks, microbatches)) == counts
 
 
 @pytest.mark.parametrize("homes", [[0, 1, 1, 0], [0, 1, 0]])

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...check.bounds import work_ns
 from ...check.bounds.drained.proofs import shape_bound
+from ...check.bounds.drained.tables import held_at_most, homes_of
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, time_model
 from ...cost.stage_tables import StageTables
@@ -24,7 +25,6 @@ from ...partition.tables.split_paths import near as near_splits
 from ...plan import Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long
-from ...schedule.occupancy import homes_of, most_held
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 from .run import any_run
@@ -248,7 +248,7 @@ class BlockSearch:
         if config.kind == "1f1b":
             held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
             return Pipe(self._tables, self._activations[way], groups, count, held, ahead=True)
-        held = most_held(config.kind, shape.ranks, shape.chunks, count)
+        held = held_at_most(config.kind, shape.ranks, shape.chunks, count)
         return Pipe(self._tables, self._activations[way], groups, count, held, share=shape.chunks)
 
     def _try_all(self, config: Config, way: Recompute, splits: Iterable[tuple[int, ...]]) -> None:

@@ -15,6 +15,7 @@ from itertools import accumulate, combinations, islice, pairwise, permutations, 
 from typing import Protocol, TypeVar
 
 from ...check.bounds import work_ns
+from ...check.bounds.drained.tables import homes_of
 from ...check.targets import Shape
 from ...cost import time_model
 from ...deadline import OutOfTime
@@ -23,7 +24,6 @@ from ...partition.tables.split_paths import near
 from ...plan import Allocation, Schedule, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS, too_long
-from ...schedule.occupancy import homes_of
 from ..periodic.incumbent import Incumbent
 from .recompute import fitting_run
 from .run import Run, any_run

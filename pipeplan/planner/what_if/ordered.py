@@ -12,7 +12,7 @@ from ...errors import BadInput, InvalidPlan
 from ...plan import Allocation, Plan, Schedule, Stage
 from ...schedule.kinds import kind_of, program_of_kind
 from ...schedule.program import Program, unequal
-from ...schedule.slots import shares
+from ...schedule.programs.slots import shares
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.recomputing import recomputed_early
 from ...schedule.synthesis.synthesize import INTERRUPTED

@@ -8,7 +8,7 @@ from functools import cache
 
 from ...cost.stage_graph import StageGraph
 from ..program import Program
-from ..slots import Pass, homes, listed
+from .slots import Pass, homes, listed
 from .vees import no_vee
 
 PERIOD = 6  # slots: what a device runs of one microbatch

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ...cost.stage_graph import StageGraph
 from ..program import Program, unequal
-from ..slots import Pass, homes, listed
+from .slots import Pass, homes, listed
 
 
 def not_interleaved(graph: StageGraph, schedule: str = "interleaved 1F1B") -> str | None:

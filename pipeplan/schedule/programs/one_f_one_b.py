@@ -10,7 +10,7 @@ from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ..program import Arrival, Decide, Program, make_program, refuse
-from ..slots import staircase
+from .slots import staircase
 
 
 def gpipe(graph: StageGraph, microbatches: int) -> Program:

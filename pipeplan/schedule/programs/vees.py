@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from ...cost.stage_graph import StageGraph
 from ..program import Arrival, Decide, Program, Step, make_program, refuse, side_by_side, unequal
-from ..slots import Pass, homes, listed, shares, step_of
+from .slots import Pass, homes, listed, shares, step_of
 
 
 def no_vee(graph: StageGraph, schedule: str = "zbv") -> str | None:

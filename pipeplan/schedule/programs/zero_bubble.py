@@ -9,7 +9,7 @@ from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph
 from ..program import Program, no_pipelines, refuse, side_by_side
 from ..simulate import simulate
-from ..slots import Pass, listed, shares
+from .slots import Pass, listed, shares
 
 SEARCH_STEPS = 10**6  # steps that the search for ZB2P's shape may simulate
 

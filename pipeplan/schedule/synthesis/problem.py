@@ -19,8 +19,8 @@ from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ..memory import step_changes
 from ..program import Program, Work, needs_of, operations_of, unequal
+from ..programs.slots import Pass, homes, listed
 from ..simulate import simulate
-from ..slots import Pass, homes, listed
 
 NEVER_COUNTS = -(2**50)  # the tail of what has no part in the value
 Word = tuple[int, ...]  # kinds of passes of one machine, in order

@@ -20,8 +20,8 @@ from ...integers import ceil_div
 from ...status import Status
 from ..periodic.solvers import Solver, SolverLimits
 from ..program import Program, pipelines
+from ..programs.slots import shares
 from ..simulate import simulate
-from ..slots import shares
 from ..timeline import Timeline, flush_makespan_ns, longest_span_ns
 from .bounds import NARROW, SOLVER_S, WIDE, bearable, floor, raised, slots_of
 from .justify import Orders, justified, shake

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Set
 from fractions import Fraction
 from typing import Literal
 
-from ..cost.stage_graph import StageGraph
-from .program import Program, Step, StepKind, make_program, operations_of, refuse, side_by_side
+from ...cost.stage_graph import StageGraph
+from ..program import Program, Step, StepKind, make_program, operations_of, refuse, side_by_side
 
 Pass = tuple[str, int, int]  # (kind, stage, microbatch)
 Slot = Callable[[Literal["F", "B"], int, int], int]  # (kind, stage, microbatch) -> unit time
