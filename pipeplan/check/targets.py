@@ -427,18 +427,6 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
 }
 
 
-GRIDS = Target(  # what pipeplan itself runs of such, to compare with
-    what="pipeplan",
-    source="here",
-    kinds=("1f1b", "interleaved"),
-    units=whole_blocks,
-    rules=("none", "every", "first"),
-    recomputes=lambda unit: True,
-    refuses=_anything,
-    ties=True,
-)
-
-
 def _named(chain: Chain, unit: Unit) -> str:
     names = shown(chain.layers[unit.start].name), shown(chain.layers[unit.stop - 1].name)
     return f"layers {unit.start} to {unit.stop - 1} ({names[0]} to {names[1]})"

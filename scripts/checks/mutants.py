@@ -1,4 +1,4 @@
-"""The small faults that :mod:`mutation` puts into a module, and the marks that show which tests run which lines.
+"""Which small faults are there in a module? What :mod:`mutation` puts into one, each at a time.
 
 A fault is one replaced piece of source text, so a module keeps its lines: < for <=, + for -, min for max, and for or, a
 number one larger, a condition negated, two arguments or results swapped, a statement left out, and so on. Docstrings,
@@ -76,35 +76,6 @@ class Mutant:
 def mutants_of(source: str, module: str) -> list[Mutant]:
     """Return every fault for a module, also those few that Python itself refuses (see :meth:`Mutant.compiles`)."""
     return list(dict.fromkeys(_Finder(source, module).walk()))
-
-
-def marked(source: str, module: str) -> str:
-    """Return the module's source with marks: every block of a function adds "module:line" to ``builtins.__hits__``."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            for block in _blocks_below(node):
-                mark = ast.parse(f'__hits__.add("{module}:{block[0].lineno}")').body[0]
-                block.insert(0, mark)
-    after = next(i for i, x in enumerate(tree.body) if not _docstring(x) and not isinstance(x, ast.ImportFrom))
-    tree.body[after:after] = ast.parse(
-        "import builtins as __builtins\n__hits__ = vars(__builtins).setdefault('__hits__', set())"
-    ).body
-    return ast.unparse(ast.fix_missing_locations(tree))
-
-
-def _blocks_below(function: ast.FunctionDef) -> list[list[ast.stmt]]:
-    """Return the blocks of a function, not those of functions inside it; docstrings are cut off."""
-    if _docstring(function.body[0]) and len(function.body) > 1:
-        del function.body[0]
-    found, left = [], [function.body]
-    while left:
-        block = left.pop()
-        found.append(block)
-        for statement in block:
-            if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-                left += _inner_blocks(statement)
-    return found
 
 
 def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -30,12 +30,13 @@ import msgspec
 import networkx as nx
 import numpy as np
 import torch
-from regret import regrets
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeplan.files.machines.accelerators import KINDS, Accelerator, accelerator
-from pipeplan.problem import Chain, Layer
+from pipeplan.planner.plan import make_plan
+from pipeplan.planner.what_if.carry import carried
+from pipeplan.problem import Chain, Layer, Platform, Problem
 from pipeplan.runtime.profiler.estimate import RooflineClock
 from pipeplan.runtime.profiler.operations import Kernel
 
@@ -43,6 +44,8 @@ MODULES = {x.__name__: x for x in (nn.Conv2d, nn.ReLU, nn.BatchNorm2d, nn.MaxPoo
 COPY = 12e9  # bytes/s of pictures to the GPU: PCIe 3 x16
 LEAST_SHARE = 0.05  # of modules, that take no longer than the host does
 ROUNDS = 10
+GPUS = (2, 4, 8)
+MEMORY, BANDWIDTH = 1 << 50, 12 * 10**9  # bytes, so that time alone counts; bytes/s, of PCIe 3 x16
 CLEAR = 1.2  # kernels so much above the host's time were what was measured
 PICTURES = {  # of each network: how many in a microbatch, and their pixels
     "vgg16": (128, 224),
@@ -269,6 +272,22 @@ def fit(networks: Sequence[Network]) -> Fitted:
             if needed:
                 factors[kind] = max(0.05, taken / needed)
     return Fitted(hosts, {kind: 1 / factor for kind, factor in factors.items()})
+
+
+def regrets(estimated: Chain, measured: Chain) -> list[float]:
+    """Return for each number of GPUs by how much the period of the plan made on ``estimated`` is above that of the plan
+    made on ``measured``, both with measured costs; contiguous stages on one GPU each."""
+    found = []
+    for count in GPUS:
+        problems = [
+            Problem(chain, Platform.flat(count, MEMORY, BANDWIDTH), replicas=False) for chain in (estimated, measured)
+        ]
+        guess, best = (make_plan(problem, "contiguous").plan for problem in problems)
+        period = carried(guess, measured).period_ns
+        assert period is not None
+        assert best.pattern is not None
+        found.append(period / best.pattern.period_ns - 1)
+    return found
 
 
 def main() -> None:
