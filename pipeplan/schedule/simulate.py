@@ -25,6 +25,9 @@ STEP_S = 5e-6  # what a step takes at least to be made and simulated
 _CHECKED = 4096  # steps between two looks at the clock
 
 
+Comers = list[tuple[int, bool, int]]  # a heap of arrivals, whether they are forwards, and steps
+
+
 def jittered_ns(program: Program, share: float, seed: int) -> Times:
     """Return durations, ``[microbatch][position]`` in ns, each the planned one times 1 + ``share`` * N(0, 1).
 
@@ -84,8 +87,10 @@ class _ProgramRun:
         self.free = [0] * len(program.lanes)  # when each lane that decides has done what it chose
         self.expected: dict[int, Arrival] = {}  # steps whose last transfer waits for its link
         self.rules: list[Decide | None] = [lane.rule() if lane.rule else None for lane in program.lanes]
-        self.comers: list[list[tuple[int, int]] | None] = [  # (arrival, step) of lanes that run what comes first
-            [] if rule is first_come else None for rule in self.rules
+        self.messages = [getattr(rule, "stages", 0) for rule in self.rules]  # of lanes that run the oldest message
+        self.comers: list[tuple[Comers, Comers] | None] = [  # what no message brings, and the rest
+            ([], []) if rule is first_come or stages else None
+            for rule, stages in zip(self.rules, self.messages, strict=True)
         ]
         self.ran: list[list[Step]] = [[] for _ in program.lanes]
         self.steps = 0
@@ -308,12 +313,13 @@ class _ProgramRun:
             if waits is None:
                 break
             heappop(events)
-            if free[number] <= now and waits and waits[0][0] <= now:
-                index = heappop(waits)[1]
+            queue = waits[0] if waits[0] and waits[0][0][0] <= now else waits[1]
+            if free[number] <= now and queue and queue[0][0] <= now:
+                index = heappop(queue)[2]
                 self.starts[index] = now
                 self.ran[number].append(Step(*divmod(index, self.length)))
                 free[number] = now + self.durations[index]
-                if waits:
+                if waits[0] or waits[1]:
                     heappush(events, (free[number], number))
                 return index
         return -1
@@ -342,7 +348,12 @@ class _ProgramRun:
             return
         waits, at = self.comers[number], self.starts[index]
         if waits is not None:
-            heappush(waits, (at, index))
+            ahead = by_message = False
+            if self.messages[number]:
+                work = self.program.operations[index % self.length]
+                ahead = work.kind != "B"
+                by_message = work.stage != (0 if ahead else self.messages[number] - 1)
+            heappush(waits[by_message or not self.messages[number]], (at, ahead, index))
             heappush(self.events, (max(at, self.free[number]), number))
             if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
                 self._expect(index + 1, at + self.durations[index])

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from ...deadline import OutOfTime
 from ...errors import BadInput, Infeasible
-from ...plan import Alternative, Plan
-from ...problem import WEIGHTS, Problem, Weights
+from ...plan import Allocation, Alternative, Plan
+from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ..least_late import found_quickly
-from ..periodic.incumbent import Settings
-from ..periodic.portfolio import MOST_PLACES, places
+from ..periodic.incumbent import Incumbent, Settings
+from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
 from ..plan import Planned, make_plan
 
 COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
@@ -30,9 +30,10 @@ def with_alternatives(
     drained: bool = True,
     find: Find | None = None,
 ) -> Planned:
-    """Return the plan with what others take with weights kept otherwise, at the same interval, by a quick search; where
-    these take longer than the plan, and neither drains, by ``find``, the search that it is from. Without ``drained``
-    what drains was looked for before.
+    """Return the plan with what others take with weights kept otherwise, at the same interval: of those that drain by
+    a quick search, unless without ``drained`` that was made before; of others the plan's own stages and the best
+    contiguous ones, and where there are none, or these take longer than the plan and that doesn't drain, what ``find``,
+    the search that it is from, finds.
 
     Left out are what the plan names already, all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
@@ -70,16 +71,24 @@ def _alternative(
     problem: Problem, weights: Weights, planned: Planned, settings: Settings, find: Find | None
 ) -> list[Alternative]:
     """Return what the best plan found takes; nothing of one that drains where a quick search doesn't come to an end."""
-    plan, drains = planned.plan, WEIGHTS[weights].drains
+    plan, drains, periods = planned.plan, WEIGHTS[weights].drains, list[int]()
     policy = replace(problem.policy, weights=weights, accumulate=plan.interval, vertical_sync=False)
     here = problem.with_policy(policy)
     here.deadline.check()
-    quick = found_quickly(here, settings)
-    if drains and (quick is None or quick.plan.provenance.solver_status == "time limit"):
-        return []
-    periods = [] if quick is None else [quick.evaluation.period_ns]
-    either = drains or plan.policy.drains
-    if find is not None and not either and (not periods or periods[0] > planned.evaluation.period_ns):
-        with suppress(BadInput, Infeasible):
-            periods.append(find(here).evaluation.period_ns)
-    return [Alternative(weights, plan.interval, min(periods, default=None), either)]
+    if drains:
+        quick = found_quickly(here, settings)
+        if quick is None or quick.plan.provenance.solver_status == "time limit":
+            return []
+        periods.append(quick.evaluation.period_ns)
+    else:
+        whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
+        incumbent = Incumbent(replace(here, checkpointing=whole), Settings())
+        if not plan.policy.drains:
+            incumbent.try_(Allocation(plan.allocation.stages))
+        incumbent.try_all(propose_contiguous(incumbent))
+        periods += [] if incumbent.best is None else [incumbent.best.cost]
+        longer = not plan.policy.drains and periods > [planned.evaluation.period_ns]
+        if find is not None and (longer or not periods):
+            with suppress(BadInput, Infeasible):
+                periods.append(find(here).evaluation.period_ns)
+    return [Alternative(weights, plan.interval, min(periods, default=None), drains or plan.policy.drains)]

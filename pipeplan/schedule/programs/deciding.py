@@ -78,6 +78,7 @@ def next_message(stages: int) -> Decide:
 
         return min((arrival for arrival in announced if arrival.has_come(now_ns)), key=rank, default=None)
 
+    decide.stages = stages  # type: ignore[attr-defined]  # by which the simulator keeps what has come in order
     return decide
 
 
