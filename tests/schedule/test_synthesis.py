@@ -21,7 +21,6 @@ from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis import synthesize as searching
 from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.justify import Orders, justified, shake
-from pipeplan.schedule.synthesis.patterns import lengthened
 from pipeplan.schedule.synthesis.problem import order_problem
 from pipeplan.schedule.synthesis.synthesize import synthesize, worth
 from pipeplan.schedule.synthesis.time_indexed import Slots, ask
@@ -92,18 +91,6 @@ def test_justified_and_shaken_orders_are_whole_hold_and_are_no_worse():
             assert problem.complete(order)
             assert all(problem.holds(device, order[device]) for device in problem.devices)
             assert value(problem, order) == found
-
-
-def test_a_longer_order_repeats_the_middle_within_memory():
-    few, many = (order_problem(stages(vee(2), 5, 6, 4), count, limit=4, barrier=False) for count in (4, 10))
-    found = list(lengthened(few, shake(few, justified(few, one_by_one(few))[1], 60, 5, 1, lambda: False, 0)[2], 10))
-    assert found
-    values = []
-    for words in found:
-        assert many.complete(words)
-        assert all(many.holds(device, words[device]) for device in many.devices)
-        values.append(value(many, words))
-    assert 300 < min(filter(None, values)) < 380  # the work is 30 each
 
 
 def test_an_interrupt_ends_the_search_with_the_best_so_far(monkeypatch):

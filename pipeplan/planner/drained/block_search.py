@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
 from ...check.bounds import work_ns
 from ...check.bounds.drained.proofs import shape_bound
-from ...check.bounds.drained.tables import held_at_most, homes_of
+from ...check.bounds.drained.tables import held_at_most, shapes
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, time_model
 from ...cost.stage_tables import StageTables
@@ -22,28 +23,19 @@ from ...errors import BadInput
 from ...partition.blocks import Activations, Pipe, Rule
 from ...partition.cuts import legal_cuts
 from ...partition.tables.split_paths import near as near_splits
-from ...plan import Schedule, ScheduleKind, Stage
+from ...plan import ScheduleKind, Stage
 from ...problem import Problem
-from ...schedule.kinds import KINDS, too_long
+from ...schedule.kinds import KINDS
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 from .run import any_run
-from .search import climbed, until_ended
+from .search import Config, climbed, until_ended
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, where all have equally many blocks
 MOST_EVEN = 24
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
 FINALISTS = 4  # grids whose cuts are moved about
 IMPOSSIBLE_NS = 2**62
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """A kind of schedule on pipelines of a shape, and a time (ns) below which no mini-batch of it is done."""
-
-    bound_ns: int
-    kind: ScheduleKind
-    shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +82,11 @@ class BlockSearch:
     # --- what there is ---
 
     def _configs(self, kinds: Iterable[ScheduleKind]) -> Iterator[Config]:
-        problem, count = self.problem, self.problem.policy.accumulate or 1
+        count, units = self.problem.policy.accumulate or 1, len(self.cuts) - 1
         for kind in kinds:
-            for ranks in range(1, min(len(problem.platform), len(self.cuts) - 1) + 1):
-                for chunks in self._chunks(kind, ranks):
-                    for pipelines in range(1, len(problem.platform) // ranks + 1 if problem.replicas else 2):
-                        vee = chunks > 1 and homes_of(kind, ranks, chunks)[ranks] == ranks - 1
-                        shape = Shape(ranks, pipelines, chunks, vee)
-                        endless = too_long(4 * ranks * chunks - 2, Schedule(kind, count))
-                        if not refusals(self.target, kind, shape, count) and endless is None:
-                            yield Config(self._work_bound(shape), kind, shape)
+            for shape in shapes(self.problem, kind, units, partial(self._chunks, kind)):
+                if not refusals(self.target, kind, shape, count):
+                    yield Config(self._work_bound(shape), kind, shape)
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterable[int]:
         simulated = KINDS[kind].simulated
@@ -107,8 +94,7 @@ class BlockSearch:
             return (1,)
         most, blocks = (len(self.cuts) - 1) // ranks, sum(unit.block for unit in self.units)
         even = (x for x in range(MOST_CHUNKS + 1, min(most, MOST_EVEN) + 1) if blocks % (ranks * x) == 0)
-        several = (*range(2, min(most, MOST_CHUNKS) + 1), *even) if ranks > 1 else ()
-        return (chunks for chunks in several if len(homes_of(kind, ranks, chunks)) == ranks * chunks)
+        return (*range(2, min(most, MOST_CHUNKS) + 1), *even) if ranks > 1 else ()
 
     def _work_bound(self, shape: Shape) -> int:
         """Return what the GPUs of a shape take for the work and the sums of gradients alone, evenly shared.

@@ -15,15 +15,15 @@ from itertools import accumulate, combinations, islice, pairwise, permutations, 
 from typing import Protocol, TypeVar
 
 from ...check.bounds import work_ns
-from ...check.bounds.drained.tables import homes_of
+from ...check.bounds.drained.tables import shapes
 from ...check.targets import Shape
 from ...cost import time_model
 from ...deadline import OutOfTime
 from ...integers import NEVER, Ints
 from ...partition.tables.split_paths import near
-from ...plan import Allocation, Schedule, ScheduleKind, Stage
+from ...plan import Allocation, ScheduleKind, Stage
 from ...problem import Problem
-from ...schedule.kinds import KINDS, too_long
+from ...schedule.kinds import KINDS
 from ..periodic.incumbent import Incumbent
 from .recompute import fitting_run
 from .run import Run, any_run
@@ -171,23 +171,17 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placement:
+class Config:
     """Pipelines of a shape under a kind of schedule, and a time (ns) below which no mini-batch of them is done."""
 
-    floor_ns: int
+    bound_ns: int
     kind: ScheduleKind
     shape: Shape
-
-    def groups(self) -> Groups:
-        """Return the devices of each stage."""
-        shape = self.shape
-        own = Shape(shape.ranks, shape.pipelines).groups()
-        return tuple(own[rank] for rank in homes_of(self.kind, shape.ranks, shape.chunks))
 
     @property
     def hope(self) -> tuple[int, bool, int]:
         """What comes first is least: by its floor, and then by whether backwards are split and what is to simulate."""
-        return self.floor_ns, not KINDS[self.kind].splits, self.shape.ranks * self.shape.chunks // self.shape.pipelines
+        return self.bound_ns, not KINDS[self.kind].splits, self.shape.ranks * self.shape.chunks // self.shape.pipelines
 
 
 class _Search:
@@ -234,41 +228,30 @@ class _Search:
         for placement in sorted(self._placements(), key=lambda x: x.hope):
             if 2 * self.steps > self.most:
                 break
-            if self.incumbent.best_ns is None or placement.floor_ns < self.incumbent.best_ns:
+            if self.incumbent.best_ns is None or placement.bound_ns < self.incumbent.best_ns:
                 found += sorted(self._probe(placement), key=lambda x: x.makespan_ns)[:_STARTS]
         return found
 
-    def _placements(self) -> Iterator[_Placement]:
-        count, gpus = self.microbatches, len(self.problem.platform)
-        relaxed = time_model.relative(self.problem)
+    def _placements(self) -> Iterator[Config]:
+        count, relaxed = self.microbatches, time_model.relative(self.problem)
         speed = max(device.speed for device in relaxed.platform.devices)
-        for kind in self.kinds:
-            for ranks in range(1, 1 if kind in ALTERNATING else min(gpus, len(self.problem.chain)) + 1):
-                for chunks in self._chunks(kind, ranks):
-                    if too_long(4 * ranks * chunks - 2, Schedule(kind, count)) is not None:
-                        continue
-                    least = 2 if ranks == 1 else 1  # where sums of gradients may be hidden
-                    for pipelines in range(least, gpus // ranks + 1 if self.problem.replicas else 2):
-                        if count % pipelines == 0:
-                            floor = int(count * work_ns(relaxed) / speed / (ranks * pipelines))
-                            yield _Placement(floor, kind, Shape(ranks, pipelines, chunks))
+        for kind in (kind for kind in self.kinds if kind not in ALTERNATING):
+            simulated = KINDS[kind].simulated
+            several = range(2, self.row.chunks + 1) if simulated is not None and simulated.homes is not None else (1,)
+            for shape in shapes(self.problem, kind, len(self.problem.chain), lambda _, several=several: several):  # type: ignore[misc]
+                hidden = shape.ranks > 1 or shape.pipelines > 1  # where sums of gradients may be
+                if hidden and shape.ranks * shape.chunks > 1 and count % shape.pipelines == 0:
+                    floor = int(count * work_ns(relaxed) / speed / (shape.ranks * shape.pipelines))
+                    yield Config(floor, kind, shape)
 
-    def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterator[int]:
-        simulated = KINDS[kind].simulated
-        several = simulated is not None and simulated.homes is not None
-        for chunks in range(2, self.row.chunks + 1) if several else (1,):
-            stages = len(homes_of(kind, ranks, chunks))
-            if stages == ranks * chunks > 1 and stages <= len(self.problem.chain):
-                yield chunks
-
-    def _probe(self, placement: _Placement) -> Iterator[_Found]:
+    def _probe(self, placement: Config) -> Iterator[_Found]:
         """Yield some splits, made to fit the memory: those of stages as equal as can be, and where cuts go from the
         best of them, whatever the memory."""
         parts = (1, placement.shape.chunks)
         tables = next((found for part in parts if (found := self.tables(part)) is not None), None)
         if tables is None:
             return
-        groups = placement.groups()
+        groups = placement.shape.groups()
         layout = Layout(tables, groups, (1,) * len(groups))  # what their memory asks for is seen in runs
         starts = list(islice(dict.fromkeys((*layout.even(), *layout.starts())), _TRIED))
         runs = ((self._run(placement.kind, layout.stages(split)), split) for split in starts)

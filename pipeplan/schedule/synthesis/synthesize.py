@@ -1,8 +1,8 @@
 """Which order of a drained mini-batch is best for given stages, and how good could one be?
 
-Known schedules and repeated blocks give orders to begin with, or microbatches one by one, and an order of fewer
-microbatches one of many; justification and local search better them; linear programs bound what is possible; and where
-that is small, an integer program looks for an order that meets the bound.
+Known schedules give orders to begin with, or microbatches one by one; justification and local search better them;
+linear programs bound what is possible; and where that is small, an integer program looks for an order that meets the
+bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..simulate import simulate
 from ..timeline import Timeline, flush_makespan_ns, longest_span_ns
 from .bounds import NARROW, SOLVER_S, WIDE, bearable, floor, raised, slots_of
 from .justify import Orders, justified, shake
-from .patterns import lengthened, repeated
 from .problem import OrderProblem, Word, order_problem, program_of_words, words_of
 from .recomputing import recomputing_apart
 from .time_indexed import ask
@@ -34,7 +33,6 @@ EFFORT = 4 * 10**7  # operations that moves may time anew, unless more or less i
 SHAKE = 48  # moves of passes that take as long as one round of shaking
 ROUNDS = ((0.06, 0), (0.03, -1), (0.06, 1), (0.015, -1))  # heat over a microbatch's mean work, start: -1 is the best
 JUSTIFIED, MOST_JUSTIFIED = 2 * 10**5, 40  # operations, and orders, that are justified at the beginning
-FEW = 2  # microbatches per device that are enough to show a steady middle
 WHOLE_COUNTS = 1_500  # of an integer program
 ALL = 10**6  # times the way of a microbatch
 WHOLE_NODES = 2_000
@@ -189,7 +187,6 @@ class Search:
         self.found: list[tuple[int, list[Word]]] = []
         self.tried = 0
         self.cut: str | None = None
-        self.fewer: Search | None = None
 
     def run(self, moves: int | None, endless: bool) -> None:
         """Search until the moves are made, or with ``endless`` until the deadline; or an order meets the bound."""
@@ -197,7 +194,6 @@ class Search:
             self._begin()
             operations = len(self.problem.durations) * self.problem.microbatches
             budget = EFFORT // max(1, operations) if moves is None else moves
-            self._from_fewer(budget // 2, endless)
             self._rounds(budget, endless)
             self._whole()
         except KeyboardInterrupt:
@@ -226,25 +222,6 @@ class Search:
             self.tried += tried * SHAKE
             self._add(value, words)
 
-    def _from_fewer(self, budget: int, endless: bool) -> None:
-        """Search with as few microbatches as have a steady middle, and repeat that."""
-        few = FEW * len(self.problem.devices)
-        if self.problem.microbatches <= few or not budget or self._over():
-            return
-        problem, plain = (replace(x, microbatches=few) for x in (self.problem, self.plain))
-        before = self.before and self.before.fewer
-        until = self.deadline.part(4)
-        self.fewer = search = Search(
-            self.graph, problem, self.known, self.seed, None, until, plain, None, before, self.status
-        )
-        search._begin()
-        search._rounds(budget, endless)
-        self.tried += search.tried
-        for _, words in search.found[:3]:
-            for longer in lengthened(problem, words, self.problem.microbatches):
-                self._try(longer)
-        self._justify(3)
-
     def best(self) -> list[tuple[int, list[Word]]]:
         """Return the best few orders."""
         return self.found[:3] if len(self.problem.on) > len(self.problem.devices) else self.found[:1]
@@ -266,10 +243,6 @@ class Search:
         with suppress(OutOfTime):  # what follows takes less
             for words in self._known():
                 self._begin_with(words)
-        for words in repeated(self.graph, self.plain):
-            self._begin_with(words)
-            if self.found and self._over():
-                return
         machines = range(len(self.plain.on))
         self._begin_with([self.plain.one_by_one(machine) * self.plain.microbatches for machine in machines])
         operations = len(self.problem.durations) * self.problem.microbatches

@@ -15,7 +15,7 @@ from ....schedule.kinds import KINDS, vee
 from ...targets import Shape
 from .separate import drained_bound
 from .shapes import Loop, Vee
-from .tables import LeastTables, Placed
+from .tables import LeastTables, Placed, shapes
 
 MOST_LOOP, MOST_VEE = 4 * 10**6, 2 * 10**7  # layers to the third, times GPUs, beyond which nothing is bounded
 
@@ -37,15 +37,11 @@ def placed_bound(problem: Problem, kind: ScheduleKind) -> Bound | None:
     like_vee, microbatches = simulated is not None and simulated.homes is vee, problem.policy.accumulate or 1
     if count**3 * gpus > (MOST_VEE if like_vee else MOST_LOOP):
         return None
-    shapes = [
-        _placed(problem, kind, Shape(ranks, pipelines, chunks, like_vee))
-        for ranks in range(1, min(gpus, count) + 1)
-        for pipelines in range(1, gpus // ranks + 1 if problem.replicas else 2)
-        for chunks in ((2,) if like_vee else range(1, count // ranks + 1))
-        if ranks * chunks <= count
-    ]
+    every = shapes(problem, kind, count, lambda ranks: (2,) if like_vee else range(1, count // ranks + 1))
     best: int | None = None
-    for one in sorted(shapes, key=lambda one: (one.floor_ns, one.shape.ranks, one.shape.chunks)):
+    for one in sorted(
+        (_placed(problem, kind, x) for x in every), key=lambda one: (one.floor_ns, one.shape.ranks, one.shape.chunks)
+    ):
         problem.deadline.check()
         if best is None or one.floor_ns < best:
             best = one.least(best)

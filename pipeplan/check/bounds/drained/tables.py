@@ -6,7 +6,7 @@ All is for the fastest GPU with the most memory, of a problem whose GPUs differ 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -23,7 +23,7 @@ from ....cost.stage_tables import StageTables
 from ....integers import Ints
 from ....plan import Schedule, ScheduleKind, Stage
 from ....problem import Chain, Device, Layer, Platform, Policy, Problem
-from ....schedule.kinds import KINDS, program_of_kind
+from ....schedule.kinds import KINDS, program_of_kind, too_long, vee
 from ....schedule.memory import in_flight
 from ....schedule.simulate import simulate
 from ....schedule.timeline import Timeline
@@ -233,6 +233,19 @@ def homes_of(kind: ScheduleKind, ranks: int, chunks: int) -> list[int]:
     simulated = KINDS[kind].simulated
     homes = None if simulated is None else simulated.homes
     return list(range(ranks)) if homes is None else homes(ranks, chunks)
+
+
+def shapes(problem: Problem, kind: ScheduleKind, units: int, chunks: Callable[[int], Iterable[int]]) -> Iterator[Shape]:
+    """Yield the shapes of pipelines of at most so many ``units`` under a kind that can be simulated, with one of the
+    numbers of ``chunks`` (of ranks) on each rank."""
+    simulated, count, gpus = KINDS[kind].simulated, problem.policy.accumulate or 1, len(problem.platform)
+    like_vee = simulated is not None and simulated.homes is vee
+    for ranks in range(1, min(gpus, units) + 1):
+        for each in chunks(ranks):
+            stages = len(homes_of(kind, ranks, each))
+            if stages == ranks * each <= units and too_long(4 * stages - 2, Schedule(kind, count)) is None:
+                for pipelines in range(1, gpus // ranks + 1 if problem.replicas else 2):
+                    yield Shape(ranks, pipelines, each, like_vee)
 
 
 @lru_cache(maxsize=512)
