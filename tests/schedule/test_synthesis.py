@@ -113,7 +113,7 @@ def test_published_spans_are_proved_best(limit, span):
 
 def test_no_worse_than_any_known_schedule_and_better_than_published():
     graph = stages(vee(4), 20, 24, 16)
-    found = synthesize(graph, 8, limit=4, barrier=False, moves=2000, known=drained_programs, solver=None)
+    found = synthesize(graph, 8, limit=4, barrier=False, moves=16000, known=drained_programs, solver=None)
     assert 960 == found.bound_ns <= found.value_ns <= 1300
     assert max(held(found.timeline)) <= 4
     assert program_deadlock(found.program, found.timeline) == []

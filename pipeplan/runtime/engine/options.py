@@ -16,7 +16,7 @@ from ...plan import Plan, Schedule
 from ...problem import CLIPPED_TOGETHER
 from ...schedule.kinds import OTHERS, graph_of
 from ...schedule.pattern import starts_of
-from ...schedule.periodic.one_f_one_b_star import one_f_one_b_pattern
+from ...schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ...schedule.periodic.retime import order_of, retime
 from ..data.loader import Loader
 from ..device import Choice as DeviceChoice
