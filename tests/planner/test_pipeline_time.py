@@ -7,10 +7,13 @@ from functools import partial
 import pytest
 from cases.chains import random_chain, random_platform
 
+from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.balance import balance
+from pipeplan.partition.moves.wander import _Changes
 from pipeplan.plan import Stage
 from pipeplan.planner.grids.pipelines import batch_time
-from pipeplan.problem import Level, Policy, Problem
+from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.simulate import simulate
