@@ -12,7 +12,7 @@ from textwrap import fill
 import click
 
 from pipeplan.cli import COMMANDS, group
-from pipeplan.cli.grouped import EVERY
+from pipeplan.cli.showing import EVERY
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WIDTH = 110

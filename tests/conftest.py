@@ -69,7 +69,7 @@ def pipeplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """Run the command in this process: ``pipeplan("plan", ..., stdin="")`` gives (exit code, stdout, stderr)."""
     from pipeplan.cli import main
 
-    monkeypatch.setattr("pipeplan.cli.progress.QUIET_S", math.inf)  # however busy the machine, no line of progress
+    monkeypatch.setattr("pipeplan.cli.showing.QUIET_S", math.inf)  # however busy the machine, no line of progress
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pipeplan", *arguments])

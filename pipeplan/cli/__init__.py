@@ -19,7 +19,7 @@ from ..errors import BadInput, Ended, InvalidPlan, OutputLost, PipeplanError
 from ..names import SENTENCE, shown
 from ..status import Status
 from ..version import __version__
-from .progress import STATUS, LiveLine, status
+from .showing import STATUS, LiveLine, status
 
 # name -> (module and its click command, one line for --help)
 COMMANDS = {
@@ -31,7 +31,7 @@ COMMANDS = {
     "synthesize": ("synthesize:command", "Find the best order of passes within memory, with a lower bound."),
     "report": ("plans:report", "Write a plan as one self-contained HTML page."),
     "export": ("plans:export", "Write a plan for Megatron-LM, torchtitan, DeepSpeed or torch's pipelining."),
-    "import": ("importing:command", "Judge today's Megatron-LM or torchtitan arguments, and find better ones."),
+    "import": ("profile:judge_arguments", "Judge today's Megatron-LM or torchtitan arguments, and find better ones."),
     "compare": ("planning:compare", "Put algorithms side by side over GPUs and memories."),
     "run": ("run:command", "Train a model from a plan on torch processes."),
     "profile": ("profile:command", "Measure a torch model layer by layer, or estimate it for a GPU."),

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from ..errors import BadInput
-from .grouped import GroupedCommand
 from .options import JSON
+from .showing import GroupedCommand
 
 SHELLS = ("bash", "zsh", "fish")
 PLACES = {  # below the home folder: where a shell looks by itself

@@ -9,8 +9,8 @@ import click
 
 from ..api.asked import Common, words
 from ..names import SENTENCE, shown
-from .grouped import GroupedCommand
 from .options import DEBUG, FILE, JSON, option_of, options
+from .showing import GroupedCommand
 
 WORDS = words(Common)
 

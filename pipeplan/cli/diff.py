@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .grouped import GroupedCommand
 from .options import FILE, JSON, options, refuse_two_documents
+from .showing import GroupedCommand
 
 if TYPE_CHECKING:
     from ..planner.what_if.carry import Match

@@ -16,8 +16,8 @@ from ..errors import PipeplanError
 from ..names import SENTENCE, shown
 from ..runtime.surroundings import Finding, findings
 from ..version import __version__
-from .grouped import GroupedCommand
 from .options import JSON
+from .showing import GroupedCommand
 
 MARKS = {"good": "ok", "absent": "-", "broken": "!!"}
 OLDEST = (3, 11)

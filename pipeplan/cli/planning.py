@@ -20,9 +20,8 @@ from ..api.asked import Comparing, Grids, Planning
 from ..errors import BadInput
 from ..names import SENTENCE, shown
 from ..units import format_bytes
-from .grouped import GroupedCommand
 from .options import JSON, MODEL, PROFILE, Count, asking, options, refuse_two_documents, time_limit
-from .progress import status
+from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
     from ..api.result import PlanResult

@@ -11,9 +11,8 @@ import click
 from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
 from ..names import SENTENCE, shown
-from .grouped import GroupedCommand
 from .options import FILE, GIVE_UP, JSON, PLAN, SCHEDULE, WRITTEN, options, refuse_two_documents, refuse_without
-from .progress import status
+from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
     from ..schedule.deadlock import Semantics

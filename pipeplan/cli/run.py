@@ -18,7 +18,6 @@ from ..errors import BadInput, RunStopped
 from ..names import SENTENCE, shown
 from ..registry import Late
 from ..units import parse_bandwidth
-from .grouped import GroupedCommand
 from .options import (
     DEBUG,
     JSON,
@@ -32,7 +31,7 @@ from .options import (
     options,
     refuse_two_documents,
 )
-from .progress import status
+from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
     from ..plan import Plan

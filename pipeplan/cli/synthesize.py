@@ -12,9 +12,8 @@ import click
 from ..api.asked import Knobs, words
 from ..deadline import Deadline
 from ..names import SENTENCE, shown
-from .grouped import GroupedCommand
 from .options import FILE, JSON, option_of, options, refuse_two_documents, time_limit
-from .progress import status
+from .showing import GroupedCommand, status
 
 STAGES = """
 --gpus N {1..10000}         Without PLAN: number of equal GPUs.

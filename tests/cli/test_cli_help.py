@@ -20,7 +20,7 @@ from conftest import Command
 from pipeplan import choices
 from pipeplan.check.targets import TARGETS
 from pipeplan.cli import COMMANDS, group
-from pipeplan.cli.grouped import FIRST, GROUPS, OURS, OWN, GroupedCommand
+from pipeplan.cli.showing import FIRST, GROUPS, OURS, OWN, GroupedCommand
 from pipeplan.partition import ALGORITHMS
 from pipeplan.schedule.kinds import KINDS
 

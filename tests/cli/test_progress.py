@@ -14,7 +14,7 @@ from cases.files import written
 from cases.patience import SECONDS
 from conftest import Command
 
-from pipeplan.cli.progress import EVERY_S, QUIET_S, LiveLine
+from pipeplan.cli.showing import EVERY_S, QUIET_S, LiveLine
 from pipeplan.status import Status
 
 LINE = re.compile(r"^ *\d+\.\d s  (.*)$", re.MULTILINE)
@@ -139,8 +139,8 @@ def test_every_long_command_says_what_it_does(
         shown.append(LiveLine(status))
         return shown[0]
 
-    monkeypatch.setattr("pipeplan.cli.progress.QUIET_S", QUIET_S)
-    monkeypatch.setattr("pipeplan.cli.progress.POLL_S", SECONDS)
+    monkeypatch.setattr("pipeplan.cli.showing.QUIET_S", QUIET_S)
+    monkeypatch.setattr("pipeplan.cli.showing.POLL_S", SECONDS)
     monkeypatch.setattr("pipeplan.cli.Status", Watched)
     monkeypatch.setattr("pipeplan.cli.LiveLine", showing)
     code, out, err = pipeplan(name, *words)
