@@ -60,7 +60,7 @@ class Common(TypedDict, total=False):
     precision: Precision | None
     offload: bool | None
     bytes_per_parameter: int | str | None
-    zero: Zero
+    zero: Zero | Literal["any"]
     clipped: bool
     predicted: bool
     checkpointing: Checkpointing | None
@@ -92,10 +92,11 @@ class Knobs(TypedDict, total=False):
 
 
 class Parts(TypedDict, total=False):
-    """How many GPUs run each layer together."""
+    """How many GPUs run each layer together, and what runs again inside of layers."""
 
     tensor: int | str | None
     sequence_parallel: bool
+    selective: bool
 
 
 class Planning(Asked, Parts, Searched, Knobs, total=False):
@@ -166,8 +167,10 @@ ROWS = f"""
     Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]
 --bytes-per-parameter N|N+SHARED
     Weights, gradient and optimizer state as another engine holds them, such as 18, or 6+12 to share the 12 with
-    --zero 1.  [default: by --optimizer and --precision]
---zero = 0 {{0..1}}         1: the replicas of a stage share its optimizer state and steps (ZeRO-1).
+    --zero.  [default: by --optimizer and --precision]
+--zero 0|1|2|3|any = 0 {{0..3}}
+    1: the replicas of a stage share its optimizer state and steps (ZeRO-1). 2: the gradient, too. 3: the weights, too,
+    with weights flush, as FSDP does. any: whichever is fastest.
 --clipped
     For run --clip-norm: updates wait for the norm of all gradients, with weights flush and 2bw.
 --predicted
@@ -196,6 +199,8 @@ ROWS = f"""
     Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; any: all degrees
     up to 8 of a named model.  [default: all that the profile has; of a model 1, but any for a target that runs them]
 --sequence-parallel         With --tensor and a named model: split activations between products along the sequence.
+--selective
+    Of a zoo's GPT with attention=unfused: also with the core of attention again in the backward, where that is best.
 --microbatch N              Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]
 --for (for_)
     Find the best plan that this framework can express, and print what the restriction costs; weights are flush.

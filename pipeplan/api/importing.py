@@ -16,7 +16,7 @@ from ..planner.periodic.incumbent import Settings
 from ..planner.what_if.target import Judged, judge
 from ..status import Status
 from .asked import Asked, Common
-from .problems import ANY, deadline_of, problem_of
+from .problems import ANY, deadline_of, problem_of, with_zero
 from .profiles import Profile, read_profile
 from .result import PlanResult
 from .tensor import parts
@@ -54,15 +54,18 @@ def import_plan(
     whole = profile if isinstance(profile, Profile) else read_profile(profile)
     degree, deadline = said.count(READERS[framework].tensor, 1), deadline_of(time_limit)
     given: Asked = {**asked, "weights": DRAINED, "batch": ANY}
-    problem, assumed = problem_of(parts(whole, degree)[0], **given, deadline=deadline)
+    own = parts(whole, degree)[-1 if READERS[framework].selective(said) else 0]  # the selective one, if there is one
+    problem, assumed = problem_of(own, **given, deadline=deadline)
     others = []
     for part in parts(whole, None):
         with suppress(BadInput):  # where groups of so many cross servers
-            others += [problem_of(part, **given, deadline=deadline)[0]] * (part.chain.tensor != degree)
+            others += [problem_of(part, **given, deadline=deadline)[0]] * (part.chain.variant != own.chain.variant)
     found = READERS[framework](Source(said, problem.chain, len(problem.platform), parsed_renames(tuple(rename))))
-    of_arguments = {name: getattr(found, name) for name in ("optimizer", "precision", "zero") if name not in asked}
+    of_arguments = {name: getattr(found, name) for name in ("optimizer", "precision") if name not in asked}
     changed = {name: value for name, value in of_arguments.items() if value is not None}
     policy = replace(problem.policy, accumulate=found.microbatches, **changed)
+    if found.zero is not None and "zero" not in asked:
+        policy = with_zero(policy, problem.chain, found.zero)
     try:
         judged = judge(
             problem.with_policy(policy),

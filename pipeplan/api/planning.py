@@ -10,10 +10,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..check.targets import TARGETS
-from ..choices import BEST, BY_MATRIX, DRAINED, Effort
+from ..check.targets import TARGETS, CannotExpress
+from ..choices import BEST, BY_MATRIX, DRAINED, OPTIMIZERS, Effort
 from ..deadline import Deadline
-from ..errors import BadInput
+from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..files.plans import load_plan
 from ..names import shown
 from ..partition import ALGORITHMS
@@ -21,13 +21,13 @@ from ..partition.merging import merging
 from ..plan import Plan, ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
-from ..problem import MICROBATCHES_PER_DEVICE, Chain, Problem, small_matrices
+from ..problem import MICROBATCHES_PER_DEVICE, SHARING, Chain, Problem, small_matrices
 from ..schedule.kinds import KINDS
 from ..status import Status
 from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
 from .plans import own_export
-from .problems import ANY, deadline_of, on_groups, problem_of
+from .problems import ANY, deadline_of, on_groups, problem_of, with_zero
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 from .tensor import OfDegree, Worth, best_degree, parts
@@ -35,6 +35,7 @@ from .tensor import OfDegree, Worth, best_degree, parts
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 DEFAULTS: Planning = defaults(Planning)
 GRID_DEFAULTS: Grids = defaults(Grids)
+SEGMENTS = (AUTO, "data-parallel")  # which choose among them where nobody says what may be recomputed
 STATING = ("split", "replicas", "on", "recompute")
 
 
@@ -95,6 +96,7 @@ def plan(
     :func:`..planner.ordered.ordered`. ``jobs`` processes search at a time, with the same plan for any number.
     ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
     """
+    from ..planner.what_if.alternatives import with_unpipelined
     from ..planner.what_if.best_order import OWN, TRIED
     from ..planner.what_if.ordered import WHY_NOT, ordered
     from ..planner.what_if.target import priced
@@ -104,13 +106,14 @@ def plan(
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
     words: Asked = part_of(Asked, said)
+    words["zero"] = 0 if isinstance(said["zero"], str) else said["zero"]
     (given,), deadline = given_profiles(
         profile, words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
     )
     until, began = deadline.part(2) if best else deadline, time.perf_counter()
 
     def of_part(part: Profile) -> OfDegree:
-        problem, assumptions = problem_of(part, **words, segments=said["algorithm"] == AUTO, deadline=until)
+        problem, assumptions = problem_of(part, **words, segments=said["algorithm"] in SEGMENTS, deadline=until)
         if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
             raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
         if best and not problem.policy.drains:
@@ -122,14 +125,23 @@ def plan(
             if on_plan is not None:
                 on_plan(_timed(found, part.assumptions, began))
 
-        if said["for_"] is None:
-            return _searched(question, part.problem)
-        return _for_target(question, part.problem, tell, beat_ns)
+        def of(problem: Problem, beat_ns: int | None) -> Planned:
+            if said["for_"] is None:
+                return _searched(question, problem)
+            return _for_target(question, problem, tell, beat_ns)
+
+        if said["zero"] == ANY:
+            return _best_sharing(part.problem, of, beat_ns)
+        found, problem = of(part.problem, beat_ns), part.problem
+        if OPTIMIZERS[problem.policy.optimizer].elementwise and problem.policy.bytes_per_parameter is None:
+            found = with_unpipelined(problem.with_policy(with_zero(problem.policy, problem.chain, 3)), found)
+        return found
 
     worth = Worth(
         "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
     )
-    found, degree = best_degree(parts(given, said["tensor"]), of_part, planned, worth, until, status)
+    again = False if said["checkpointing"] == "none" else None
+    found, degree = best_degree(parts(given, said["tensor"], again), of_part, planned, worth, until, status)
     if said["for_"] is not None:
         found = priced(replace(degree.problem, deadline=until), found, said["for_"], question.settings)
         made = own_export(found.plan, said["for_"])
@@ -141,6 +153,30 @@ def plan(
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
     return _timed(found, degree.assumptions, began)
+
+
+def _best_sharing(problem: Problem, plan: Callable[[Problem, int | None], Planned], beat_ns: int | None) -> Planned:
+    """Return the best of the plans that ``plan`` makes where replicas share more and more, which says what each takes;
+    Infeasible where there is none."""
+    taken, best, why = dict[str, int | None](), list[Planned](), list[PipeplanError]()
+    for zero in list(SHARING)[: None if problem.replicas else 1]:
+        part = problem.with_policy(with_zero(problem.policy, problem.chain, zero))
+        if not part.policy.goes_with(part.policy.weights):
+            continue
+        taken[str(zero)] = None
+        try:
+            found = plan(replace(part, deadline=problem.deadline.part(len(SHARING) - zero)), beat_ns)
+        except (CannotExpress, Infeasible, NoBetter) as error:
+            why.append(error)
+            continue
+        taken[str(zero)] = beat_ns = found.evaluation.period_ns
+        if not best or found.evaluation.period_ns < best[0].evaluation.period_ns:
+            best = [found]
+    if not best:
+        raise why[0]
+    provenance = best[0].plan.provenance
+    provenance = replace(provenance, options={**provenance.options, "zero": taken})
+    return replace(best[0], plan=replace(best[0].plan, provenance=provenance))
 
 
 def _refuse_small_matrices(plan: Plan) -> None:
@@ -160,7 +196,7 @@ def _parts_of(profile: Given, said: Planning) -> Parts:
     parted: Parts = part_of(Parts, said)
     target = None if said["for_"] is None else TARGETS[said["for_"]]
     if is_name(profile) and said["tensor"] is None and target is not None and target.tensor:
-        return {"tensor": ANY, "sequence_parallel": True}
+        return {**parted, "tensor": ANY, "sequence_parallel": True}
     return parted
 
 
@@ -195,8 +231,11 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
         raise BadInput("-O gap says when --algorithm auto may stop; leave it out")
     if schedule == BEST and target is not None:
         raise BadInput("--schedule best orders passes for itself; leave out --for")
+    exchanging = isinstance(said["zero"], str) or SHARING[said["zero"]].scattered > 0
     if target is not None:
         _refuse_with_target(target, said, stated is not None)
+        said["weights"] = DRAINED
+    elif exchanging and said["weights"] is None:
         said["weights"] = DRAINED
     elif schedule is not None and said["weights"] is None:
         of_schedule = (DRAINED,) if schedule == BEST else KINDS[schedule].weights
@@ -276,7 +315,7 @@ def grid(
 
     def planned(part: OfDegree, _: int | None) -> Planned:
         problem = part.problem
-        others = [parts(x, part.degree)[0].chain for x in given[1:]]
+        others = [parts(x, part.degree, problem.chain.selective)[0].chain for x in given[1:]]
         timed = [merged(on_groups(x, problem.platform.whole or problem.platform)[0]) for x in others]
         question, more = grid_problem(
             problem,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from ..choices import OPTIMIZERS
+from ..check.targets import whole_blocks
+from ..choices import DRAINED, OPTIMIZERS
 from ..cost.roofline import with_exchanges
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
@@ -19,12 +20,14 @@ from ..problem import (
     CLIPPED_TOGETHER,
     MICROBATCHES_PER_DEVICE,
     NOT_PREDICTED,
+    SHARING,
     WEIGHTS,
     Chain,
     Platform,
     Policy,
     Problem,
     Weights,
+    Zero,
 )
 from ..units import gpu_counts, parse_time, parse_wait
 from .asked import Asked, defaults
@@ -94,24 +97,32 @@ def assumed_batch(what: str) -> str:
 
 def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     """Return how weights are kept, with an update every so many microbatches; BadInput for what contradicts."""
-    size, zero = bytes_per_parameter(asked.get("bytes_per_parameter")), asked["zero"]
+    size = bytes_per_parameter(asked.get("bytes_per_parameter"))
+    zero = asked["zero"]
+    if isinstance(zero, str):
+        raise BadInput("--zero any: plan tries them all; say 0, 1, 2 or 3")
     offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
     if offload and size is not None:
         raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
-    weights = asked.get("weights") or USUAL_WEIGHTS
+    option, exchanges = f"--zero {zero}", SHARING[zero].scattered > 0
+    weights = asked.get("weights") or (DRAINED if exchanges else USUAL_WEIGHTS)
+    if exchanges and not WEIGHTS[weights].drains:
+        raise BadInput(f"{option}: replicas exchange parts in their passes with --weights flush alone")
     if (zero or offload) and not OPTIMIZERS[asked["optimizer"]].elementwise:
         raise BadInput(
-            f"--optimizer {asked['optimizer']}: steps whole matrices, and {'--zero 1' if zero else '--offload'} parts"
+            f"--optimizer {asked['optimizer']}: steps whole matrices, and {option if zero else '--offload'} parts"
         )
     if sync and WEIGHTS[weights].synced is None:
         raise BadInput("--vertical-sync goes with --weights stash and --weights latest")
     if zero and asked.get("no_replicas"):
-        raise BadInput("--zero 1 and --no-replicas contradict each other: there is nobody to share with")
+        raise BadInput(f"{option} and --no-replicas contradict each other: there is nobody to share with")
     if zero and chain.changed:
-        raise BadInput(f"--zero 1: {chain.one_of_each}")
+        raise BadInput(f"{option}: {chain.one_of_each}")
+    if zero == 3 and size is not None:
+        size = size[0], size[0]
     if zero and size is not None and size[1] is None:
         raise BadInput(
-            f"--zero 1: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "
+            f"{option}: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "
             "Megatron-LM's 18"
         )
     if clip and not WEIGHTS[weights].together:
@@ -120,7 +131,8 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     misfit = chain.misfit(precision)
     if misfit is not None:
         raise BadInput(misfit)
-    policy = Policy(weights, every, asked["optimizer"], precision, offload, sync, zero=zero, clip=clip)
+    policy = Policy(weights, every, asked["optimizer"], precision, offload, sync, clip=clip)
+    policy = with_zero(policy, chain, zero)
     if asked.get("predicted"):
         if not policy.predictable:
             raise BadInput(f"--predicted: {NOT_PREDICTED}")
@@ -128,6 +140,16 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     if size is None:
         return policy
     return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)
+
+
+def with_zero(policy: Policy, chain: Chain, zero: Zero) -> Policy:
+    """Return the policy whose replicas share what ``zero`` says; where they exchange it in passes, block by block."""
+    if not SHARING[zero].scattered:
+        return replace(policy, zero=zero)
+    sums = chain.sums.parameters
+    return replace(
+        policy, zero=zero, bucket_parameters=max(int(sums[x.stop] - sums[x.start]) for x in whole_blocks(chain)) or 1
+    )
 
 
 def bytes_per_parameter(said: int | str | None) -> tuple[int, int | None] | None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
+UNFUSED, AGAIN = "attention=unfused", "attention=again"  # of a zoo's GPT
 ANY_DEGREES = (2, 4, 8)  # of tensor parallelism, where any may be: those inside of a server
 MOST_BESIDE = 256
 HALF = {
@@ -121,6 +123,7 @@ def as_profile(
     microbatch: int | None = None,
     tensor: str | int | None = None,
     sequence_parallel: bool = False,
+    selective: bool = False,
 ) -> Profile:
     """Return what is given as a profile: one, a chain, a file, or a model by its name, estimated for ``gpu``.
 
@@ -143,6 +146,7 @@ def as_profile(
             dtype=dtype,
             tensor=tensor,
             sequence_parallel=sequence_parallel,
+            selective=selective,
         )
         named = accelerator(gpu)
         what = f"layers as estimated for {named.name}, not measured, microbatches of {found.microbatch} in {dtype}"
@@ -183,6 +187,7 @@ def profile(
     beside: int = 1,
     tensor: str | int | None = None,
     sequence_parallel: bool = False,
+    selective: bool = False,
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
@@ -198,7 +203,8 @@ def profile(
     processes compute at once on a CPU, as in a run: all but one of them train the model meanwhile. ``measuring`` are
     fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of an estimate ``tensor`` (``"1,2,4,8"``, or
     ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers as one of so
-    many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence.
+    many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence. With
+    ``selective`` there are variants, too, whose backwards run the core of attention again.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..runtime.profiler.estimate import estimate_model
@@ -223,10 +229,11 @@ def profile(
         options = replace(options, merge=merge if by_names else None)
         measured = measure_model(source.build, source.batch, options, **about)
     found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
-    if tensor is None:
+    if tensor is None and not selective:
         return found
     if gpu is None or not isinstance(model, str):
-        raise BadInput("--tensor: parts of layers are estimated, of models by their name; say --estimate")
+        option = "--selective" if tensor is None else "--tensor"
+        raise BadInput(f"{option}: parts of layers are estimated, of models by their name; say --estimate")
     same: dict[str, Any] = {
         "gpu": gpu,
         "host_time": host_time,
@@ -237,7 +244,7 @@ def profile(
         "blocks": blocks,
     }
     estimate = partial(profile, **same, name=name)
-    return with_variants(found, model, tensor, sequence_parallel, estimate)
+    return with_variants(found, model, 1 if tensor is None else tensor, sequence_parallel, selective, estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,16 +327,25 @@ def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blo
 
 
 def with_variants(
-    found: Profile, model: str, tensor: str | int, sequence_parallel: bool, estimate: Callable[[str], Profile]
+    found: Profile,
+    model: str,
+    tensor: str | int,
+    sequence_parallel: bool,
+    selective: bool,
+    estimate: Callable[[str], Profile],
 ) -> Profile:
-    """Return the profile of a named model with variants of ``tensor`` degrees, each ``estimate``d by its options."""
+    """Return the profile of a named model with variants of ``tensor`` degrees, and ``selective`` ones of each, each
+    ``estimate``d by its options."""
+    if selective and UNFUSED not in model:
+        raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
     asked, variants = degrees(tensor), []
-    for degree in asked or ANY_DEGREES:
-        if degree == 1:
+    for degree, again in product(asked or (1, *ANY_DEGREES), (False, True) if selective else (False,)):
+        if degree == 1 and not again:
             continue
+        named = (model.replace(UNFUSED, AGAIN) if again else model) + (f",tensor={degree}" if degree > 1 else "")
         try:
             layers = estimate(
-                f"{model},tensor={degree}" + (",sequence_parallel=true" if sequence_parallel else "")
+                named + (",sequence_parallel=true" if sequence_parallel and degree > 1 else "")
             ).chain.layers
         except BadInput as error:
             if asked is None:
@@ -341,7 +357,7 @@ def with_variants(
             raise
         if [x.name for x in layers] != [x.name for x in found.layers]:
             raise BadInput(f"--tensor {degree}: a rank's layers are others than the model's; say --granularity block")
-        variants.append(Variant(degree, sequence_parallel, layers))
+        variants.append(Variant(degree, sequence_parallel and degree > 1, layers, again))
     groups = _head_groups(named_model(model, found.microbatch)[0])
     return replace(found, chain=replace(found.chain, variants=tuple(variants), head_groups=groups))
 

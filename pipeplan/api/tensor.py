@@ -1,5 +1,5 @@
-"""Which degree of tensor parallelism is best? The same question of every variant that a profile has, until a bound says
-that no other is better."""
+"""Which degree of tensor parallelism is best, and is it worth to run the cores of attention again? The same question of
+every variant that a profile has, until a bound says that no other is better."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from ..status import Status
 from .profiles import Profile, degrees
 
 
-def parts(profile: Profile, tensor: str | int | None) -> list[Profile]:
-    """Return the profile in each of the ``tensor`` degrees, all that it has where nobody says; BadInput for a degree
-    that it hasn't."""
+def parts(profile: Profile, tensor: str | int | None, selective: bool | None = None) -> list[Profile]:
+    """Return the profile in each of the ``tensor`` degrees, all that it has where nobody says, of each as it is before
+    that which is ``selective``, or either alone; BadInput for a degree that it hasn't."""
     chain = profile.chain
-    own = {chain.tensor: chain} | {x.tensor: chain.part(x) for x in chain.variants}
+    own = sorted((chain, *map(chain.part, chain.variants)), key=lambda x: (x.tensor, x.selective))
+    known = dict.fromkeys(x.tensor for x in own)
     asked = None if tensor is None else degrees(tensor)
     for degree in asked or ():
-        if degree not in own:
+        if degree not in known:
             raise BadInput(
-                f"--tensor {degree}: the profile has degree {', '.join(map(str, own))}; a profile with others is made "
-                "by profile --estimate GPU --tensor 1,2,4,8"
+                f"--tensor {degree}: the profile has degree {', '.join(map(str, known))}; a profile with others is "
+                "made by profile --estimate GPU --tensor 1,2,4,8"
             )
-    return [replace(profile, chain=own[x]) for x in asked or sorted(own)]
+    found = [x for x in own if x.tensor in (asked or known) and selective in (None, x.selective)]
+    return [replace(profile, chain=x) for x in found]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class OfDegree:
     def degree(self) -> int:
         """How many GPUs run each layer together."""
         return self.problem.chain.tensor
+
+    @property
+    def name(self) -> str:
+        """What it is called beside others."""
+        return self.problem.chain.variant
 
 
 class Worth(NamedTuple):
@@ -77,40 +84,40 @@ def best_degree(
         period = None if best is None else worth.of(best[0])
         if period is not None and bound >= period:
             break
-        status.phase = f"tensor degree {asked.degree}"
+        status.phase = f"tensor degree {asked.name}"
         until = deadline.part(len(queue) - k)
         try:
             found = plan(replace(asked, problem=replace(asked.problem, deadline=until)), period)
         except NoBetter as error:
-            told[asked.degree] = None, max(bound, error.bound_ns)
+            told[asked.name] = None, max(bound, error.bound_ns)
         except (BadInput, CannotExpress, Infeasible) as error:
             known = proof(asked.problem) if isinstance(error, Infeasible) else None
-            told[asked.degree] = None, None if known is None or known.infeasible else known.period_ns
-            why[asked.degree] = error
+            told[asked.name] = None, None if known is None or known.infeasible else known.period_ns
+            why[asked.name] = error
         except KeyboardInterrupt:
             if best is None:
                 raise
             break
         else:
-            told[asked.degree] = worth.of(found), worth.proved(found)
+            told[asked.name] = worth.of(found), worth.proved(found)
             if period is None or worth.of(found) < period:
                 best = found, asked
     if best is None:
         kind = BadInput if all(isinstance(x, BadInput) for x in why.values()) else Infeasible
-        raise kind("; ".join(f"tensor degree {degree}: {error}" for degree, error in sorted(why.items())))
+        raise kind("; ".join(f"tensor degree {name}: {why[name]}" for name in told if name in why))
     return _with_degrees(best[0], told, worth.name), best[1]
 
 
-Told = dict[int, tuple[int | None, int | None]]  # by degree: what it takes and a bound, None where there is no plan
+Told = dict[str, tuple[int | None, int | None]]  # by degree: what it takes and a bound, None where there is no plan
 
 
 def _in_order(
     profiles: Sequence[Profile], ask: Callable[[Profile], OfDegree], least: Callable[[Problem], int]
-) -> tuple[list[tuple[int, OfDegree]], Told, dict[int, PipeplanError]]:
+) -> tuple[list[tuple[int, OfDegree]], Told, dict[str, PipeplanError]]:
     """Return what can be asked for with its bound, least first, and what is to be said of each degree so far."""
-    queue, told, why = list[tuple[int, OfDegree]](), Told(), dict[int, PipeplanError]()
+    queue, told, why = list[tuple[int, OfDegree]](), Told(), dict[str, PipeplanError]()
     for profile in profiles:
-        degree = profile.chain.tensor
+        degree = profile.chain.variant
         try:
             asked = ask(profile)
             queue.append((least(asked.problem), asked))
@@ -123,6 +130,6 @@ def _in_order(
 def _with_degrees(found: Planned, told: Told, name: str) -> Planned:
     """Return a plan that says of each degree what it takes and what none of its plans is below."""
     provenance = found.plan.provenance
-    said: dict[str, Any] = {str(x): {name: told[x][0], "bound_ns": told[x][1]} for x in sorted(told)}
+    said: dict[str, Any] = {x: {name: taken, "bound_ns": bound} for x, (taken, bound) in told.items()}
     options = {**provenance.options, "tensor": said}
     return replace(found, plan=replace(found.plan, provenance=replace(provenance, options=options)))

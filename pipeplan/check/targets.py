@@ -16,7 +16,7 @@ from typing import Literal
 from ..errors import PipeplanError
 from ..names import shown
 from ..plan import Plan, ScheduleKind, Stage
-from ..problem import LOSS_NAME, Chain, Engine
+from ..problem import LOSS_NAME, Chain, Engine, Zero
 from ..schedule.kinds import KINDS
 
 Ranges = tuple[tuple[int, int], ...]
@@ -98,7 +98,9 @@ class Target:
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
     the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
     ``tensor``: it runs layers on groups of GPUs, with ``parts_groups`` those alone that divide the heads of keys and
-    values. ``stores_traced``: nothing is recomputed of models that it traces.
+    values. ``stores_traced``: nothing is recomputed of models that it traces. ``zero`` is the most of
+    :data:`..problem.SHARING` that replicas share, and what they do beside pipelines. ``selective``: it can run the
+    cores of attention again, and then nothing else.
     """
 
     what: str
@@ -114,10 +116,20 @@ class Target:
     tensor: bool = False
     parts_groups: bool = False
     stores_traced: bool = False
+    zero: tuple[Zero, Zero] = (1, 1)
+    selective: bool = False
+
+    def unshared(self, zero: Zero, shape: Shape) -> str | None:
+        """Return why replicas don't share what ``zero`` says on pipelines of a shape, or None."""
+        if zero <= self.zero[shape.ranks > 1]:
+            return None
+        beside = " beside pipelines" if zero <= self.zero[0] else ""
+        return f"replicas share no {'weights' if zero == 3 else 'gradients'}{beside} there (--zero {zero})"
 
     def of(self, chain: Chain) -> Target:
         """Return what it can express of a chain."""
-        return replace(self, rules=("none",)) if self.stores_traced and chain.edges is not None else self
+        alone = chain.selective or (self.stores_traced and chain.edges is not None)
+        return replace(self, rules=("none",)) if alone else self
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
         """Yield what may be recomputed of stages with at most ``most`` units, by rules, from little to much; ``counts``
@@ -177,6 +189,8 @@ def refuse_chain(chain: Chain, name: str) -> None:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
     if chain.tensor > 1 and not target.tensor:
         raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
+    if chain.selective and not target.selective:
+        raise CannotExpress(f"{name}: attention's core runs again in backwards, which it has no words for")
     if target.parts_groups and (chain.head_groups or chain.tensor) % chain.tensor:
         raise CannotExpress(
             f"{name}: {chain.head_groups} heads of keys and values aren't shared evenly by {chain.tensor} GPUs, and "
@@ -218,12 +232,15 @@ def target_violations(plan: Plan, name: str) -> list[str]:
         return [str(error)]
     split = found.recompute.rule != "none" and KINDS[kind].splits
     reasons = ["recomputes nothing where backwards are split"] if split else []
-    reasons += refusals(target, kind, found.shape, plan.schedule.mini_batch)
+    reasons += refusals(target, kind, found.shape, plan.schedule.mini_batch, plan.policy.zero)
     return [f"{name}: {reason}" for reason in reasons]
 
 
-def refusals(target: Target, kind: ScheduleKind, shape: Shape, microbatches: int) -> list[str]:
+def refusals(target: Target, kind: ScheduleKind, shape: Shape, microbatches: int, zero: Zero = 0) -> list[str]:
     """Return why a target doesn't run a mini-batch of ``microbatches`` on pipelines of a shape; empty where it does."""
+    unshared = target.unshared(zero, shape)
+    if unshared is not None:
+        return [unshared]
     if microbatches % shape.pipelines:
         return [f"{microbatches} microbatches cannot be shared evenly by {shape.pipelines} pipelines"]
     reason = target.refuses(kind, shape, microbatches // shape.pipelines)
@@ -389,6 +406,8 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         refuses=_megatron,
         ties=True,
         tensor=True,
+        zero=(3, 3),
+        selective=True,
     ),
     "torchtitan": Target(
         what="torchtitan",
@@ -402,6 +421,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         engine="torch",
         tensor=True,
         parts_groups=True,
+        zero=(3, 1),
     ),
     "deepspeed": Target(
         what="DeepSpeed",
@@ -412,6 +432,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: True,
         refuses=_anything,
         ties=True,
+        zero=(3, 1),
     ),
     "torch": Target(
         what="torch.distributed.pipelining",

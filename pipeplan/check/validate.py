@@ -126,6 +126,8 @@ def schedule_violations(plan: Plan) -> list[str]:
     schedule, policy = plan.schedule, plan.policy
     if policy.coarsening is not None and not policy.drains:
         return [f"sums overlap with steps after drained batches, for weights flush; the policy is {policy.weights}"]
+    if policy.sharing.scattered and not policy.drains:
+        return [f"replicas exchange parts in passes with weights flush (zero {policy.zero}); they are {policy.weights}"]
     if policy.engine is not None and not policy.drains:
         return [f"{policy.engine} drains every mini-batch, for weights flush; the policy is {policy.weights}"]
     shared = policy.shared_bytes_per_parameter

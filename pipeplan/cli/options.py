@@ -131,8 +131,8 @@ class Number(click.FloatRange):
 class CountOr(Count):
     """A number, or a ``word`` that stands for ``value``."""
 
-    def __init__(self, name: str, word: str, value: str | None, most: int = MOST) -> None:
-        super().__init__(most=most)
+    def __init__(self, name: str, word: str, value: str | None, most: int = MOST, least: int = 1) -> None:
+        super().__init__(least, most)
         self.name, self.word, self.value = name, word, value
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -216,6 +216,7 @@ BY_UNIT: dict[str, click.ParamType[Any]] = {  # types of values
     "DIR": click.Path(path_type=Path),
     "N|NxN": Gpus(),
     "N|any": CountOr("N|any", "any", "any"),
+    "0|1|2|3|any": CountOr("0|1|2|3|any", "any", "any", 3, 0),
     "auto|N": CountOr("auto|N", "auto", None, 10**6),
     "N,..": Counts(),
 }
@@ -291,7 +292,8 @@ def option_of(said: Said, **other: Any) -> Callable[[Command], Command]:
         spelled += f"/--no-{spelled[2:]}" if both else ""
         about: dict[str, Any] = {"is_flag": True, "default": said.default, "show_default": word.default is not None}
     else:
-        about = {"type": type_of(said), "metavar": None if said.choices or word.unit in UNSAID else word.unit or None}
+        listed = said.choices and word.unit not in BY_UNIT
+        about = {"type": type_of(said), "metavar": None if listed or word.unit in UNSAID else word.unit or None}
         if word.default == ():
             about["multiple"] = True
         elif word.default is not None:  # which click tells from no default

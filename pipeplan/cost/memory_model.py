@@ -1,10 +1,10 @@
 """How many bytes do ``layers[start:stop]`` take on a device? Weights in all their versions, and activations.
 
 The one memory model. Its unit is a stage on one of its replicas: weights, gradient and optimizer state once, and
-activations for each microbatch in flight, that is, between its forward and its backward. With ZeRO-1 a replica has
-its share of the optimizer state alone. Every function takes integers
-or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and the validator compute the
-same numbers from the same lines. Rules: ALGORITHMS section 3.
+activations for each microbatch in flight, that is, between its forward and its backward. With ZeRO a replica has its
+part of what replicas share. Every function takes integers or integer arrays (shape of the ranges), so that the
+partitioners' vectorised searches and the validator compute the same numbers from the same lines. Rules: ALGORITHMS
+section 3.
 """
 
 from __future__ import annotations
@@ -117,14 +117,16 @@ def versioned_bytes(
 
     In mixed precision versions and gradient take 2 bytes per parameter, the state holds fp32 weights and gradient
     beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time. With ``zero`` the
-    state is that of the largest share of ``replicas``; versions and gradient are whole on each. Where the policy has
-    ``bytes_per_parameter`` they are all of that for one version, less what other replicas have of what is shared.
+    state is that of the largest share of ``replicas``, and so are versions and gradient as far as they are shared,
+    beside the buckets that are whole. Where the policy has ``bytes_per_parameter`` they are all of that for one
+    version, less what other replicas have of what is shared.
     """
     copy = gradient_bytes(policy, weight_bytes, parameters)
+    of_weights, of_gradient = policy.sharing.weights, policy.sharing.gradient
     if policy.bytes_per_parameter is not None:
         shared = (policy.shared_bytes_per_parameter or 0) * parameters
         own = policy.bytes_per_parameter * parameters - shared
-        return own + _largest_share(policy, shared, replicas) + (kept - 1) * copy
+        return own + _spread(policy, shared, (of_weights or 0) + (of_gradient or 0), replicas) + (kept - 1) * copy
     mixed = policy.precision == "mixed"
     eighths = policy.state_eighths + (16 if mixed else 0)
     if policy.offload:
@@ -132,7 +134,24 @@ def versioned_bytes(
         state = ceil_div(eighths * 4 * plain(np.minimum(own, policy.bucket_parameters)), 8)
     else:
         state = ceil_div(eighths * _state_copy(policy, weight_bytes, parameters, replicas), 8)
-    return kept * copy + copy + state
+    weights = kept * copy if of_weights is None else _spread(policy, kept * copy, of_weights, replicas)
+    gradient = copy if of_gradient is None else _spread(policy, copy, of_gradient, replicas)
+    return weights + gradient + state
+
+
+def bucket_bytes(policy: Policy) -> int:
+    """Return the most bytes of weights, or of a gradient, that replicas gather or scatter together."""
+    return (2 if policy.precision == "mixed" else 4) * policy.bucket_parameters
+
+
+def _spread(policy: Policy, whole: IntLike, buckets: int, replicas: int) -> IntLike:
+    """Return what a replica holds of ``whole`` bytes that all share, of which so many buckets are whole at a time.
+
+    Never less for two parts by themselves than for both together: bounds rely on it.
+    """
+    return plain(
+        np.minimum(whole, _largest_share(policy, whole, replicas) + buckets * np.minimum(whole, bucket_bytes(policy)))
+    )
 
 
 def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int = 1) -> IntLike:
@@ -149,7 +168,7 @@ def depends_on_replicas(policy: Policy) -> bool:
 
     Where a bucket of the state is on the device at a time, only stages of few parameters differ.
     """
-    counts = policy.bucket_parameters, 2**20
+    counts = policy.bucket_parameters, 2**20, 2**6 * policy.bucket_parameters
     return any(versioned_bytes(policy, 4 * x, x, 1) != versioned_bytes(policy, 4 * x, x, 1, 2) for x in counts)
 
 
@@ -270,8 +289,8 @@ def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, rec
 
 def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int, latency_ns: int = 0) -> int:
     """Return the most gradient bytes whose :func:`sync_period_ns` is at most ``period``: its inverse, for searches."""
-    if replicas == 1:
+    steps = policy.sharing.update * (replicas - 1)
+    if not steps:
         return 2**62
-    steps = 2 * (replicas - 1)
     left = period * policy.update_interval(replicas) - steps * latency_ns
     return max(0, min(left * replicas * bandwidth // (steps * 10**9), 2**62))

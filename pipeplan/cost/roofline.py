@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..integers import ceil_div
+from ..integers import IntLike, ceil_div
 from ..problem import Chain, Layer, LayerWork, PassWork
 
 FIXED_NS = 22_000
@@ -25,14 +25,18 @@ SHARE = (3, 4)  # of the link's bandwidth
 STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # over the ranks but one: how often each part travels
 
 
-def collective_ns(kind: str, size: int, ranks: int, bandwidth: int) -> int:
+def collective_ns(
+    kind: str, size: IntLike, ranks: int, bandwidth: int, latency_ns: int = 0, times: IntLike = 1
+) -> IntLike:
     """Return the ns of a collective over ``ranks`` of a tensor of ``size`` bytes, all of it, by links of ``bandwidth``
-    bytes/s each way: NCCL's rings, in which every rank sends each part but one, twice in an all-reduce."""
-    if ranks == 1 or not size:
+    bytes/s each way: NCCL's rings, in which every rank sends each part but one, twice in an all-reduce. Where the
+    tensor is in several, ``times`` says how many. Sizes may be an array of Python's integers."""
+    if ranks == 1:
         return 0
     steps = STEPS[kind] * (ranks - 1)
     above, below = SHARE
-    return FIXED_NS + steps * STEP_NS + ceil_div(steps * size * below * 10**9, ranks * bandwidth * above)
+    begun = (size != 0) * times * (FIXED_NS + steps * (STEP_NS + latency_ns))
+    return begun + ceil_div(steps * size * below * 10**9, ranks * bandwidth * above)
 
 
 def with_exchanges(chain: Chain, bandwidth: int) -> Chain:

@@ -119,8 +119,8 @@ def with_tied_sums(
         for s in homes:
             whole, own = (_ring_ns(platform, gradient, x, 1) for x in (devices, stages[s].devices))
             load, own_load = (_ring_ns(platform, gradient, x, interval) for x in (devices, stages[s].devices))
-            if policy.zero:  # where replicas share the steps, they still gather the new weights
-                own, own_load = own // 2, own_load // 2
+            rules = policy.sharing  # where replicas share the steps, they still gather the new weights
+            own, own_load = own * rules.sums // 2, own_load * rules.sums // 2
             part = replace(parts[s], update_ns=parts[s].update_ns + whole - own)
             parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load - own_load)
     return parts

@@ -15,7 +15,7 @@ from typing import Any
 from ..integers import ceil_div
 from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy
-from . import memory_model
+from . import memory_model, time_model
 from .resources import Resource, device_group, link_between, shared_links
 from .shared_weights import (
     borrowed_weights,
@@ -189,8 +189,8 @@ def stage_graph(
     ``known`` remembers what stages, groups and links are between graphs of the same chain, platform and policy.
 
     With ``free_sums`` what sums of weights in several stages take is left out: a relaxation, for searches. So it is
-    without ``sharing``: as if servers that share links had one for each pair of their devices and direction, and as if
-    blocking transfers stayed on the lowest level.
+    without ``sharing``: as if servers that share links had one for each pair of their devices and direction, as if
+    blocking transfers stayed on the lowest level, and as if what replicas exchange in their passes took no time.
 
     Blocking transfers are part of the passes at both their ends: a forward receives, computes and sends. So there are
     no links; a microbatch alone is charged each of them twice. The overhead of messages is part of passes, too.
@@ -200,6 +200,8 @@ def stage_graph(
     known = {} if known is None else known
     parts = _parts(chain, platform, policy, stages, transfers, known)
     resources = [_once(known, device_group, platform, devices) for devices in groups]
+    if sharing and policy.sharing.scattered:
+        parts = [_exchanging(platform, policy, *x) for x in zip(stages, parts, strict=True)]
     if platform.blocking or platform.overhead_ns:
         parts = _held(chain, platform, stages, parts, transfers, sharing)
     if platform.blocking:
@@ -270,6 +272,14 @@ def _parts(
         return parts
     waiting, lent = waiting_gradients(chain, policy, stages, parts), lent_gradients(chain, policy, stages)
     return [replace(x, waiting_bytes=size, lent=y) for x, size, y in zip(parts, waiting, lent, strict=True)]
+
+
+def _exchanging(platform: Platform, policy: Policy, stage: Stage, part: StageCost) -> StageCost:
+    """Return a stage's cost whose passes take what its replicas gather meanwhile, and scatter behind them."""
+    gradient = memory_model.gradient_bytes(policy, part.weight_bytes, part.parameters)
+    path = platform.paths[platform.level_of(stage.devices)]
+    forward, backward, behind = map(int, time_model.exchanged_ns(policy, gradient, stage.replicas, *path))
+    return replace(part, forward_ns=max(part.forward_ns, forward), backward_ns=max(part.backward_ns, backward) + behind)
 
 
 def _held(

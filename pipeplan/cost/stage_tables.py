@@ -128,8 +128,19 @@ class StageTables:
         gradients = np.maximum(self.gradients, 0).astype(object)  # bytes times 1e9 exceed 64 bits
         return self.once(
             ("sums", replicas, path),
-            lambda: np.asarray(time_model.ring_all_reduce_ns(gradients, replicas, *path)).astype(np.int64),
+            lambda: np.asarray(
+                time_model.ring_all_reduce_ns(gradients, replicas, *path, halves=self.problem.policy.sharing.update)
+            ).astype(np.int64),
         )
+
+    def exchanging(self, forward: Ints, backward: Ints, replicas: int, path: tuple[int, int]) -> tuple[Ints, Ints]:
+        """Return forwards and backwards with what replicas exchange in them, over links of a bandwidth and latency."""
+        if not self.problem.policy.sharing.scattered:
+            return forward, backward
+        gradients = np.maximum(self.gradients, 0).astype(object)
+        found = time_model.exchanged_ns(self.problem.policy, gradients, replicas, *path)
+        least, back, behind = (np.asarray(x).astype(np.int64) for x in found)
+        return np.maximum(forward, least), np.maximum(backward, back) + behind
 
     def update(self, device: Device, replicas: int, path: tuple[int, int]) -> Ints:
         """Return what an update takes behind the last backward, at least: the sums, or the step where that is apart."""

@@ -13,6 +13,8 @@ import numpy as np
 
 from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Device, Policy, Problem
+from .memory_model import bucket_bytes
+from .roofline import collective_ns
 
 _LEAST = ("forward_ns", "backward_ns", "waited_ns", "optimizer_ns")  # that no device takes less than the fastest
 
@@ -166,19 +168,36 @@ def sync_period_ns(policy: Policy, gradient: IntLike, replicas: int, bandwidth: 
 
     :func:`ring_all_reduce_ns`, shared by these microbatches and then rounded up.
     """
-    return ring_all_reduce_ns(gradient, replicas, bandwidth, latency_ns, policy.update_interval(replicas))
+    every, halves = policy.update_interval(replicas), policy.sharing.update
+    return ring_all_reduce_ns(gradient, replicas, bandwidth, latency_ns, every, halves)
+
+
+def exchanged_ns(
+    policy: Policy, gradient: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0
+) -> tuple[IntLike, IntLike, IntLike]:
+    """Return the least time of a forward and of a backward of ``replicas`` that share weights or gradients, of as many
+    bytes as a ``gradient`` each, and what the backward takes more.
+
+    Weights are gathered bucket by bucket, the next one while layers compute; what layers make of gradients is scattered
+    behind them (ZeRO, section 7.2).
+    """
+    rules, buckets = policy.sharing, ceil_div(gradient, bucket_bytes(policy))
+    if replicas == 1 or not rules.scattered:
+        return 0, 0, 0
+    once = collective_ns("all-gather", gradient, replicas, bandwidth, latency_ns, buckets)
+    return rules.forward * once, rules.backward * once, rules.scattered * once
 
 
 def ring_all_reduce_ns(
-    size: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0, shared_by: int = 1
+    size: IntLike, replicas: int, bandwidth: int, latency_ns: int = 0, shared_by: int = 1, halves: int = 2
 ) -> IntLike:
     """Return the time in which a ring of r ``replicas`` sums ``size`` bytes, rounded up; 0 for no bytes.
 
     2(r-1) steps, each a transfer of a part in r: 2(r-1)/r * bytes / bandwidth + 2(r-1) * latency. What each of so many
     microbatches has to leave for it, where it is ``shared_by`` several. Half of the steps scatter the sum, half gather
     it; with ``zero`` the optimizer steps between the two, and the second half moves new weights instead, as many bytes
-    (of 16 bits in mixed precision).
+    (of 16 bits in mixed precision). ``halves``: so many of the two.
     """
-    steps = 2 * (replicas - 1)
+    steps = halves * (replicas - 1)
     waiting = (size != 0) * np.array(steps * latency_ns * replicas * bandwidth, dtype=object)
     return plain(ceil_div(steps * size * 10**9 + waiting, replicas * bandwidth * shared_by))

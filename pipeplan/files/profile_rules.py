@@ -21,12 +21,12 @@ LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it ti
 
 def check_variants(chain: Chain, place: str) -> None:
     """Raise BadInput unless each variant has the same layers as ``chain``, at costs that make sense."""
-    names, seen = [layer.name for layer in chain.layers], {chain.tensor}
+    names, seen = [layer.name for layer in chain.layers], {(chain.tensor, chain.selective)}
     for k, variant in enumerate(chain.variants):
         here = f"{place}: $.variants[{k}]"
-        if chain.tensor != 1 or variant.tensor in seen:
+        if chain.tensor != 1 or chain.selective or (variant.tensor, variant.selective) in seen:
             raise BadInput(f"{here}.tensor: {variant.tensor} is a second time, or beside what is a part itself")
-        seen.add(variant.tensor)
+        seen.add((variant.tensor, variant.selective))
         if [layer.name for layer in variant.layers] != names:
             raise BadInput(f"{here}.layers: they aren't called as $.layers are")
         check_chain(chain.part(variant), here, lambda i, here=here: f"{here}.layers[{i}]")  # type: ignore[misc]  # bound

@@ -32,6 +32,7 @@ OPTIONAL = (
     "inputs",
     "tensor",
     "sequence_parallel",
+    "selective",
     "variants",
     "head_groups",
     "changed",
@@ -47,7 +48,7 @@ LayerFile = form(
     exchanges=Annotated[tuple[ExchangeFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
 )
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
-VariantFile = form(Variant, tensor=Degree, layers=LayersFile)
+VariantFile = form(Variant, optional=("selective",), brief=True, tensor=Degree, layers=LayersFile)
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,

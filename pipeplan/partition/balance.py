@@ -96,7 +96,8 @@ def _best_cuts(
 
 
 def data_parallel(problem: Problem) -> Iterator[Allocation]:
-    """Yield one stage on all devices: storing every activation, then, where allowed, recomputing the whole chain.
+    """Yield one stage on all devices: storing every activation, then, where allowed, recomputing the whole chain, or
+    its layers one by one.
 
     The claimed period is the most of compute / devices and weight synchronisation. Nothing comes when there are several
     devices and replicas are not allowed.
@@ -110,7 +111,8 @@ def data_parallel(problem: Problem) -> Iterator[Allocation]:
     sync = time_model.sync_period_ns(policy, gradient, len(devices), *platform.paths[platform.level_of(devices)])
     slowest = platform.slowest(devices)
     chain = problem.chain.timed(slowest.times)
-    for checkpoint in ((),) if problem.checkpointing == "none" else ((), ((0, count),)):
+    ways = (), ((0, count),), tuple((i, i + 1) for i in range(count))
+    for checkpoint in ways[: len(ways_to_recompute(problem))]:
         _, _, recompute = memory_model.activations(chain, 0, count, checkpoint)
         work = time_model.work_ns(chain, policy, 0, count, recompute, len(devices), slowest.speed)
         claim = max(ceil_div(work, len(devices)), sync)

@@ -84,7 +84,12 @@ class Pipe:
 
     def _forward(self, group: tuple[int, ...]) -> Ints:
         """Return F on a group."""
-        return self.tables.forward(self.tables.problem.platform.slowest(group))
+        forward = self.tables.forward(self.tables.problem.platform.slowest(group))
+        return self._exchanging(forward, forward, group)[0]
+
+    def _exchanging(self, forward: Ints, backward: Ints, group: tuple[int, ...]) -> tuple[Ints, Ints]:
+        platform = self.tables.problem.platform
+        return self.tables.exchanging(forward, backward, len(group), platform.paths[platform.level_of(group)])
 
     def _sums(self, group: tuple[int, ...]) -> Ints:
         """Return the sum of gradients over a group."""
@@ -103,16 +108,19 @@ class Pipe:
     def times(self) -> list[Ints]:
         """U, shape (cuts, cuts), of each stage; NEVER where it is none."""
         problem, (before, behind) = self.tables.problem, self.tables.waits
-        known: dict[tuple[Device, int], Ints] = {}
+        known: dict[tuple[Device, int, int], Ints] = {}
         found = []
         for s, group in enumerate(self.groups):
             device = problem.platform.slowest(group)
-            if (device, len(group)) not in known:
+            kind = device, len(group), problem.platform.level_of(group)
+            if kind not in known:
                 again = self.activations.again(problem.chain.timed(device.times))
-                table = self.tables.work(device, len(group), again)
-                known[device, len(group)] = np.where(self._stage & (table > 0), table, NEVER)
+                passes = self.tables.forward(device), self.tables.backward(device, len(group), again)
+                forward, backward = self._exchanging(*passes, group)
+                table = forward + backward
+                known[kind] = np.where(self._stage & (table > 0), table, NEVER)
             enters, leaves = (other != (group,) for other in (self.groups[s - 1 : s], self.groups[s + 1 : s + 2]))
-            found.append(np.minimum(known[device, len(group)] + before * enters + behind * leaves, NEVER))
+            found.append(np.minimum(known[kind] + before * enters + behind * leaves, NEVER))
         return found
 
     @cached_property

@@ -24,12 +24,14 @@ AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 class Variant:
     """A network's layers, in order, as one of ``tensor`` ranks has them that run each layer together.
 
-    With ``sequence_parallel`` what is between products is spread along the sequence, too (Korthikanti et al. 2022).
+    With ``sequence_parallel`` what is between products is spread along the sequence, too, and ``selective`` ones run
+    the cores of their attention again (Korthikanti et al. 2022).
     """
 
     tensor: int
     sequence_parallel: bool
     layers: tuple[Layer, ...]
+    selective: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Chain:
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
     microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
-    products is parted along the sequence, too. ``variants`` are the same layers at the costs of such parts;
+    products is parted along the sequence, too. Of ``selective`` layers backwards run the cores of attention again.
+    ``variants`` are the same layers at the costs of such parts, and of such layers;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
     buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
     """
@@ -69,6 +72,7 @@ class Chain:
     inputs: tuple[int, ...] | None = None
     tensor: int = 1
     sequence_parallel: bool = False
+    selective: bool = False
     variants: tuple[Variant, ...] = ()
     head_groups: int | None = None
     changed: str = ""
@@ -77,6 +81,11 @@ class Chain:
     def one_of_each(self) -> str:
         """Why no stage may have replicas, in words; empty where stages may."""
         return self.changed and CHANGED.format(name=self.name, buffer=self.changed)
+
+    @property
+    def variant(self) -> str:
+        """What it is called among its variants: the tensor degree, and whether it is selective."""
+        return f"{self.tensor} selective" if self.selective else f"{self.tensor}"
 
     @property
     def precision(self) -> Precision:
@@ -226,6 +235,7 @@ class Chain:
             shared=None if self.shared is None else tuple(shared),
             tensor=variant.tensor,
             sequence_parallel=variant.sequence_parallel,
+            selective=variant.selective,
             variants=(),
         )
 

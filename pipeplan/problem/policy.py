@@ -25,6 +25,32 @@ NOT_PREDICTED = (
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the replicas of a stage hold parts of, beside the optimizer's state, and what they exchange for it.
+
+    Where weights, or the gradient, are spread over them so many buckets of each are whole at a time; None: all are. In
+    each ``forward`` and ``backward`` of theirs all weights are gathered so many times, beside what layers compute, and
+    behind layers gradients are ``scattered``. At an ``update`` so many of the two, ``sums`` of them of gradients.
+    """
+
+    weights: int | None = None
+    gradient: int | None = None
+    forward: int = 0
+    backward: int = 0
+    scattered: int = 0
+    update: int = 2
+    sums: int = 2
+
+
+SHARING: dict[Zero, Sharing] = {  # Rajbhandari et al., ZeRO: nothing, P_os, P_os+g, P_os+g+p
+    0: Sharing(),
+    1: Sharing(sums=1),
+    2: Sharing(gradient=1, scattered=1, update=1, sums=0),
+    3: Sharing(weights=2, gradient=1, forward=1, backward=1, scattered=1, update=0, sums=0),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """How weights, gradients and optimizer state are kept, and how often they are updated (ALGORITHMS section 3).
 
@@ -34,15 +60,17 @@ class Policy:
     policies take one update per microbatch.
     ``precision`` "mixed" has weights and gradients in 16 bits beside fp32 weights; under "autocast" all of them are as
     built, and what activations take is the profile's to say.
-    ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``.
+    ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``,
+    and that are gathered or scattered together with ``zero`` 2 and 3.
     With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
     one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
     ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
     optimizer's state; None: what ``optimizer`` and ``precision`` say. ``shared_bytes_per_parameter`` of them are what
     replicas share with ``zero``.
     With ``zero`` 1 the replicas of a stage share its optimizer state, and the fp32 weights of mixed precision: each
-    keeps and steps an equal part (Rajbhandari et al., ZeRO, P_os); 0: each keeps and steps all of it. A search that
-    looks at one of several ``pipelines`` side by side takes each replica for as many. No file has that.
+    keeps and steps an equal part; 2: and of the gradient, which each backward scatters; 3: and of the weights, which
+    each pass gathers (:data:`SHARING`); 0: each keeps and steps all of it. A search that looks at one of several
+    ``pipelines`` side by side takes each replica for as many. No file has that.
     ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
     to receive every microbatch of a mini-batch.
     With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
@@ -70,6 +98,11 @@ class Policy:
     def sharers(self, replicas: int) -> int:
         """Return over how many of a stage's ``replicas`` its optimizer state is spread."""
         return replicas * self.pipelines if self.zero else 1
+
+    @property
+    def sharing(self) -> Sharing:
+        """What replicas share, and exchange for it."""
+        return SHARING[self.zero]
 
     @property
     def state_eighths(self) -> int:
@@ -112,8 +145,10 @@ class Policy:
         return WEIGHTS[self.weights].together
 
     def goes_with(self, weights: Weights) -> bool:
-        """Whether ``weights`` could be kept so instead: where gradients are clipped all stages update together."""
-        return not self.clip or WEIGHTS[weights].together
+        """Whether ``weights`` could be kept so instead: where gradients are clipped all stages update together, and
+        where replicas exchange parts in their passes the pipeline drains."""
+        row = WEIGHTS[weights]
+        return (not self.clip or row.together) and (not self.sharing.scattered or row.drains)
 
     @property
     def steps_apart(self) -> bool:

@@ -118,9 +118,10 @@ def assumed(assumptions: Sequence[str]) -> list[str]:
 
 
 def data_parallelism(plan: Plan, result: Evaluation) -> list[str]:
-    """Return that a plan is plain data parallelism, and what a pipeline would take, in a line; nothing of others."""
+    """Return that a plan is plain data parallelism, and what a pipeline would take, or of another what none would take,
+    in a line; nothing where that is much longer."""
     if not plan.allocation.data_parallel:
-        return []
+        return _unpipelined(plan, result)
     options, count = plan.provenance.options, plan.allocation.stages[0].replicas
     found = options.get("pipeline_ns")
     if "pipeline_ns" not in options:
@@ -130,6 +131,26 @@ def data_parallelism(plan: Plan, result: Evaluation) -> list[str]:
     else:
         other = "; no pipeline of single GPUs fits"
     return [f"best        plain data parallelism, one stage on {count} GPUs{other}"]
+
+
+def _unpipelined(plan: Plan, result: Evaluation) -> list[str]:
+    found, count = _ns(plan.provenance.options, "unpipelined_ns"), len(plan.platform)
+    if found is None:
+        return []
+    batch, own = (format_ns(x * plan.interval) for x in (found, result.period_ns))
+    return [
+        f"{'better' if found <= result.period_ns else 'or':<12}don't pipeline: ZeRO-3 on {count} GPUs takes {batch} an "
+        f"update, this pipeline {own}; --zero 3 --algorithm data-parallel plans it"
+    ]
+
+
+def sharing(plan: Plan) -> str | None:
+    """Return what plans take whose replicas share more or less; None where nobody tried."""
+    found = plan.provenance.options.get("zero")
+    if not isinstance(found, dict):
+        return None
+    taken = {shown(str(k)): format_ns(v) if type(v) is int and v > 0 else "no plan" for k, v in found.items()}
+    return f"--zero {plan.policy.zero}; {', '.join(f'{k}: {v}' for k, v in taken.items())}"
 
 
 def mean_delay(found: Sequence[Delay]) -> str | None:
@@ -207,14 +228,15 @@ def tensor_degree(plan: Plan) -> list[str]:
     """Return how many GPUs run each layer together, and what other degrees would take, in lines; nothing for one."""
     found = plan.provenance.options.get("tensor")
     tried = {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
-    if plan.chain.tensor == 1 and len(tried) < 2:
+    if plan.chain.tensor == 1 and not plan.chain.selective and len(tried) < 2:
         return []
     along = ", with sequence parallelism" if plan.chain.sequence_parallel else ""
+    along += ", attention's core again in backwards (selective recomputation)" if plan.chain.selective else ""
     told = [f"tensor degree {plan.chain.tensor}{along}"]
     if len(tried) > 1:
         told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")
         least = min((_ns(v, "bound_ns") or 0 for v in tried.values() if v.get("bound_ns") is not None), default=0)
-        own = _taken(tried.get(str(plan.chain.tensor), {}))
+        own = _taken(tried.get(plan.chain.variant, {}))
         if own is not None and 0 < least <= own:
             told[-1] += f"; none is below {format_ns(least)}: gap {own / least - 1:.2%}"
     return told
@@ -285,6 +307,14 @@ def longer(period_ns: int, result: Evaluation) -> str:
     return "as long" if share == "0.0%" else f"{share} {'longer' if ratio > 1 else 'shorter'}"
 
 
+SHARED = (
+    "",
+    ", state shared by replicas",
+    ", state and gradients shared by replicas",
+    ", state, gradients and weights shared by replicas",
+)  # by --zero
+
+
 def state(plan: Plan) -> str:
     """Return what is held for each weight, and how it is updated, in words."""
     policy = plan.policy
@@ -292,7 +322,7 @@ def state(plan: Plan) -> str:
         f"{policy.optimizer} in {policy.precision.replace('autocast', f'fp32, {plan.chain.dtype}')}"
         + _per_parameter(policy)
         + (", state on the host" if policy.offload else "")
-        + (", state shared by replicas" if policy.zero else "")
+        + SHARED[policy.zero]
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
         + (", vertical sync" if policy.vertical_sync else "")
         + (", gradients clipped" if policy.clip else "")

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeplan.api.problems import with_zero
 from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import Infeasible
 from pipeplan.files.frameworks import WRITERS, Asked, parsed_renames
@@ -45,7 +46,7 @@ from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.simulated.other_schedules import own_schedule
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.planner.what_if.target import make_target_plan, unrestricted, with_price
-from pipeplan.problem import Chain, Device, Level, Platform, Policy, Problem
+from pipeplan.problem import SHARING, Chain, Device, Level, Platform, Policy, Problem, Zero
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.schedule.kinds import KINDS
@@ -276,6 +277,8 @@ def deepspeed(folder: Path, text: str, case: Case) -> str:
     sys.modules["deepspeed.pipe"].PipelineModule = source.PipelineModule  # type: ignore[attr-defined]
     exported: dict[str, Any] = {}
     exec(text, exported)
+    if "PARTS" not in exported:  # it has no pipelines whose replicas share gradients
+        return f"no pipeline, ZeRO-{exported['CONFIG']['zero_optimization']['stage']}"
     stages = len(exported["PARTS"]) - 1
     seen: list[int] = []
     for rank in range(stages):
@@ -341,7 +344,7 @@ def platforms(text: str) -> Iterator[tuple[str, Platform]]:
         yield part, Platform((Device(80 * 10**9),) * count, levels)
 
 
-def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: bool) -> bool:
+def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: bool, zero: Zero) -> bool:
     good = True
     heads = "".join(f" {name:>10}" for name in ("period", "bound", *(() if quick else ("flush", "2bw"))))
     print(f"{'model':10} {'GPUs':5} {'to':12}{heads}  what its own code says")
@@ -349,6 +352,7 @@ def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: 
         chain = case.profile()
         for label, platform in platforms(gpus):
             policy = Policy("flush", accumulate=8 * len(platform), optimizer="adam", precision="mixed")
+            policy = with_zero(policy, chain, zero)
             problem = Problem(chain, platform, policy, checkpointing="segments")
             free = {} if quick else unrestricted(problem)
             for name, accept in ACCEPT.items():
@@ -467,6 +471,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="8,2x8", help="GPUs, or nodes x GPUs")
     parser.add_argument("--models", default=",".join(case.name for case in CASES))
     parser.add_argument("--quick", action="store_true", help="without the prices")
+    parser.add_argument("--zero", type=int, choices=SHARING, default=0, help="what replicas share")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about itself
     folders: dict[str, Path | None] = {"megatron": given.megatron, "torchtitan": given.torchtitan}
@@ -474,7 +479,7 @@ def main() -> None:
     for name, folder in folders.items():
         print(f"{name}: {'skipped, no source given' if folder is None else version(folder)}")
     print(f"torch: {torch.__version__}\n")
-    good = check(folders, given.gpus, given.models.split(","), given.quick)
+    good = check(folders, given.gpus, given.models.split(","), given.quick, given.zero)
     print()
     good &= min(list(map(train, TARGETS["torch"].kinds)))
     sys.exit(0 if good else 1)

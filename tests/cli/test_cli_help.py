@@ -132,7 +132,7 @@ def test_help_has_headings_defaults_and_what_is_required(pipeplan: Command) -> N
     assert out.index("Platform:") < out.index("--gpus N|N") < out.index("Training:")
     assert "INTEGER RANGE" not in out
     assert "<=x<=1000000" not in out
-    assert "[default: 0; 0<=x<=1]" in pipeplan("grid", "--help-all")[1]
+    assert "[default: 0; 0<=x<=3]" in pipeplan("grid", "--help-all")[1]
     assert "[required]" in pipeplan("report", "--help")[1]
     assert "[default: 0]" in pipeplan("simulate", "--help-all")[1]  # of --seed
     assert "Options:\n" in pipeplan("list", "--help")[1]  # few need no headings

@@ -485,3 +485,37 @@ def test_torch_recomputes_nothing_of_models_that_it_traces_so_nothing_is_planned
     listed = pp.plan(replace(chain, edges=None), mem="2500B", **asked)
     assert any(x.checkpoint for x in listed.plan.allocation.stages)
     assert isinstance(own_export(listed.plan, "torch"), Exported)
+
+
+def shared(zero, stages):
+    plan = planned(stages)
+    return replace(plan, policy=replace(plan.policy, zero=zero))
+
+
+def test_what_replicas_share_is_said(monkeypatch):
+    one, two = [(0, 11, (0, 1))], [(0, 6, (0, 1)), (6, 11, (2, 3))]
+    for zero, stages, reshards in ((1, two, "never"), (2, one, "never"), (3, one, "always")):
+        found = flags(exported(shared(zero, stages), "torchtitan", rename=RENAME))
+        assert found["parallelism.data_parallel_replicate_degree"] == ["1"]
+        assert found["parallelism.data_parallel_shard_degree"] == ["2"]
+        assert found["parallelism.fsdp_reshard_after_forward"] == [reshards]
+        config = imported(exported(shared(zero, stages), "deepspeed"), monkeypatch)["CONFIG"]
+        assert config["zero_optimization"] == {"stage": zero}
+    assert "PipelineModule" not in exported(shared(3, one), "deepspeed")
+    for zero, strategy in ((2, "optim_grads"), (3, "optim_grads_params")):
+        found = flags(exported(shared(zero, two), "megatron"))
+        assert found["data-parallel-sharding-strategy"] == [strategy]
+        assert found["ckpt-format"] == ["fsdp_dtensor"]
+        assert {"use-megatron-fsdp", "use-distributed-optimizer"} <= set(found)
+        made = exported(shared(zero, two), "megatron-bridge")
+        assert f'cfg.ddp.data_parallel_sharding_strategy = "{strategy}"' in made
+        assert 'cfg.checkpoint.ckpt_format = "fsdp_dtensor"' in made
+        assert "cfg.ddp.use_megatron_fsdp = True" in made
+        assert "cfg.dist.use_megatron_fsdp = True" in made
+        for name in ("torchtitan", "deepspeed"):
+            what = "weights" if zero == 3 else "gradients"
+            with pytest.raises(CannotExpress, match=f"{name}: replicas share no {what} beside pipelines there"):
+                exported(shared(zero, two), name, rename=RENAME)
+        with pytest.raises(CannotExpress, match=rf"torch: replicas share no {what} there \(--zero {zero}\)"):
+            exported(shared(zero, one), "torch-split")
+    assert "use-distributed-optimizer" in flags(exported(shared(1, two), "megatron"))

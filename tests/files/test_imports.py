@@ -277,3 +277,34 @@ def test_the_plan_that_is_run_is_judged_beside_the_best(tmp_path, pipeplan: Comm
     script.write_text("--num-layers 12 --micro-batch-size 2 --global-batch-size 16")
     _, _, err = pipeplan(*small)
     assert [line.partition(" needs ")[0] for line in err.splitlines()] == [f"error: {script}: each of devices 0-3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "zero"),
+    [
+        ("megatron", "--use-megatron-fsdp", 3),
+        ("megatron", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
+        ("megatron", "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", None),
+        ("megatron", "--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", 1),
+        ("torchtitan", "", 3),
+        ("torchtitan", "--parallelism.fsdp_reshard_after_forward never", 2),
+        ("torchtitan", "--parallelism.data_parallel_replicate_degree 4", None),
+        ("torchtitan", "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 4", 1),
+    ],
+)
+def test_what_replicas_share_is_read(name, text, zero, tmp_path):
+    start = {
+        "megatron": "--num-layers 12 --micro-batch-size 2 --global-batch-size 32 ",
+        "torchtitan": "--parallelism.data_parallel_shard_degree -1 ",
+    }[name]
+    assert READERS[name](source(tmp_path, start + text)).zero == zero
+
+
+def test_what_nobody_shares_so_is_refused(tmp_path):
+    both = "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 4 "
+    with pytest.raises(BadInput, match=r"replicas share no weights beside pipelines there \(--zero 3\)"):
+        READERS["torchtitan"](source(tmp_path, both + "--parallelism.fsdp_reshard_after_forward always"))
+    with pytest.raises(BadInput, match="fsdp_reshard_after_forward sometimes is none of default, always and never"):
+        READERS["torchtitan"](source(tmp_path, both + "--parallelism.fsdp_reshard_after_forward sometimes"))
+    with pytest.raises(BadInput, match="--data-parallel-sharding-strategy some isn't known"):
+        READERS["megatron"](source(tmp_path, "--num-layers 12 --data-parallel-sharding-strategy some"))

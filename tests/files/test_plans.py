@@ -83,7 +83,7 @@ def test_who_shares_the_optimizers_state_is_said_and_what_that_takes_is_counted_
     found = read_plan(written(tmp_path, edited(document, ("policy", "zero"), 0)))[1]
     assert f"devices[1].weights_bytes is {own[1] - less}; the stages and starts give {own[1]}" in found
     with pytest.raises(BadInput, match=r"\$\.policy\.zero"):
-        read_plan(written(tmp_path, edited(document, ("policy", "zero"), 2)))
+        read_plan(written(tmp_path, edited(document, ("policy", "zero"), 4)))
 
 
 def test_another_limit_gives_other_figures(tmp_path):

@@ -245,7 +245,8 @@ class Facts:
         bandwidth, latency = platform.paths[level]
         every = self.problem.policy.update_interval(spread.high)
         exact = np.asarray(gradient).astype(object)  # bytes times 1e9 exceed 64 bits
-        found = time_model.ring_all_reduce_ns(exact, spread.low, bandwidth, latency, shared_by=every)
+        halves = self.problem.policy.sharing.update
+        found = time_model.ring_all_reduce_ns(exact, spread.low, bandwidth, latency, every, halves)
         return np.asarray(found).astype(np.float64)
 
     @cached_property

@@ -14,8 +14,8 @@ from ...errors import BadInput
 from ...plan import Plan, Stage
 from .asked import Asked, Imported, Source, parsed_renames, placed
 from .deepspeed import deepspeed
-from .megatron import megatron, megatron_bridge, read_megatron
-from .options import read_options
+from .megatron import megatron, megatron_bridge, read_megatron, selective
+from .options import Options, read_options
 from .torch_pipelining import torch_csv, torch_split, torch_stages
 from .torchtitan import read_torchtitan, torchtitan
 
@@ -88,6 +88,7 @@ class Reader:
     what: str
     own: tuple[str, ...]  # how options begin of which a file has at least one
     tensor: str = ""  # the option that says how many GPUs run each layer together
+    selective: Callable[[Options], bool] = lambda options: False  # whether the cores of attention run again
 
     def __call__(self, source: Source) -> Imported:
         """Return what a file says; BadInput where none of its options is one that is read."""
@@ -106,6 +107,7 @@ READERS: dict[str, Reader] = {
         "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
         ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
         "tensor-model-parallel-size",
+        selective,
     ),
     "torchtitan": Reader(
         read_torchtitan,

@@ -42,7 +42,11 @@ class Asked:
 
     def expressed(self, target: str) -> Expressed:
         """Return the stages in a target's terms; CannotExpress says what it has no words for."""
-        return express(self.plan.chain, self.stages, target)
+        found = express(self.plan.chain, self.stages, target)
+        unshared = TARGETS[target].unshared(self.plan.policy.zero, found.shape)
+        if unshared is not None:
+            raise CannotExpress(f"{target}: {unshared}")
+        return found
 
     def kind(self, shape: Shape) -> ScheduleKind:
         """Return the schedule that a target with its own orders runs on stages of a shape: the plan's, or the usual."""
@@ -134,8 +138,8 @@ class Imported:
 
 
 SELECTIVE = (
-    "selective recomputation is inside of layers, of which the profile knows nothing: it is judged as none, so memory "
-    "is at most as said and the time at least"
+    "selective recomputation is inside of layers, of which the profile knows nothing (profile --selective): it is "
+    "judged as none, so memory is at most as said and the time at least"
 )
 
 
@@ -148,6 +152,7 @@ def placed(
     shape: Shape,
     microbatches: int,
     recompute: Recompute,
+    zero: Zero = 0,
 ) -> tuple[Stage, ...]:
     """Return the stages that hold ``counts`` units each, in order; BadInput where the target itself runs no such.
 
@@ -155,7 +160,7 @@ def placed(
     """
     if 0 in counts:
         raise BadInput(f"{source.path}: stage {counts.index(0)} holds nothing; plans have a layer in every stage")
-    reasons = refusals(TARGETS[target], kind, shape, microbatches)
+    reasons = refusals(TARGETS[target], kind, shape, microbatches, zero)
     if reasons:
         raise BadInput(f"{source.path}: {reasons[0]}")
     weights, ends = weight_bytes(source.chain), [0]

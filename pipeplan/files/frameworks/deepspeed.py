@@ -6,19 +6,18 @@ from ...names import shown
 from ...version import __version__
 from .asked import Asked
 
-TEXT = '''"""Stages of {model} for DeepSpeed, planned by pipeplan {version}.
+CONFIG = '''"""Stages of {model} for DeepSpeed, planned by pipeplan {version}.
 
     {ranks} stages x {pipelines} pipelines, {microbatches} microbatches of {each} samples for each pipeline and update.
 """
 
-from deepspeed.pipe import PipelineModule
-
-PARTS = {parts}  # where the layers of each stage begin, and where they end; the loss is loss_fn
-CONFIG = {{
+{imported}CONFIG = {{
     "train_batch_size": {batch},
     "train_micro_batch_size_per_gpu": {each},
-    "gradient_accumulation_steps": {microbatches},{autocast}
+    "gradient_accumulation_steps": {microbatches},{more}
 }}
+'''
+PIPELINE = '''PARTS = {parts}  # where the layers of each stage begin, and where they end; the loss is loss_fn
 
 
 class PlannedPipelineModule(PipelineModule):
@@ -39,17 +38,23 @@ def planned(layers, loss_fn, **options):
     options = {{"num_stages": {ranks}, "activation_checkpoint_interval": {interval}, **options}}
     return PlannedPipelineModule(layers=layers, loss_fn=loss_fn, **options)
 '''
+ALONE = """# every GPU has all layers: deepspeed.initialize(model=model, config=CONFIG)
+"""
 
 
 def deepspeed(asked: Asked) -> str:
-    """Return a Python module with a subclass of ``PipelineModule`` that has the plan's stages, and the batch sizes.
+    """Return a Python module with a subclass of ``PipelineModule`` that has the plan's stages, and the configuration:
+    batch sizes, and what replicas share. Where they share gradients there is no pipeline and no such class.
 
     One stage per rank, in order. Layers that share weights must be given as ``TiedLayerSpec``.
     """
-    found = asked.expressed("deepspeed")
+    found, zero = asked.expressed("deepspeed"), asked.plan.policy.zero
     shape, each = found.shape, asked.plan.chain.microbatch
     ends = [part[-1].modules_stop for part in found.units]
-    return TEXT.format(
+    alone = zero > 1  # which pipelines there don't go with
+    more = f'\n    "torch_autocast": {{"enabled": True, "dtype": "{asked.autocast}"}},' if asked.autocast else ""
+    more += f'\n    "zero_optimization": {{"stage": {zero}}},' if zero else ""
+    return (CONFIG + (ALONE if alone else PIPELINE)).format(
         model=repr(shown(asked.plan.chain.name))[1:-1].replace('"', "'"),
         version=__version__,
         ranks=shape.ranks,
@@ -58,6 +63,7 @@ def deepspeed(asked: Asked) -> str:
         each=each,
         batch=each * asked.microbatches,
         parts=[0, *ends],
-        autocast=f'\n    "torch_autocast": {{"enabled": True, "dtype": "{asked.autocast}"}},' if asked.autocast else "",
+        more=more,
+        imported="" if alone else "from deepspeed.pipe import PipelineModule\n\n",
         interval=0 if found.recompute.rule == "none" else found.recompute.count,
     )

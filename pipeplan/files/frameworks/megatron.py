@@ -17,6 +17,7 @@ from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown
 from ...plan import ScheduleKind
+from ...problem import Zero
 from .asked import SELECTIVE, Asked, Imported, Source, placed
 from .options import Options
 
@@ -28,7 +29,15 @@ MOST_LETTERS = 10**5
 LAYOUT = "--pipeline-model-parallel-layout"
 LETTER = re.compile(r"([EtmL|])(?:\*([0-9]{1,6}))?")
 REPEATED = re.compile(r"\(([^()]*)\)\*([0-9]{1,6})")
-TRAINED = ("micro-batch-size", "global-batch-size")  # what Megatron-Bridge has in cfg.train
+SHARDED: dict[Zero, str] = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+PLACES = {  # of what Megatron-Bridge has outside of cfg.model
+    "micro-batch-size": "train",
+    "global-batch-size": "train",
+    "use-distributed-optimizer": "ddp",
+    "use-megatron-fsdp": "ddp",
+    "data-parallel-sharding-strategy": "ddp",
+    "ckpt-format": "checkpoint",
+}
 
 # --- from a plan ------------------------------------------------------------------------------------------------------
 
@@ -46,13 +55,12 @@ def megatron(asked: Asked) -> str:
 
 
 def megatron_bridge(asked: Asked) -> str:
-    """Return the same as assignments to Megatron-Bridge's ``cfg.model`` and ``cfg.train``."""
+    """Return the same as assignments to Megatron-Bridge's ``cfg``."""
     head, parts, lines = _facts(asked)
     facts = {name: value for line in lines for name, value in line.items()}
     facts["share-embeddings-and-output-weights"] = not facts.pop("untie-embeddings-and-output-weights")
-    said = [
-        f"cfg.{'train' if x in TRAINED else 'model'}.{x.replace('-', '_')} = {_written(y)}" for x, y in facts.items()
-    ]
+    said = [f"cfg.{PLACES.get(x, 'model')}.{x.replace('-', '_')} = {_written(y)}" for x, y in facts.items()]
+    said += ["cfg.dist.use_megatron_fsdp = True"] if "use-megatron-fsdp" in facts else []
     chunks = len(parts) // facts["pipeline-model-parallel-size"]
     said += [
         f"cfg.model.virtual_pipeline_model_parallel_size = {chunks if chunks > 1 else None}",
@@ -96,9 +104,17 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
         {"untie-embeddings-and-output-weights": not tied},  # which isn't the default there
         {"mtp-num-layers": mtp} if mtp else {},
     ]
+    if chain.selective:
+        lines.append({"recompute-granularity": "selective"})
     if way.rule != "none":
         full = {"recompute-granularity": "full", "recompute-method": METHODS[way.rule]}
         lines.append({**full, "recompute-num-layers": way.count})
+    zero = asked.plan.policy.zero
+    if zero:
+        lines.append({"use-distributed-optimizer": True})
+    if zero > 1:
+        fsdp = {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": SHARDED[zero]}
+        lines.append({**fsdp, "ckpt-format": "fsdp_dtensor"})
     world = shape.ranks * shape.pipelines * chain.tensor
     return f"# {world} GPUs: data-parallel size {shape.pipelines}\n", parts, lines
 
@@ -145,7 +161,8 @@ def read_megatron(source: Source) -> Imported:
     shape = Shape(ranks, source.gpus // ranks, len(parts) // ranks)
     kind: ScheduleKind = "interleaved" if shape.chunks > 1 else "1f1b"
     microbatches = _microbatches(source, shape)
-    stages = placed(source, "megatron", units, counts, kind, shape, microbatches, _recompute(options))
+    zero = _zero(options)
+    stages = placed(source, "megatron", units, counts, kind, shape, microbatches, _recompute(options), zero or 0)
     optimizer = options.text("optimizer") or "adam"
     return Imported(
         stages,
@@ -153,12 +170,22 @@ def read_megatron(source: Source) -> Imported:
         microbatches,
         optimizer=BY_NAME.get(optimizer),
         precision="mixed" if "bf16" in options or "fp16" in options else None,
-        zero=1 if "use-distributed-optimizer" in options else None,
+        zero=zero,
         notes=(
-            *([SELECTIVE] if _selective(options) else []),
+            *([SELECTIVE] if selective(options) and not chain.selective else []),
             *([] if optimizer in BY_NAME else [f"what --optimizer {shown(optimizer)} keeps is not known"]),
         ),
     )
+
+
+def _zero(options: Options) -> Zero | None:
+    """Return what replicas share of the optimizer's state, gradients and weights."""
+    strategy = options.text("data-parallel-sharding-strategy") or SHARDED[3]
+    found = next((zero for zero, name in SHARDED.items() if name == strategy), None)
+    if found is None and strategy != "no_shard":
+        raise BadInput(f"{options.path}: --data-parallel-sharding-strategy {shown(strategy)} isn't known")
+    whole: Zero | None = 1 if "use-distributed-optimizer" in options else None
+    return found or whole if "use-megatron-fsdp" in options else whole
 
 
 def _microbatches(source: Source, shape: Shape) -> int:
@@ -185,13 +212,14 @@ def _microbatches(source: Source, shape: Shape) -> int:
     return whole // micro
 
 
-def _selective(options: Options) -> bool:
+def selective(options: Options) -> bool:
+    """Whether the cores of attention run again."""
     return options.text("recompute-granularity") == "selective" or "recompute-activations" in options
 
 
 def _recompute(options: Options) -> Recompute:
     granularity = options.text("recompute-granularity")
-    if granularity is None or _selective(options):
+    if granularity is None or selective(options):
         return Recompute()
     method, count = options.text("recompute-method"), options.count("recompute-num-layers", 1)
     rule = next((rule for rule, name in METHODS.items() if name == method), None)

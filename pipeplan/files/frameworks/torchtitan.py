@@ -29,6 +29,7 @@ SCHEDULES: dict[ScheduleKind, str] = {
 OTHERS = ("context-parallel-degree", "expert-parallel-degree")
 PARTS = "parallelism.module-fqns-per-model-part"
 POINTS = "parallelism.pipeline-parallel-split-points"
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
 LOCAL = ("training.local-batch-size", "training.batch-size")
 KINDS: dict[str, ScheduleKind] = {name.lower(): kind for kind, name in SCHEDULES.items()}
 RECOMPUTED = {"none": Recompute(), "full": Recompute("every", 1)}
@@ -52,7 +53,8 @@ def torchtitan(asked: Asked) -> str:
             elsewhere = next((t for t in range(s + 1, len(parts)) if name in parts[t]), None)
             if elsewhere is not None:
                 raise CannotExpress(f"torchtitan: module '{shown(name)}' would be in stages {s} and {elsewhere}")
-    if asked.autocast and found.shape.ranks > 1:
+    zero = asked.plan.policy.zero
+    if asked.autocast and found.shape.ranks > 1 and not zero:
         raise CannotExpress(
             "torchtitan: casts nothing in pipelines whose weights it doesn't shard; the plan is under autocast"
         )
@@ -69,8 +71,9 @@ def torchtitan(asked: Asked) -> str:
     flags = [
         *([f"--parallelism.tensor_parallel_degree {chain.tensor}"] if chain.tensor > 1 else []),
         f"--parallelism.pipeline_parallel_degree {shape.ranks}",
-        f"--parallelism.data_parallel_replicate_degree {shape.pipelines}",
-        "--parallelism.data_parallel_shard_degree 1",
+        f"--parallelism.data_parallel_replicate_degree {1 if zero else shape.pipelines}",
+        f"--parallelism.data_parallel_shard_degree {shape.pipelines if zero else 1}",
+        *([f"{RESHARD} {'always' if zero == 3 else 'never'}"] if zero else []),
         f"--parallelism.pipeline_parallel_schedule {SCHEDULES[asked.kind(shape)]}",
         f"--parallelism.num_pp_microbatches {each}",
         "--parallelism.module_fqns_per_model_part " + " ".join(shlex.quote(",".join(part)) for part in parts),
@@ -106,8 +109,8 @@ def read_torchtitan(source: Source) -> Imported:
     """Return what torchtitan runs with the flags: stages, schedule, microbatches, recomputation.
 
     Names are the profile's as ``--rename`` has them. Without names its rule shares the blocks evenly, embedding and
-    output counting as blocks. Sharded data parallelism beside pipelines keeps whole weights and gradients while a
-    mini-batch runs, and a share of the optimizer's state: ZeRO-1.
+    output counting as blocks. Sharded data parallelism is ZeRO-3 where weights are gathered in every pass, ZeRO-2 where
+    forwards leave them whole; beside pipelines gradients are whole, too, while a mini-batch runs: ZeRO-1.
     """
     options, chain = source.options, source.chain
     units = TARGETS["torchtitan"].units(chain)
@@ -132,11 +135,21 @@ def read_torchtitan(source: Source) -> Imported:
     recompute, notes = _recompute(options)
     microbatches, more = _microbatches(source, ranks, pipelines)
     notes += more
-    stages = placed(source, "torchtitan", units, counts, kind, shape, microbatches, recompute)
-    zero: Zero | None = 1 if sharded else None
-    if sharded:
+    zero = _zero(options, ranks, sharded)
+    stages = placed(source, "torchtitan", units, counts, kind, shape, microbatches, recompute, zero or 0)
+    if zero == 1:
         notes += ("sharded data parallelism as ZeRO-1: whole weights and gradients while pipelines run",)
     return Imported(stages, kind, microbatches, zero=zero, notes=notes)
+
+
+def _zero(options: Options, ranks: int, sharded: bool) -> Zero | None:
+    said = options.text(RESHARD[2:].replace("_", "-")) or "default"
+    if said not in ("default", "always", "never"):
+        raise BadInput(f"{options.path}: {RESHARD} {shown(said)} is none of default, always and never")
+    if not sharded:
+        return None
+    gathered = said == "always" or (said == "default" and ranks == 1)
+    return 3 if gathered else 2 if ranks == 1 else 1
 
 
 def _pipelines(source: Source, ranks: int) -> tuple[int, bool]:

@@ -85,7 +85,7 @@ class BlockSearch:
         count, units = self.problem.policy.accumulate or 1, len(self.cuts) - 1
         for kind in kinds:
             for shape in shapes(self.problem, kind, units, partial(self._chunks, kind)):
-                if not refusals(self.target, kind, shape, count):
+                if not refusals(self.target, kind, shape, count, self.problem.policy.zero):
                     yield Config(self._work_bound(shape), kind, shape)
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterable[int]:
@@ -106,13 +106,16 @@ class BlockSearch:
         speed = max(device.speed for device in problem.platform.devices)
         gradient = memory_model.gradient_of(problem.chain, problem.policy, 0, len(problem.chain))
         paths = {platform.paths[platform.level_of(group)] for group in shape.groups()}
-        ring = min(int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path)) for path in paths)
+        halves = problem.policy.sharing.update
+        ring = min(
+            int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path, halves=halves)) for path in paths
+        )
         ring *= shape.chunks == 1
         return int((count * work_ns(problem) / speed + ring) / shape.ranks)
 
     def _why_no_config(self, kinds: Sequence[ScheduleKind]) -> str:
         count = self.problem.policy.accumulate or 1
-        reasons = refusals(self.target, kinds[0], Shape(2, 1), count)
+        reasons = refusals(self.target, kinds[0], Shape(2, 1), count, self.problem.policy.zero)
         why = reasons[0] if reasons else "no shape of pipelines is possible"
         return f"--for {self.name}: with {count} microbatches an update on {len(self.problem.platform)} GPUs, {why}"
 

@@ -67,13 +67,24 @@ class Tables:
         if key not in self._known:
             self.problem.deadline.check()
             self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
-        return self._known[key]
+        own = self._forward(group)
+        forward, backward = self._exchanging(own, self._known[key] - own, group)
+        return np.minimum(NEVER, forward + backward)
 
     def forward(self, group: Sequence[int]) -> Ints:
         """Return F of every stage, with what it waits for where transfers block."""
+        forward = self._forward(group)
+        return self._exchanging(forward, forward, group)[0]
+
+    def _forward(self, group: Sequence[int]) -> Ints:
         device = self.problem.platform.slowest(group)
         before, behind = self.stages.waits
         return self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
+
+    def _exchanging(self, forward: Ints, backward: Ints, group: Sequence[int]) -> tuple[Ints, Ints]:
+        platform = self.problem.platform
+        path = platform.paths[platform.level_of(group)]
+        return self.stages.exchanging(forward, backward, len(group), path)
 
     def update(self, group: Sequence[int]) -> Ints:
         """Return what the update of every stage takes behind its last backward, at least."""

@@ -321,8 +321,9 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     work = passes + (Fraction(0) if overlaps else step / count)
     drain = work / (1 - Fraction(count - 1, count) ** p)
     gradient: int = memory_model.gradient_of(chain, problem.policy, 0, len(chain))
-    rounds = Fraction(2 * (config.pipelines - 1) * gradient * 10**9, config.pipelines * platform.paths[0][0])
-    rounds += 2 * (config.pipelines - 1) * platform.paths[0][1] * (gradient > 0)
+    steps = problem.policy.sharing.update * (config.pipelines - 1)
+    rounds = Fraction(steps * gradient * 10**9, config.pipelines * platform.paths[0][0])
+    rounds += steps * platform.paths[0][1] * (gradient > 0)
     if overlaps:
         rounds = max(rounds, step / speed)
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)

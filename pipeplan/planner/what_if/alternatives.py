@@ -10,9 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from ...check.validate import judged
 from ...deadline import OutOfTime
 from ...errors import BadInput, Infeasible
-from ...plan import Allocation, Alternative, Plan
+from ...partition.balance import data_parallel
+from ...plan import Allocation, Alternative, Plan, Provenance, Schedule
 from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ..least_late import found_quickly
 from ..periodic.incumbent import Incumbent, Settings
@@ -20,6 +22,8 @@ from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
 from ..plan import Planned, make_plan
 
 COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
+MOST_RECOMPUTED = 1000  # layers, each of which may run again
+NEARLY = 1.1  # as long as a pipeline at most: what takes none is then said
 Find = Callable[[Problem], Planned]
 
 
@@ -56,6 +60,30 @@ def with_alternatives(
             options["pipeline_ns"] = _pipeline_ns(problem, plan)
     provenance = replace(plan.provenance, options=options, alternatives=tuple(found))
     return replace(planned, plan=replace(plan, provenance=provenance))
+
+
+def with_unpipelined(problem: Problem, planned: Planned) -> Planned:
+    """Return a plan that drains with what one stage on all GPUs takes instead, if that isn't much longer, in
+    ``provenance.options["unpipelined_ns"]``; what replicas share is as the policy of ``problem`` says."""
+    plan = planned.plan
+    piped = plan.policy.drains and not plan.allocation.data_parallel
+    if not piped or problem.most_replicas == 1 or len(plan.chain) > MOST_RECOMPUTED:
+        return planned
+    policy = replace(
+        plan.policy, zero=problem.policy.zero, bucket_parameters=problem.policy.bucket_parameters, coarsening=None
+    )
+    here = replace(problem, chain=plan.chain, policy=policy)
+    schedule, found = Schedule("1f1b", plan.interval), list[int]()
+    with suppress(BadInput, OutOfTime):
+        for allocation in data_parallel(here):
+            one = Plan(plan.chain, plan.platform, policy, allocation, None, (), Provenance("data-parallel"), schedule)
+            result, broken = judged(one)
+            found += [result.period_ns] if result is not None and not broken else []
+    least = min(found, default=None)
+    if least is None or least > NEARLY * planned.evaluation.period_ns:
+        return planned
+    options = {**plan.provenance.options, "unpipelined_ns": least}
+    return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
 
 
 def _pipeline_ns(problem: Problem, plan: Plan) -> int | None:

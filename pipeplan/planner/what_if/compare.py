@@ -46,7 +46,8 @@ class Reached:
 @dataclass(frozen=True, slots=True)
 class OnePlatform:
     """One platform: its number of GPUs, the memory of each (bytes), after how much all plans update
-    weights, the bound of class ``any`` (ns), a cell each, and how many GPUs run each layer together (``tensor``)."""
+    weights, the bound of class ``any`` (ns), a cell each, and how many GPUs run each layer together (``tensor``),
+    of layers as they are or ``selective``."""
 
     gpus: int
     memory_bytes: int
@@ -55,6 +56,7 @@ class OnePlatform:
     bound_ns: int
     cells: tuple[Reached, ...]
     tensor: int = 1
+    selective: bool = False
 
     @property
     def best_ns(self) -> int | None:
@@ -159,7 +161,7 @@ def _row(
     samples, width = interval * problem.chain.microbatch, problem.platform.width
     policies = {problem.policy, *(found.plan.policy for found in plans.values() if found is not None)}
     bound = min(any_bound(problem.with_policy(policy)).period_ns for policy in policies)
-    return OnePlatform(count, memory, interval, samples, bound, tuple(cells), width)
+    return OnePlatform(count, memory, interval, samples, bound, tuple(cells), width, problem.chain.selective)
 
 
 def _better(one: Planned | None, other: Planned) -> Planned:

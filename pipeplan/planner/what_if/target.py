@@ -195,7 +195,7 @@ def unrestricted(problem: Problem, settings: Settings | None = None) -> dict[Wei
     the same updates; nothing of what doesn't fit, or takes long. A KeyboardInterrupt ends all of it."""
     found: dict[Weights, int] = {}
     settings = settings or Settings()
-    for weights in PRICED if places(problem) <= MOST_PLACES else ():
+    for weights in filter(problem.policy.goes_with, PRICED if places(problem) <= MOST_PLACES else ()):
         settings.status.phase = f"price: weights {weights} without the restriction"
         if settings.progress:
             settings.progress(settings.status.phase)

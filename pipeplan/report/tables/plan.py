@@ -38,6 +38,7 @@ from ..words import (
     orders_sentence,
     other_weights,
     restriction,
+    sharing,
     state,
     tensor_degree,
     throughput,
@@ -117,6 +118,7 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
         yield from _bound_lines(plan, result, bound, verbose)
     yield from _titled("searched", coarse_sentence(plan))
     yield from _titled("layers", layer_order(plan))
+    yield from _titled("shared", sharing(plan))
     yield from (*restriction(plan, result), *ordering(plan))
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:

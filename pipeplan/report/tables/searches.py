@@ -41,11 +41,11 @@ def print_rows(
     for line in assumed(assumptions):
         out.print(line)
     names = [cell.algorithm for cell in rows[0].cells]
-    degrees = len({row.tensor for row in rows}) > 1 or rows[0].tensor > 1
+    degrees = len({(row.tensor, row.selective) for row in rows}) > 1 or rows[0].tensor > 1
     table = make_table(*["tensor"] * degrees, "GPUs", "memory", counted, "bound", *names)
     for row in rows:
         table.add_row(
-            *[str(row.tensor)] * degrees,
+            *[f"{row.tensor}{' selective' * row.selective}"] * degrees,
             str(row.gpus),
             f"{row.memory_bytes / 1e9:g} GB",
             str(row.update_samples),
@@ -195,7 +195,7 @@ def _judged(planned: Planned, target: str) -> dict[str, Any]:
         "ranks": found.shape.ranks,
         "pipelines": found.shape.pipelines,
         "schedule": plan.schedule.kind,
-        "recomputed": str(found.recompute),
+        "recomputed": "attention's core" if plan.chain.selective else str(found.recompute),
         "units": [len(part) for part in found.units],
     }
 

@@ -128,6 +128,13 @@ class Job:
             check_decay(options.no_decay, self.make_optimizer)
         if policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
+        if self.plan.chain.selective:
+            raise BadInput("the plan is of layers that run attention's core again, which run doesn't; export it")
+        if policy.sharing.scattered and self.sums:
+            raise BadInput(
+                f"--zero {policy.zero}: run shares the optimizer's state alone (--zero 1); export the plan to "
+                "torchtitan, DeepSpeed or Megatron-LM"
+            )
         if policy.zero and self.sums:
             check_elementwise(self.make_optimizer, "sharing its state between replicas (--zero 1)")
         coarsening = policy.coarsening if options.coarsening is None else options.coarsening

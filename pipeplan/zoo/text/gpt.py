@@ -6,8 +6,10 @@ large ones: Myelin, Table I.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,8 @@ class GPTConfig:
 
     ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
     between tied layers. ``dropout`` is off by default: its masks depend on how a run is split. ``attention`` is
-    ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own.
+    ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own, or
+    ``again``: those, which the backward runs again (selective recomputation; Korthikanti et al. 2022, section 5).
     ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
     (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too.
     """
@@ -48,6 +51,27 @@ class GPTConfig:
     def group(self) -> Group:
         """The ranks that run each layer together."""
         return Group(self.tensor, self.sequence_parallel)
+
+
+class _Again(torch.autograd.Function):
+    """A function of some tensors of which these alone are saved; the backward runs it again, with the same dropout."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.function, ctx.devices = function, [x.device for x in inputs[:1] if x.is_cuda]
+        ctx.states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad(), torch.random.fork_rng(ctx.devices):
+            torch.set_rng_state(ctx.states[0])
+            for state, device in zip(ctx.states[1:], ctx.devices, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            out = ctx.function(*inputs)
+        return None, *torch.autograd.grad(out, inputs, gradients)
 
 
 class Embedding(nn.Module):
@@ -76,12 +100,12 @@ class Block(nn.Module):
         super().__init__()
         if config.hidden % config.heads:
             raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
-        if config.attention not in ("fused", "unfused"):
-            raise BadInput(f"attention: {config.attention!r} is neither fused nor unfused")
+        if config.attention not in ("fused", "unfused", "again"):
+            raise BadInput(f"attention: {config.attention!r} is neither fused, nor unfused, nor again")
         self.group = config.group
         self.heads = self.group.share(config.heads, "heads")
         width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")
-        self.unfused = config.attention == "unfused"
+        self.how = config.attention
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = nn.Linear(config.hidden, 3 * width)
         self.project = nn.Linear(width, config.hidden)
@@ -101,7 +125,9 @@ class Block(nn.Module):
         batch, sequence, _ = made.shape
         heads = made.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
-        if self.unfused:
+        if self.how == "again":
+            attended = _Again.apply(self._unfused, query, key, value)  # type: ignore[no-untyped-call]  # torch's
+        elif self.how == "unfused":
             attended = self._unfused(query, key, value)
         else:
             attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -13,8 +13,10 @@ update, the schedule, blocks of each stage where they aren't equal, ms of an ite
   fused attention, no dropout.
 
 ``tensor.csv`` has iterations with tensor parallelism, on A100 80GB, 8 in a server, every block recomputed, 51,200
-words: ``sc21`` (Narayanan et al. 2021, Table 1), ``korthikanti`` (2022, Table 5), and of vTrain all rows on 64 to 512
-GPUs whose groups stay in a server (``vtrain-servers``), and every twelfth on one server (``vtrain-server``).
+words: ``sc21`` (Narayanan et al. 2021, Table 1; ``sc21-zero3``: Table 2, DeepSpeed's ZeRO-3), ``korthikanti`` (2022,
+Table 5; ``korthikanti-selective``: with the core of attention again, nothing else, and sequence parallelism), and of
+vTrain all rows on 64 to 512 GPUs whose groups stay in a server (``vtrain-servers``), and every twelfth on one server
+(``vtrain-server``).
 
 Printed, as means of |predicted / measured - 1|: with the constants that every estimate has; by two-fold cross
 validation, or of few rows with each row left out; with constants fitted to the other width only; the regret of the
@@ -123,10 +125,11 @@ def layers_of(row: Row, blocks: int, stages: int) -> tuple[str, str | None]:
 def tensor_run(row: Row) -> Run:
     """Return the run of a row of ``tensor.csv``: equal pipelines of groups that run each layer together."""
     blocks, stages, tensor = size(row, "blocks"), size(row, "stages"), size(row, "tensor")
-    chunks, pipelines = size(row, "chunks"), size(row, "pipelines")
+    chunks, pipelines, again = size(row, "chunks"), size(row, "pipelines"), row["source"].endswith("selective")
     model = zoo.load(
         f"gpt2-small,blocks={blocks},hidden={row['hidden']},heads={row['heads']},sequence={row['sequence']},"
-        f"positions={row['sequence']},vocabulary=51200,tensor={tensor},dropout=0.1,attention=unfused,loss=fp32,tied=true"
+        f"positions={row['sequence']},vocabulary=51200,tensor={tensor},dropout=0.1,loss=fp32,tied=true,"
+        + ("attention=again,sequence_parallel=true" if again else "attention=unfused")
     )
     options = MeasureOptions(dtype=torch.float16, optimizer=optimizer_maker("adam", 0.0, as_on_gpus=True))
     batch = size(row, "microbatch")
@@ -143,11 +146,14 @@ def tensor_run(row: Row) -> Run:
         ",".join(map(str, counts)),
         pipelines,
         "/".join(groups * chunks) if chunks > 1 else None,
-        ",".join(f"{i}-{i}" for i in range(1, blocks + 1)),
+        "none" if again else ",".join(f"{i}-{i}" for i in range(1, blocks + 1)),
         "interleaved" if chunks > 1 else "1f1b",
         size(row, "batch"),
     )
     policy = Policy("flush", optimizer="adam", precision="mixed", bytes_per_parameter=MEGATRON)
+    if zero := size(row, "zero"):
+        block = max(layer.parameter_count for layer in part.layers)
+        policy = replace(policy, zero=zero, shared_bytes_per_parameter=MEGATRON, bucket_parameters=block)
     about_run = " ".join(row.values()), part, whole.grouped(tensor), policy, configuration
     return Run(*about_run, 1e6 * float(row["ms"]))
 

@@ -189,6 +189,18 @@ def test_weights_tied_to_another_stage_are_shared_too(weights, tmp_path):
     assert after.measured_bytes - under_way == after.planned_bytes == before.planned_bytes - 2 * 4 * 162_240 // 2
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_replicas_exchange_in_passes_is_not_run(zero):
+    chain = chain_of(half_cases.exploding, 4)
+    plan = plan_of(chain, [(0, 6, (0, 1))], weights="flush", accumulate=2)
+    plan = replace(plan, policy=replace(plan.policy, zero=zero))
+    with pytest.raises(BadInput, match=rf"--zero {zero}: run shares the optimizer's state alone \(--zero 1\)"):
+        run_plan(plan, EXPLODING, uncorrected(steps=1, lr=0.1))
+    plan = replace(plan, chain=replace(plan.chain, selective=True), policy=replace(plan.policy, zero=0))
+    with pytest.raises(BadInput, match="layers that run attention's core again, which run doesn't"):
+        run_plan(plan, EXPLODING, uncorrected(steps=1, lr=0.1))
+
+
 def test_optimizers_that_look_at_whole_weights_are_refused():
     plan = kept(plan_of(chain_of(half_cases.exploding, 4), [(0, 6, (0, 1))], accumulate=2), zero=1)
     with pytest.raises(BadInput, match=r"Adafactor isn't known to step each .*, as sharing its state between replicas"):
