@@ -5,6 +5,8 @@ from __future__ import annotations
 BY_SIGNAL = 128  # and the signal's number: as a shell says it of what a signal has ended
 BROKEN_PIPE = BY_SIGNAL + 13  # SIGPIPE's
 
+MOST_SAID = 100  # sentences of one error
+
 
 class PipeplanError(Exception):
     """A failure that is the user's to see: one clear sentence, never a traceback."""
@@ -35,10 +37,11 @@ class NoBetter(Infeasible):
 
 
 class InvalidPlan(PipeplanError):
-    """A plan that breaks the rules; ``violations`` holds one sentence for each."""
+    """A plan that breaks the rules; ``violations`` holds one sentence for each, and one for those beyond a hundred."""
 
     def __init__(self, violations: list[str]) -> None:
-        self.violations = list(violations)
+        more = len(violations) - MOST_SAID
+        self.violations = violations if more <= 1 else [*violations[:MOST_SAID], f"and {more} more like these"]
         super().__init__("; ".join(self.violations))
 
     def __reduce__(self) -> tuple[type[InvalidPlan], tuple[list[str]]]:

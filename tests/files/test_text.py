@@ -2,15 +2,22 @@
 
 import io
 import os
+import re
 import resource
 import signal
 import stat
 import sys
+from pathlib import Path
 
 import pytest
 
+from pipeplan.api import comparing
 from pipeplan.errors import BadInput
-from pipeplan.files.text import check_writable, read_text, replaced, write_text
+from pipeplan.files import forms, profile_rules
+from pipeplan.files.machines import platforms
+from pipeplan.files.text import MOST_BYTES, WRITER_S, check_writable, read_csv, read_text, replaced, write_text
+from pipeplan.runtime.measure import trace_file
+from pipeplan.schedule import kinds
 
 
 def test_what_cannot_be_read(tmp_path, monkeypatch):
@@ -26,6 +33,43 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
         read_text("-")
     monkeypatch.setattr(sys, "stdin", io.StringIO("plain"))
     assert read_text("-") == "plain"
+
+
+def test_what_is_longer_than_allowed_is_refused_and_what_is_as_long_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "long"
+    path.write_text("x" * 100)
+    assert read_text(str(path), 100) == "x" * 100
+    for place, text in ((str(path), None), ("-", "x" * 100)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        with pytest.raises(BadInput, match=r"is longer than 9\.9e-05 MB, the most that is read"):
+            read_text(place, 99)
+    os.truncate(path, MOST_BYTES + 1)
+    for read in (read_text, lambda name: list(read_csv(name))):
+        with pytest.raises(BadInput, match="is longer than 64 MB"):
+            read(str(path))
+
+
+LIMITS = {  # row of docs/reference/limits.md -> what the program has
+    "a file or standard input": f"{MOST_BYTES // 10**6} MB",
+    "the trace of a run": f"{trace_file.MOST_BYTES // 10**6} MB",
+    "a pipe that nothing writes into": f"waited for {WRITER_S:.0f} s",
+    "layers of a profile": f"{profile_rules.MOST_LAYERS:,}",
+    "edges of a profile": f"{profile_rules.MOST_EDGES:,}",
+    "layers of a profile with edges": f"{profile_rules.MOST_LAYERS_WITH_EDGES:,}",
+    "a name, or where": f"{forms.MOST_LETTERS:,} characters",
+    "devices of a": f"{platforms.MOST_DEVICES:,}",
+    "cases of": f"{comparing.MOST_CASES:,}",
+    "steps of one simulated run": f"{kinds.MOST_STEPS:,}",
+}
+
+
+def test_the_page_has_the_limits_that_there_are():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "limits.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| ([^|]*) \|$", page.partition("## Sizes")[2].partition("\n## ")[0], re.MULTILINE)
+    assert len(rows) == len(LIMITS) + 1
+    for (what, most), (row, value) in zip(rows[1:], LIMITS.items(), strict=True):
+        assert what.startswith(row)
+        assert most == value
 
 
 def entries(folder):
