@@ -1,8 +1,9 @@
 """Look at HTML reports in a real browser: python scripts/checks/pictures.py FOLDER [--trace PLAN TRACE]
 
-Makes reports of plans for 2, 8 and 32 GPUs, of a schedule that drains, of all schedules side by side and, with --trace,
-of a run under its plan. Opens each as wide as a screen and as a phone, points, turns the wheel and drags in all their
-charts, says what doesn't answer, and leaves a picture of each page in FOLDER. Needs Chromium (apt install chromium).
+Makes reports of plans for 2, 8, 32 and 128 GPUs, of a schedule that drains, of all schedules side by side and, with
+--trace, of a run under its plan. Opens each as wide as a screen and as a phone, points, turns the wheel and drags in
+all their charts, says what doesn't answer, and leaves a picture of each page in FOLDER, light or, with --dark, dark.
+Needs Chromium (apt install chromium).
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ PAGES = {
         "",
     ),
     "8-all": ("gpt2-small-b4-a100", "--gpus 8 --mem 40GB --algorithm balance --bandwidth 300GB/s", "--schedule all"),
+    "128": (
+        "gpt2-xl-b4-a100",
+        "--gpus 128 --mem 40GB --split 13,13,13,13 --replicas 38,30,30,30",
+        "",
+    ),
     "32": ("gpt2-xl-b4-a100", "--gpus 32 --mem 40GB --algorithm balance --bandwidth 300GB/s", ""),
 }
 
@@ -60,7 +66,8 @@ window.onload = () => {
     want(chart.width > innerWidth / 3, say('the chart has room'));
     const steps = chart.ticks.slice(1).map(([at], i) => at - chart.ticks[i][0]);
     want(chart.ticks.length > 1 && new Set(steps).size === 1 && /^[125]0*$/.test(steps[0]), say('ticks are round'));
-    const inner = data.ops.filter(op => op[1] === 'F' && op[4] >= data.start && op[4] + op[5] <= data.end);
+    const seen = data.ops.filter(op => chart.shown.includes(op[0]) && op[1] === 'F');
+    const inner = seen.filter(op => op[4] >= data.start && op[4] + op[5] <= data.end);
     const op = inner[Math.floor(inner.length / 2)];
     for (let i = 0; i < 40 && op[5] / (group.to - group.from) * chart.width < 60; i++) {
       scrolled = -1e9;
@@ -90,6 +97,14 @@ window.onload = () => {
     want(group.microbatch === null && tip.style.display === 'none', say('leaving ends it'));
     fire(canvas, MouseEvent, {}, { type: 'dblclick' });
     want(group.from === group.first && group.to === group.last, say('a double click shows all'));
+    const folded = chart.names.findIndex(name => name.dataset.one);
+    if (folded >= 0) {
+      const before = chart.shown.length, more = data.rows.filter(row => row[2] === folded).length - 1;
+      chart.names[folded].click();
+      want(chart.shown.length === before + more, say('a click opens replicas'));
+      chart.names[folded].click();
+      want(chart.shown.length === before, say('another closes them'));
+    }
     const links = document.querySelector(`input[data-links="${data.group}"]`);
     if (links) {
       const before = canvas.clientHeight, rows = data.rows.filter(row => row[1]).length;
@@ -120,7 +135,7 @@ onmessage = event => { found[event.data.page] = event.data; document.body.datase
 
 
 def look(
-    pages: dict[str, tuple[str, int, int]], picture: Path | None = None, view: int = -1
+    pages: dict[str, tuple[str, int, int]], picture: Path | None = None, view: int = -1, dark: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Return what each page, (text, width, height in pixels) by name, lacks in a browser, and the charts that it has.
 
@@ -140,6 +155,7 @@ def look(
                 CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom",
                 "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000",
                 f"--user-data-dir={folder}/user", f"--window-size={wide},{high}",
+                *(["--blink-settings=preferredColorScheme=0"] if dark else []),
                 *([] if picture is None else [f"--screenshot={picture}"]),
                 (Path(folder) / "all.html").as_uri(),
             ],
@@ -155,6 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trace", nargs=2, metavar=("PLAN", "TRACE"))
+    parser.add_argument("--dark", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, str] = {}
@@ -169,7 +186,7 @@ def main() -> int:
     for name, text in texts.items():
         (options.folder / f"{name}.html").write_text(text)
         pages = {"screen": (text, SCREEN, 2400), "phone": (text, PHONE, 2400)}
-        for where, found in look(pages, options.folder / f"{name}.png", view=4).items():
+        for where, found in look(pages, options.folder / f"{name}.png", 4, options.dark).items():
             said = "; lacking: ".join(found["lacking"]) or f"all {len(found['charts'])} charts answer"
             print(f"{name} on a {where}: {said}")
             lacking += len(found["lacking"])

@@ -50,7 +50,7 @@ def counted(group: int, folder: Path) -> dict[str, float]:
     """Return what the processes of a group have now."""
     found = dict.fromkeys(MAY_GROW, 0.0)
     for path in of_group(group):
-        with suppress(OSError):
+        with suppress(OSError, KeyError):  # one that has just ended
             lines = dict(x.split(":", 1) for x in (path / "status").read_text().splitlines())
             found["threads"] += int(lines["Threads"])
             found["descriptors"] += len(os.listdir(path / "fd"))

@@ -2,7 +2,7 @@
 
     python scripts/checks/strangers.py [--starts 20]
 
-The stranger looks every 20 ms for what has begun to listen on this machine (TCP, and sockets by path or abstract name),
+Every 20 ms it is told on what the run's processes have begun to listen (TCP, and sockets by path or abstract name),
 connects to it, sends nothing, or a few bytes every second time, and stays. All runs must train, with the losses of one
 without a stranger. Needs root, which the stranger gives up for the user nobody, and torch.
 """
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,47 +28,56 @@ RUN = "plan.json --steps 3 --device cpu --timeout 60s"
 SECONDS = 600
 
 
-def doors() -> set[tuple[int, Any]]:
-    """Return the family and address of everything that listens here."""
-    found: set[tuple[int, Any]] = set()
+def doors(group: int) -> set[tuple[int, Any]]:
+    """Return the family and address of everything on which a process of a group listens."""
+    theirs, found = set(), set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            if int((path / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                theirs |= {os.readlink(x) for x in (path / "fd").iterdir()}
     for name, family, host in (("tcp", socket.AF_INET, "127.0.0.1"), ("tcp6", socket.AF_INET6, "::1")):
-        with suppress(OSError):
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                _, local, _, state, *_ = line.split()
-                if state == "0A":
-                    found.add((family, (host, int(local.rpartition(":")[2], 16))))
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in theirs:
+                found.add((family, (host, int(local.rpartition(":")[2], 16))))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         parts = line.split(maxsplit=7)
-        if len(parts) == 8 and parts[3] == "00010000":  # which listens
-            found.add((socket.AF_UNIX, parts[7].replace("@", "\0", 1) if parts[7].startswith("@") else parts[7]))
+        if len(parts) == 8 and parts[3] == "00010000" and f"socket:[{parts[6]}]" in theirs:
+            found.add((socket.AF_UNIX, "\0" + parts[7][1:] if parts[7].startswith("@") else parts[7]))
     return found
 
 
-def stranger(known: set[tuple[int, Any]], told: Any) -> None:
-    """Connect to each door that isn't known, and stay; tell of each that let this user in."""
+def stranger(asked: Any) -> None:
+    """Connect to each door that is asked for, and stay; answer with those that let this user in."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    held = []
-    for number in count():
-        for door in doors() - known:
-            known.add(door)
-            with suppress(OSError):
-                came = socket.socket(door[0], socket.SOCK_STREAM)
-                came.settimeout(1)
-                came.connect(door[1])
-                if number % 2:
-                    came.send(b"\0\xff?")
-                held.append(came)
-                told.send(str(door[1]))
-        time.sleep(0.02)
+    held: list[socket.socket] = []
+    for family, address in iter(asked.recv, None):
+        with suppress(OSError):
+            came = socket.socket(family, socket.SOCK_STREAM)
+            came.settimeout(1)
+            came.connect(address)
+            if len(held) % 2:
+                came.send(b"\0\xff?")
+            held.append(came)
+    asked.send(len(held))
 
 
-def trained(folder: Path) -> tuple[int, list[str], str]:
-    """Return the exit code of a run, its losses, and what it says."""
-    line = [sys.executable, "-m", "pipeplan", "run", *RUN.split(), "--json"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
-    return done.returncode, re.findall(r'"loss": ([-\d.e]+)', done.stderr), done.stderr
+def trained(folder: Path, beside: Any = None) -> tuple[int, list[str], str]:
+    """Return the exit code of a run, its losses, and what it says; tell who is ``beside`` it of its doors."""
+    line, known = [sys.executable, "-m", "pipeplan", "run", *RUN.split(), "--json"], set[tuple[int, Any]]()
+    with (
+        (folder / "said").open("w") as said,
+        subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True) as run,
+    ):
+        while run.poll() is None:
+            for door in doors(run.pid) - known if beside else ():
+                known.add(door)
+                beside.send(door)
+            time.sleep(0.02)
+    text = (folder / "said").read_text()
+    return run.returncode, re.findall(r'"loss": ([-\d.e]+)', text), text
 
 
 def main() -> int:
@@ -85,24 +93,17 @@ def main() -> int:
         _, losses, _ = trained(folder)
         assert losses, "a run alone must train"
         for start in range(starts):
-            here, there = multiprocessing.Pipe(duplex=False)
-            beside = multiprocessing.Process(target=stranger, args=(doors(), there), daemon=True)
+            here, there = multiprocessing.Pipe()
+            beside = multiprocessing.Process(target=stranger, args=(there,), daemon=True)
             beside.start()
-            code, found, said = trained(folder)
+            code, found, said = trained(folder, here)
+            here.send(None)
+            came += (inside := here.recv())
             beside.kill()
             beside.join()
-            there.close()
-            inside = []
-            with suppress(EOFError):
-                while here.poll():
-                    inside.append(here.recv())
-            came += len(inside)
             good = code == 0 and found == losses
             failed += not good
-            print(
-                f"start {start}: {'trained' if good else f'ended with {code}: {said[-500:]}'}; in at {inside}",
-                flush=True,
-            )
+            print(f"start {start}: {'trained' if good else f'ended with {code}: {said[-500:]}'}; in at {inside} doors")
     print(f"{starts} starts, {came} doors let a stranger in; {failed} runs failed")
     return 1 if failed else 0
 

@@ -16,7 +16,7 @@ from cases.plans import straight
 from pipeplan.check.bounds import any_bound
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule
-from pipeplan.planner.plan import make_plan
+from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.simulated.simulation import Refused, compare_schedules, simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.page.html import MOST_OPERATIONS, Measured, microbatches_shown, report_html
@@ -84,6 +84,35 @@ def test_the_page_is_well_formed_and_needs_nothing_else(page):
     assert not re.search(r"https?:|<link|src=|@import|url\(", page)
 
 
+def test_replicas_of_a_stage_stand_as_one_on_many_gpus():
+    """128 GPUs on a screen: a row and a chart of memory for each stage, of which a click opens the others."""
+    plan = make_plan(
+        Problem(published("alexnet"), Platform.flat(20, 10**11), Policy("2bw", accumulate=80)),
+        STATED,
+        {"split": f"4,{len(published('alexnet')) - 4}", "replicas": "12,8"},
+    ).plan
+    page = report_html(simulate_plan(plan, 80))
+    rows = data_of(page)["charts"]["run"]["rows"]
+    assert [head for _, link, head in rows if not link] == [0] * 12 + [12] * 8
+    assert all(head == i for i, (_, link, head) in enumerate(rows) if link)
+    assert page.count(">GPU 0-11 x12<") == page.count(">GPU 12-19 x8<") == 2  # of the period and of the run
+    assert sorted(data_of(page)["memory"]) == ["0", "12"]
+    assert "<figcaption>GPU 0-11 x12: peak " in page
+    assert ">stages<" not in page
+    few = report_html(simulate_plan(straight(), 12))
+    assert "data-one=" not in few
+
+
+def test_the_gap_is_drawn_and_twins_of_schedules_stand_in_one_row():
+    plan = straight()
+    runs, refused = compare_schedules(plan, ["gpipe", "1f1b"], 8)
+    twin = replace(runs[1], schedule="zb1p")
+    page = report_html(simulate_plan(plan, 8), [*runs, twin], refused)
+    assert f">{runs[1].schedule}, zb1p<" in page
+    assert page.count("<h3>") == 2
+    assert page.count('class="gap"') == sum(x.period_ns < plan.pattern.period_ns for x in plan.lower_bounds)
+
+
 def test_the_page_has_every_operation_stage_and_device(page):
     parsed, charts = Page(page), data_of(page)["charts"]
     run = simulate_plan(straight(), 12).timeline
@@ -94,7 +123,7 @@ def test_the_page_has_every_operation_stage_and_device(page):
         if (work := run.program.operations[step.position])
     ]
     assert sorted(tuple(op[1:6]) for op in charts["run"]["ops"]) == sorted(steps)  # of links too
-    assert sum(link for _, link in charts["run"]["rows"]) == 3
+    assert sum(link for _, link, _ in charts["run"]["rows"]) == 3
     assert len([op for op in charts["pattern"]["ops"] if op[1] == "F"]) >= 4
     assert [a["id"] for a in parsed.of("div", "chart")] == ["pattern", "run"]
     assert len(parsed.of("svg")) == 4
@@ -140,7 +169,9 @@ def test_what_is_measured_stands_under_what_was_planned(report_of_a_run):
     page = report_html(simulation, measured=measured)
     planned, trained = (data_of(page)["charts"][name] for name in ("run", "measured"))
     assert planned["group"] == trained["group"]
-    assert [row for row, link in trained["rows"] if not link] == [row for row, link in planned["rows"] if not link]
+    assert [row for row, link, _ in trained["rows"] if not link] == [
+        row for row, link, _ in planned["rows"] if not link
+    ]
     for kind in ("F", "B"):
         wanted = sorted([op[2:] for op in planned["ops"] if op[1] == kind and op[3] < 6])
         found = sorted([op[2:] for op in trained["ops"] if op[1] == kind and op[3] < 6])
@@ -182,10 +213,13 @@ def test_no_name_ends_the_script():
 
 
 @pytest.mark.skipif(pictures.CHROMIUM is None, reason="no Chromium here")
-def test_every_chart_answers_in_a_browser_at_2_8_and_32_gpus_and_on_a_phone(report_of_a_run, tmp_path):
+def test_every_chart_answers_in_a_browser_at_2_8_32_and_128_gpus_and_on_a_phone(report_of_a_run, tmp_path):
     """Ticks, numbers, wheel, drag, pointing and links of every chart, offline; and there is something to be seen."""
     simulation, measured = report_of_a_run
     two = report_html(simulation, measured=measured)
+    problem = Problem(published("alexnet"), Platform.flat(128, 10**11), Policy("2bw", accumulate=140))
+    replicas = {"split": f"4,{len(problem.chain) - 4}", "replicas": "70,58"}
+    replicated = report_html(simulate_plan(make_plan(problem, STATED, replicas).plan, 140))
     platform = Platform.flat(32, 16 * 10**9)
     plan = make_plan(Problem(published("densenet121"), platform, Policy("2bw")), "balance").plan
     assert len(plan.allocation.stages) > 16
@@ -196,6 +230,7 @@ def test_every_chart_answers_in_a_browser_at_2_8_and_32_gpus_and_on_a_phone(repo
     pages = {
         "2 phone": (two, pictures.PHONE, 900),
         "8": (report_html(simulate_plan(eight, 8), runs), 900, 900),
+        "128": (replicated, pictures.SCREEN, 900),
         "32": (many, pictures.SCREEN, 900),
         "32 phone": (many, pictures.PHONE, 900),
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...check.delays import plan_delays
 from ...check.evaluate import Evaluation, evaluate
-from ...choices import BEST
+from ...choices import BEST, DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...plan import Plan
@@ -309,5 +309,6 @@ def compare_schedules(
         except BadInput as error:
             refused.append(Refused(schedule, str(error)))
     status.part = ""
-    runs.sort(key=lambda run: (not run.fits, run.per_microbatch_ns))
+    drained = plan.policy.weights == DRAINED  # others would train otherwise
+    runs.sort(key=lambda run: (not run.fits, drained and not run.drained, run.per_microbatch_ns))
     return runs, refused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 from ...runtime.measure.times import OpTime
 from ...schedule.program import PASSES
 from ...schedule.timeline import Timeline
+from ...units import format_devices
 from ..gantt import NAMES, Bar, GanttRow, timeline_rows
 from ..traces import apart
 
-MOST_LINKED = 16  # GPUs of a chart that shows links unasked
+MOST_LINKED = 16  # GPUs of a chart that shows links, and replicas of a stage apart, unasked
 OF_MICROBATCHES = (*PASSES, "SEND_F", "SEND_B", "DATA")  # what a rank does for one; else it is for an update
 IDLE = ("WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B")  # what a rank does that does nothing
 
@@ -32,11 +33,22 @@ class Chart:
     end_ns: int
     batch: int = 1
 
+    @property
+    def folds(self) -> list[list[int]]:
+        """The rows under each row: of many GPUs those that run the same stages stand as one, until it is opened."""
+        return folded(
+            [
+                (frozenset(bar.stage for bar in row.bars), row.name.partition(",")[2]) if row.device is not None else i
+                for i, row in enumerate(self.rows)
+            ]
+        )
+
     def data(self) -> dict[str, Any]:
         """Return it as the script reads it."""
+        heads = {i: rows[0] for rows in self.folds for i in rows}
         return {
             "group": self.group,
-            "rows": [[row.name, int(row.device is None)] for row in self.rows],
+            "rows": [[row.name, int(row.device is None), heads[i]] for i, row in enumerate(self.rows)],
             "batch": self.batch,
             "start": self.start_ns,
             "end": self.end_ns,
@@ -49,11 +61,31 @@ class Chart:
 
     def html(self) -> str:
         """Return its place on the page."""
-        names = "".join(f'<div title="{escape(row.name)}">{escape(row.name)}</div>' for row in self.rows)
+        under = {rows[0]: rows for rows in self.folds if len(rows) > 1}
+        names = "".join(self._name(i, under.get(i, [])) for i in range(len(self.rows)))
         return (
             f'<div class="chart" id="{self.name}"><div class="names">{names}</div>'
             f'<canvas tabindex="0" role="img" aria-label="{self.name}: what GPUs and links do when"></canvas></div>'
         )
+
+    def _name(self, i: int, under: Sequence[int]) -> str:
+        """Return the name of a row, for several GPUs as a button that opens them."""
+        name = escape(self.rows[i].name)
+        if not under:
+            return f'<div title="{name}">{name}</div>'
+        gpus = format_devices([x.device for x in map(self.rows.__getitem__, under) if x.device is not None], ", ")
+        text = f"GPU {gpus} x{len(under)}"
+        return f'<div title="{text}: open" role="button" tabindex="0" data-one="{name}">{text}</div>'
+
+
+def folded(keys: Sequence[Hashable]) -> list[list[int]]:
+    """Return the places of equal keys together, where there are many; else each by itself."""
+    if len(keys) <= MOST_LINKED:
+        return [[i] for i in range(len(keys))]
+    places: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    return list(places.values())
 
 
 def run_chart(name: str, group: str, timeline: Timeline) -> Chart:

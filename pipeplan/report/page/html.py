@@ -26,9 +26,10 @@ from ..gantt import Window, plan_window, working_devices
 from ..tables.plan import group_column, stage_figures
 from ..tables.simulations import SCHEDULE_COLUMNS, column_words, schedule_cells
 from ..words import alone_ns, bound_class, distance, machine
-from .charts import Chart, measured_chart, run_chart, toolbar
+from .charts import Chart, folded, measured_chart, run_chart, toolbar
 
 FAR = 8  # times the highest peak, a GPU's memory is left out of the charts of what it holds
+SIZES = (("GB", 10**9), ("MB", 10**6), ("B", 1))
 HALF = 28  # columns of each of two names in a cell
 MOST_OPERATIONS = 20_000  # of GPUs, in all runs that a page shows; more would make it slow to open
 
@@ -64,13 +65,18 @@ def report_html(
     """
     plan, timeline = simulation.plan, simulation.timeline
     result = evaluate(plan)
-    runs = [(x, run_chart(f"run-{x.schedule}", "run", x.timeline)) for x in beside if x.schedule != simulation.schedule]
+    twins = _twins(beside)
+    runs = [
+        (same, run_chart(f"run-{same[0].schedule}", "run", same[0].timeline))
+        for same in twins
+        if simulation.schedule not in [x.schedule for x in same]
+    ]
     others = [chart for _, chart in runs]
     shown_charts, parts = [], []
     for charts, html in (
         _steady(plan),
         _run(simulation, measured, others),
-        (others, [*_schedules(beside, refused), *(_titled(x.name, x.makespan_ns, chart) for x, chart in runs)]),
+        (others, [*_schedules(twins, refused), *(_titled(_names(x), x[0].makespan_ns, chart) for x, chart in runs)]),
     ):
         shown_charts += charts
         parts += html
@@ -207,10 +213,17 @@ def _bounds(plan: Plan, result: Evaluation) -> str:
     longest = max(period for _, period, _, _ in entries)
     rows = [
         f'<div class="left">{escape(name)}: {format_ns(period)}{extra}</div>'
-        f'<div class="track"><div class="fill {kind}" style="width:{100 * period / longest:.3f}%"></div></div>'
+        f'<div class="track"><div class="fill {kind}" style="width:{100 * period / longest:.3f}%"></div>'
+        f"{_gap(period, result.period_ns, longest)}</div>"
         for name, period, kind, extra in entries
     ]
     return f'<div class="bounds">{"".join(rows)}</div>'
+
+
+def _gap(bound_ns: int, period_ns: int, longest_ns: int) -> str:
+    """Return what lies between a bound and the plan, drawn; nothing where that can't be seen."""
+    share, text = (period_ns - bound_ns) / longest_ns, f"{period_ns / bound_ns - 1:.1%}"
+    return f'<div class="gap" style="width:{100 * share:.3f}%">{text if share > 0.1 else ""}</div>' if share > 0 else ""
 
 
 def _fill(bound: Bound) -> str:
@@ -221,7 +234,8 @@ def _stages(plan: Plan, result: Evaluation) -> str:
     column = group_column(plan, result.groups)
     title, places = ((column[0],), column[1]) if column else ((), [])
     head = ("stage", "layers", "GPUs", "forward ms", "backward ms", "recompute", *title, "in flight")
-    memory = ("weights GB", "activations GB", "buffers GB", "peak GB", "of GB")
+    unit, size_of = next((x, n) for x, n in SIZES if any(use.peak_bytes >= n for use in result.devices) or n == 1)
+    memory = [f"{name} {unit}" for name in ("weights", "activations", "buffers", "peak", "of")]
     rows: list[list[str]] = []
     for s, (stage, cost, use, in_flight, first) in enumerate(stage_figures(plan, result)):
         sizes = (use.weights_bytes, use.activation_bytes, use.buffer_bytes, use.peak_bytes, use.memory_bytes)
@@ -236,7 +250,7 @@ def _stages(plan: Plan, result: Evaluation) -> str:
             str(in_flight),
         ]
         if first == s:
-            cells += [f"{size / 1e9:.3f}" for size in sizes]
+            cells += [f"{size / size_of:.2f}" for size in sizes]
         else:
             cells += [f"with stage {first}", "", "", "", ""]
         rows.append(cells)
@@ -260,13 +274,26 @@ def _layers(plan: Plan, stage: Stage) -> str:
     return f"{stage.start}-{stage.stop - 1}  {names}"
 
 
-def _schedules(runs: Sequence[Simulation], refused: Sequence[Refused]) -> list[str]:
+def _twins(runs: Iterable[Simulation]) -> list[list[Simulation]]:
+    """Return the runs, those with the same figures together."""
+    found: dict[tuple[object, ...], list[Simulation]] = {}
+    for run in runs:
+        _, *figures = schedule_cells(run).values()
+        found.setdefault((run.makespan_ns, *map(str, figures)), []).append(run)
+    return list(found.values())
+
+
+def _names(twins: Iterable[Simulation]) -> str:
+    return ", ".join(x.name for x in twins)
+
+
+def _schedules(twins: Sequence[Sequence[Simulation]], refused: Sequence[Refused]) -> list[str]:
     """Return the table of ``simulate`` with several schedules, best first; nothing without any."""
-    if not runs and not refused:
+    if not twins and not refused:
         return []
-    rows = (schedule_cells(run).values() for run in runs)
+    rows = [[", ".join(x.schedule for x in same), *list(schedule_cells(same[0]).values())[1:]] for same in twins]
     notes = [
-        "; ".join(column_words(all(run.barrier for run in runs))),
+        "; ".join(column_words(all(run.barrier for same in twins for run in same))),
         *(f"{refusal.schedule}: not possible: {refusal.reason}" for refusal in refused),
     ]
     return [
@@ -299,21 +326,33 @@ def _memory_data(simulation: Simulation) -> dict[str, dict[str, object]]:
             "limit": simulation.uses[device].memory_bytes,
             "steps": list(activation_steps(simulation.timeline, lane)),
         }
-        for lane, device in working_devices(simulation.timeline)
+        for lane, device, _ in _fullest(simulation)
     }
+
+
+def _fullest(simulation: Simulation) -> list[tuple[int, int, str]]:
+    """Return the lane, the device and the name of each GPU; of many replicas of a stage the fullest stands for all."""
+    program, found = simulation.timeline.program, list[tuple[int, int, str]]()
+    lanes, width = working_devices(simulation.timeline), program.graph.resources[0].width
+    stages = [frozenset(program.operations[x.position].stage for x in program.lanes[i].steps) for i, _ in lanes]
+    for places in folded(stages):
+        lane, device = max((lanes[x] for x in places), key=lambda x: (simulation.uses[x[1]].peak_bytes, -x[1]))
+        devices = format_devices([lanes[x][1] for x in places], ", ")
+        found.append((lane, device, f"GPU {devices} x{len(places)}" if len(places) > 1 else gpu_name(device, width)))
+    return found
 
 
 def _memory(simulation: Simulation) -> str:
     """One small chart per GPU, all on one scale: 100 units wide, 1000 for the highest peak, or limit unless far off."""
     timeline = simulation.timeline
     figures = []
-    lanes = working_devices(timeline)
-    uses = [simulation.uses[device] for _, device in lanes]
+    lanes = _fullest(simulation)
+    uses = [simulation.uses[device] for _, device, _ in lanes]
     highest = max((use.peak_bytes for use in uses), default=1)
     limits = max((use.memory_bytes for use in uses), default=1)
     top = 1.05 * (highest if 0 < FAR * highest <= limits else max(highest, limits))
-    span, width = max(1, timeline.makespan_ns), timeline.program.graph.resources[0].width
-    for (i, device), use in zip(lanes, uses, strict=True):
+    span = max(1, timeline.makespan_ns)
+    for (i, device, name), use in zip(lanes, uses, strict=True):
         static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes
         path: list[str] = []
         last = 0.0
@@ -325,7 +364,7 @@ def _memory(simulation: Simulation) -> str:
         limit = max(-10, 1000 * (1 - memory / top))  # just outside where it is far off
         over = ' class="over"' if peak > memory else ""
         figures.append(
-            f"<figure><figcaption{over}>{gpu_name(device, width)}: peak {format_bytes(peak)} of {format_bytes(memory)}"
+            f"<figure><figcaption{over}>{name}: peak {format_bytes(peak)} of {format_bytes(memory)}"
             f'</figcaption><svg data-device="{device}" viewBox="0 0 100 1000" preserveAspectRatio="none">'
             f'<path class="held" d="{"".join(path)}"/>'
             f'<rect class="static" x="0" width="100" y="{1000 * (1 - static / top):.1f}" '

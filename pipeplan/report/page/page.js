@@ -93,6 +93,7 @@ class Chart {
     this.data = data;
     this.group = group;
     this.links = true;
+    this.open = new Set();
     this.fingers = new Map();
     this.rows = data.rows.map(() => []);
     for (const op of data.ops) this.rows[op[0]].push(op);
@@ -100,7 +101,10 @@ class Chart {
     group.add(this);
     this.listen();
   }
-  get shown() { return this.rows.map((_, i) => i).filter(i => this.links || !this.data.rows[i][1]); }
+  get shown() {
+    return this.data.rows.flatMap(([, link, head], i) =>
+      (this.links || !link) && (head === i || this.open.has(head)) ? [i] : []);
+  }
   get width() { return this.canvas.clientWidth; }
   time(x) { return this.group.from + x / this.width * (this.group.to - this.group.from); }
   x(time) { return (time - this.group.from) / (this.group.to - this.group.from) * this.width; }
@@ -155,9 +159,15 @@ class Chart {
     pen.strokeRect(0, bottom + 0.5, width, 0);
   }
   row(pen, row, top, width) {
-    const { group } = this;
-    let drawn = -1;
-    for (let i = this.after(row, group.from); i < row.length && row[i][4] < group.to; i++) {
+    const { group } = this, first = this.after(row, group.from), sizes = [];
+    let drawn = -1, longest = 0;
+    for (let i = first; i < row.length && row[i][4] < group.to; i++)
+      if (PASSES.has(row[i][1])) {
+        sizes.push(this.x(row[i][4] + row[i][5]) - this.x(row[i][4]));
+        longest = Math.max(longest, this.label(row[i]).length);
+      }
+    const labelled = sizes.sort((a, b) => a - b)[sizes.length >> 1] > pen.measureText('0'.repeat(longest)).width + 4;
+    for (let i = first; i < row.length && row[i][4] < group.to; i++) {
       const op = row[i], left = Math.max(0, this.x(op[4])), right = Math.min(width, this.x(op[4] + op[5]));
       const mine = group.microbatch !== null && this.of(op, group.microbatch);
       if (right < drawn + 0.5 && !mine) continue; // a box on the same point as the one before
@@ -167,7 +177,7 @@ class Chart {
       pen.fillStyle = colours[op[1] + (op[6] ? '2' : '')] || colours.OTHER;
       pen.fillRect(left, top + 2, size > 3 ? size - 0.75 : size, ROW - 4);
       const text = this.label(op);
-      if (size > 9 && PASSES.has(op[1]) && size > pen.measureText(text).width + 4) {
+      if (labelled && PASSES.has(op[1]) && size > pen.measureText(text).width + 4) {
         pen.fillStyle = op[6] ? '#ffffff' : '#10161c';
         pen.fillText(text, left + size / 2, top + ROW / 2 + 0.5);
         this.labels.push(text);
@@ -204,6 +214,11 @@ class Chart {
   }
   listen() {
     const { canvas, group, fingers } = this;
+    this.names.forEach((name, i) => {
+      if (!name.dataset.one) return;
+      name.addEventListener('click', () => this.fold(i, name));
+      name.addEventListener('keydown', event => { if (event.key === 'Enter') this.fold(i, name); });
+    });
     const inside = event => event.clientX - canvas.getBoundingClientRect().left;
     const spread = () => {
       const at = [...fingers.values()];
@@ -246,8 +261,18 @@ class Chart {
   }
   showLinks(wanted) {
     this.links = wanted;
-    this.names.forEach((name, i) => { name.style.display = wanted || !this.data.rows[i][1] ? '' : 'none'; });
+    this.arrange();
+  }
+  // Names stand beside the rows that are shown; replicas of a stage are one until their name is clicked.
+  arrange() {
+    const shown = new Set(this.shown);
+    this.names.forEach((name, i) => { name.style.display = shown.has(i) ? '' : 'none'; });
     this.draw();
+  }
+  fold(head, name) {
+    if (!this.open.delete(head)) this.open.add(head);
+    [name.textContent, name.dataset.one] = [name.dataset.one, name.textContent];
+    this.arrange();
   }
 }
 
@@ -268,6 +293,7 @@ const drawAll = () => Object.values(groups).forEach(group => {
   align(group);
   group.charts.forEach(chart => chart.draw());
 });
+Object.values(charts).forEach(chart => chart.arrange());
 for (const box of document.querySelectorAll('input[data-links]')) {
   const mine = Object.values(charts).filter(chart => chart.data.group === box.dataset.links);
   const set = () => mine.forEach(chart => chart.showLinks(box.checked));
