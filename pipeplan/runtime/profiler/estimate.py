@@ -5,8 +5,8 @@ the rate of its kind, and the time of the least one; a pass through a layer take
 operations take the host (:mod:`pipeplan.cost.roofline`). Flops are torch's counts (``torch.utils.flop_counter``) where
 they hold up. They don't for attention (no count for the fused kernel on CPU tensors, full squares for causal masks,
 none for grouped heads) and LSTMs (no count for the fused layer); both are counted here. What is saved for the backward
-is what autograd saves from fake tensors, with fused attention, as it runs on a GPU, and dropout as one kernel with a
-byte of mask for each number; an LSTM's workspace is taken as six numbers per state.
+is what autograd saves from fake tensors, with fused attention and RMS norms, as on a GPU, and dropout as one kernel
+with a byte of mask for each number; an LSTM's workspace is taken as six numbers per state.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ LSTM_KERNELS = 2  # per time step: the product with the state, and the pointwise
 
 aten = torch.ops.aten
 _DROPOUT = (functional.dropout, torch.dropout, aten.dropout.default)
+_RMS_NORM = (functional.rms_norm, torch.rms_norm, aten.rms_norm.default)
 ATTENTION_SHARE = 0.65  # of what products reach: FlashAttention-2 (Dao 2023), figures 5 and 6, causal, A100
 _LSTM, _LSTM_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
 
@@ -205,7 +206,7 @@ def _begun(make: MakeOptimizer) -> MakeOptimizer:
 
 class _AsOnGpu(TorchFunctionMode):
     """Attention as fused kernels do it: dropout, which they make again from its seed, saves nothing. Dropout elsewhere
-    is one kernel, and saves one byte for each number."""
+    is one kernel, and saves one byte for each number; so is an RMS norm, which saves what a layer norm does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -219,6 +220,11 @@ class _AsOnGpu(TorchFunctionMode):
             share, trained = given.get("p", 0.5), given.get(trains, True)
             if trained and 0 < share < 1 and not given.get("inplace", False):
                 return torch.native_dropout(given["input"], share, True)[0]
+        if func in _RMS_NORM:
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+            x, weight = given["input"], given.get("weight")
+            if weight is None or weight.dtype == x.dtype:
+                return functional.layer_norm(x, given["normalized_shape"], weight)
         return func(*args, **kwargs)
 
 

@@ -18,6 +18,9 @@ Table 5; ``korthikanti-selective``: with the core of attention again, nothing el
 vTrain all rows on 64 to 512 GPUs whose groups stay in a server (``vtrain-servers``), and every twelfth on one server
 (``vtrain-server``).
 
+``slices.csv`` has iterations of a few blocks of Llama 3 70B and 405B on 8 B200s, and the GiB of the fullest, as
+SimuMax's authors measured them with Megatron-LM and its distributed optimizer (MooreThreads/SimuMax, summary of b200).
+
 Printed, as means of |predicted / measured - 1|: with the constants that every estimate has; by two-fold cross
 validation, or of few rows with each row left out; with constants fitted to the other width only; the regret of the
 microbatch, and of the schedule, chosen by prediction; and the error of the memory.
@@ -37,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import pipeplan as pp
 from pipeplan import zoo
 from pipeplan.cost.roofline import Constants
 from pipeplan.files.machines.accelerators import accelerator
@@ -53,7 +57,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
     "vocabulary": "attention=fused,loss=fp32,tied=false",
 }
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
-TENSOR = "tensor"
+TENSOR, SLICES = "tensor", "slices"
 HOSTS = {  # of that server's host, as fitted to the rows of ``runs.csv`` with hidden size 1024, all of degree 1
     "vtrain-server": {"forward_host_ns": 29_000.0, "backward_host_ns": 44_000.0}
 }
@@ -285,6 +289,48 @@ def judge_tensor(each: bool) -> None:
             print(f"    {run.name:60} {1 + error:.3f}")
 
 
+def judge_slices(each: bool) -> None:
+    with open(Path(__file__).with_name("slices.csv"), encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    times, memory = [], []
+    for row in rows:
+        blocks, stages, tensor = size(row, "blocks"), size(row, "stages"), size(row, "tensor")
+        sizes = ",".join(f"{x}={row[x]}" for x in ("blocks", "hidden", "heads", "groups", "feed_forward", "sequence"))
+        counts = [blocks // stages + 1, *[blocks // stages] * (stages - 1)]  # with the embedding
+        found = pp.plan(
+            pp.profile(
+                f"zoo:llama3-70b,{sizes}",
+                gpu="b200",
+                microbatch=1,
+                dtype="bfloat16",
+                optimizer="adam",
+                granularity="node",
+                **({"tensor": tensor, "sequence_parallel": True} if tensor > 1 else {}),
+            ),
+            gpus=8,
+            gpu="b200",
+            tensor=tensor,
+            batch=size(row, "batch"),
+            weights="flush",
+            zero=1,
+            precision="mixed",
+            optimizer="adam",
+            bytes_per_parameter="6+12",
+            schedule="1f1b",
+            split=",".join(map(str, [*counts[:-1], counts[-1] + 3])),  # norm, head and loss
+            replicas=",".join([row["pipelines"]] * stages),
+            recompute="none",
+        )
+        times.append(found.evaluation.makespan_ns / (1e6 * float(row["ms"])) - 1)
+        memory.append(max(use.peak_bytes for use in found.evaluation.devices) / (2**30 * float(row["gib"])) - 1)
+        if each:
+            print(f"    {' '.join(row.values()):60} {1 + times[-1]:.3f} {1 + memory[-1]:.3f}")
+    print(f"slices: {len(rows)} rows")
+    for label, errors in (("time, a B200's constants", times), ("memory, 6 bytes per parameter and 12 shared", memory)):
+        sizes = np.abs(errors)
+        said(label, float(sizes.mean()), f"   bias {np.mean(errors):+.1%}, worst {sizes.max():.1%}")
+
+
 def _ordered(measured: np.ndarray, predicted: np.ndarray) -> int:
     pairs = [(i, j) for i in range(len(measured)) for j in range(i)]
     return sum((measured[i] < measured[j]) == (predicted[i] < predicted[j]) for i, j in pairs)
@@ -297,13 +343,15 @@ def _names(source: Source, column: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
-    parser.add_argument("--source", choices=[*SETTINGS, TENSOR], help="only these rows")
+    parser.add_argument("--source", choices=[*SETTINGS, TENSOR, SLICES], help="only these rows")
     parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
     arguments = parser.parse_args()
     with open(arguments.rows, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if arguments.source in (None, TENSOR):
         judge_tensor(arguments.each)
+    if arguments.source in (None, SLICES):
+        judge_slices(arguments.each)
     for name in SETTINGS:
         of_source = [row for row in rows if row["source"] == name]
         if not of_source or arguments.source not in (None, name):

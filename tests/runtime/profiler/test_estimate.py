@@ -373,3 +373,30 @@ def test_losses_take_what_their_kernels_read_and_write():
     assert moved[0] == pytest.approx([6 + 8, 4 + 12 + 6], rel=0.01)
     assert moved[1] == pytest.approx([6 + 32, 8 + 6], rel=0.01)
     assert moved[2] == pytest.approx([4, 4], rel=0.01)
+
+
+def test_an_rms_norm_is_one_kernel_as_on_gpus():
+    """It saves its input and a number for each row, also where a module is traced; one by hand is as it is written."""
+
+    def norm(batch):
+        return [nn.Linear(512, 512), nn.RMSNorm(512), nn.Linear(512, 512)], torch.randn(batch, 512), mean_square
+
+    def whole(batch):
+        return nn.Sequential(*norm(batch)[0]), torch.randn(batch, 512), mean_square
+
+    class Written(nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    def written(batch):
+        layers, x, loss = norm(batch)
+        return [layers[0], Written(), layers[2]], x, loss
+
+    layer, other = (estimate(build, 64).layers[1] for build in (norm, written))
+    assert 0 <= layer.saved_bytes - 4 * 64 * 512 <= 8 * 64
+    assert layer.work.forward.operations == 1
+    assert other.work.forward.operations > 3
+    assert (
+        estimate(lambda batch: (Whole(whole(batch)[0]), *whole(batch)[1:]), 64).layers[1].saved_bytes
+        == layer.saved_bytes
+    )
