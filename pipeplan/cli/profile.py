@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ..api.asked import Common, Parts, Planning, words
-from ..choices import ENGINES, USUAL_ENGINE
+from ..choices import ENGINES, USUAL_ENGINE, Effort, TargetName
 from ..names import SENTENCE, shown
 from .options import (
     DEBUG,
@@ -139,9 +139,9 @@ POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 @JSON
 def judge_arguments(
     arguments: str,
-    name: str,
+    name: TargetName,
     rename: tuple[str, ...],
-    effort: str,
+    effort: Effort | None,
     output: str | None,
     best: str | None,
     as_json: bool,
