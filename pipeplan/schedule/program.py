@@ -206,6 +206,20 @@ def first_come(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
     return None
 
 
+def oldest(first: Callable[[StepKind, int], bool]) -> Decide:
+    """Return what decides for what arrived first, but for kinds and stages that go ``first`` before all else; backwards
+    before others that arrive at once. By its ``first`` the simulator keeps what has come in order."""
+
+    def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
+        def rank(arrival: Arrival) -> tuple[bool, int, bool, Arrival]:
+            return not first(arrival.kind, arrival.stage), arrival.at_ns, arrival.kind != "B", arrival
+
+        return min((arrival for arrival in announced if arrival.has_come(now_ns)), key=rank, default=None)
+
+    decide.first = first  # type: ignore[attr-defined]
+    return decide
+
+
 def operations_of(
     graph: StageGraph, batch: int = 1, split: bool = False, apart: Set[int] = frozenset()
 ) -> tuple[Work, ...]:

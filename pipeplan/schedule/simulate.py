@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..deadline import NEVER, Deadline
 from ..errors import PipeplanError
-from .program import Arrival, Decide, Program, Step, first_come
+from .program import Arrival, Decide, Program, Step, StepKind, first_come
 from .timeline import Timeline, Times
 
 STEP_S = 5e-6  # what a step takes at least to be made and simulated
@@ -87,10 +87,10 @@ class _ProgramRun:
         self.free = [0] * len(program.lanes)  # when each lane that decides has done what it chose
         self.expected: dict[int, Arrival] = {}  # steps whose last transfer waits for its link
         self.rules: list[Decide | None] = [lane.rule() if lane.rule else None for lane in program.lanes]
-        self.messages = [getattr(rule, "stages", 0) for rule in self.rules]  # of lanes that run the oldest message
-        self.comers: list[tuple[Comers, Comers] | None] = [  # what no message brings, and the rest
-            ([], []) if rule is first_come or stages else None
-            for rule, stages in zip(self.rules, self.messages, strict=True)
+        self.first: list[Callable[[StepKind, int], bool] | None] = [getattr(rule, "first", None) for rule in self.rules]
+        self.comers: list[tuple[Comers, Comers] | None] = [  # what goes first, and the rest
+            ([], []) if rule is first_come or first else None
+            for rule, first in zip(self.rules, self.first, strict=True)
         ]
         self.ran: list[list[Step]] = [[] for _ in program.lanes]
         self.steps = 0
@@ -348,12 +348,9 @@ class _ProgramRun:
             return
         waits, at = self.comers[number], self.starts[index]
         if waits is not None:
-            ahead = by_message = False
-            if self.messages[number]:
-                work = self.program.operations[index % self.length]
-                ahead = work.kind != "B"
-                by_message = work.stage != (0 if ahead else self.messages[number] - 1)
-            heappush(waits[by_message or not self.messages[number]], (at, ahead, index))
+            before, work = self.first[number], self.program.operations[index % self.length]
+            ahead = before is not None and work.kind != "B"
+            heappush(waits[before is None or not before(work.kind, work.stage)], (at, ahead, index))
             heappush(self.events, (max(at, self.free[number]), number))
             if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
                 self._expect(index + 1, at + self.durations[index])

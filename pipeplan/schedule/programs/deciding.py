@@ -8,13 +8,12 @@ mini-batches the pipeline is mostly in a state in which it was before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
-from ..program import Arrival, Decide, Program, make_program, not_one_each, refuse
+from ..program import Decide, Program, make_program, not_one_each, oldest, refuse
 from ..registered import SteadyRun
 from ..simulate import STEP_S, simulate
 from ..timeline import Timeline
@@ -70,16 +69,7 @@ def next_message(stages: int) -> Decide:
     What no message brings follows at once: the last stage's backward its forward, and the first stage's next forward
     the backward that made room for it. Otherwise the oldest message, backwards first at equal times.
     """
-
-    def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
-        def rank(arrival: Arrival) -> tuple[bool, int, bool, Arrival]:
-            inline = arrival.stage == (stages - 1 if arrival.kind == "B" else 0)
-            return not inline, arrival.at_ns, arrival.kind != "B", arrival
-
-        return min((arrival for arrival in announced if arrival.has_come(now_ns)), key=rank, default=None)
-
-    decide.stages = stages  # type: ignore[attr-defined]  # by which the simulator keeps what has come in order
-    return decide
+    return oldest(lambda kind, stage: stage == (stages - 1 if kind == "B" else 0))
 
 
 DEFAULT_BATCH = 4  # microbatches of a mini-batch
@@ -105,34 +95,9 @@ def nf1b(graph: StageGraph, microbatches: int, batch: int = DEFAULT_BATCH, limit
         raise BadInput(f"nf1b: {microbatches} microbatches are not a whole number of mini-batches of {batch}")
     if limit is not None and limit < 1:
         raise BadInput(f"limit: {limit} is not positive")
-    rules = {(stage.resource, 0): backward_first for stage in graph.stages}
+    backward_first = oldest(lambda kind, stage: kind == "B")  # both come in order
+    rules = {(stage.resource, 0): lambda: backward_first for stage in graph.stages}
     return make_program(graph, microbatches, {}, rules=rules, batch=batch, limit=limit or len(graph.stages))
-
-
-def backward_first() -> Decide:
-    """Return the decision for the oldest backward that has come, else for the oldest forward.
-
-    Both arrive in order. Since a backward never waits for a forward, those that have not been seen yet arrived after
-    the last decision that left none behind, at the end of the queue; so a run is linear in its steps.
-    """
-    seen_ns = 0
-
-    def decide(now_ns: int, announced: Sequence[Arrival]) -> Arrival | None:
-        nonlocal seen_ns
-        oldest, come = None, 0
-        for arrival in reversed(announced):
-            if arrival.at_ns < seen_ns:
-                break
-            if arrival.kind == "B" and arrival.has_come(now_ns):
-                come += 1
-                oldest = arrival if oldest is None or arrival.step < oldest.step else oldest
-        if come <= 1:
-            seen_ns = now_ns
-        if oldest is not None:
-            return oldest
-        return next((arrival for arrival in announced if arrival.has_come(now_ns)), None)
-
-    return decide
 
 
 MOST_STEPS = 40_000  # that are simulated to find a steady state
