@@ -71,7 +71,8 @@ class Question:
         found = None
         if self.said["order"] == "best" and self.stated is None and self.said["algorithm"] in (AUTO, "contiguous"):
             found, problem = planned_in_best_order(problem, self.settings, self.made)
-        return fresher(found or self.made(problem), problem), problem
+        found = found or self.made(problem)
+        return fresher(found, problem) if self.said["algorithm"] == AUTO else found, problem
 
 
 def plan(

@@ -23,6 +23,8 @@ from .plan import Planned, make_plan
 
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
 AS_LONG = Fraction(1, 1000)  # that it may be for gradients that aren't late at all
+LONGER = Fraction(1, 1000), Fraction(1, 200), DEARER  # that a period may be for fewer microbatches in flight
+WORTH = 4  # with gradients late by one update training takes a quarter longer, by scripts/bench/time_to_loss.py
 NODES = 2 * 10**5  # splits of orders times operations squared: about a second
 LOOKS = 4 * 10**5  # at the clock, which a quick search may take: some seconds where there is much to simulate
 
@@ -53,27 +55,29 @@ def least_late(problem: Problem, find: Callable[[Problem], Found], drained: Quic
     return _naming(found, quick, quickly=True) if quick.plan.provenance.solver_status != "time limit" else found
 
 
-def fresher(found: Planned, problem: Problem, longer: Fraction = AS_LONG) -> Planned:
-    """Return the plan with the pattern of its stages whose gradients are least late, of those whose periods are at most
-    so much ``longer``: one with the fewest microbatches in flight, and the shortest of these.
+def fresher(found: Planned, problem: Problem) -> Planned:
+    """Return the plan with the pattern of its stages whose gradients are less late, if that pays: of the patterns with
+    the fewest microbatches in flight at periods up to :data:`LONGER` so much, and its own, the one of the shortest
+    period, of which each update that gradients are late on average adds a :data:`WORTH`.
 
     Exact where stages have their GPUs for themselves, by 1F1B*, and for few stages; else as far as :data:`NODES` tell.
     """
-    plan, graph, period = found.plan, found.evaluation.graph, found.evaluation.period_ns
+    plan, graph = found.plan, found.evaluation.graph
     if plan.pattern is None or plan.policy.drains or plan.policy.rules.fresher or not _late(found):
         return found
-    high = int(plan.pattern.period_ns * (1 + longer))
-    if graph.separate:
-        pattern = emptiest_one_f_one_b_star(graph, high) or plan.pattern
-    elif problem.deadline.passed or plan.provenance.solver_status == "interrupted":
+    if problem.deadline.passed or plan.provenance.solver_status == "interrupted":
         return found
-    else:
-        pattern = emptiest(graph, plan.pattern, high, NODES // len(graph.operations) ** 2)
-    if pattern == plan.pattern:
-        return found
-    plan = replace(plan, pattern=pattern)
-    other = Planned(plan, check(plan))
-    return other if _late(other) < _late(found) and other.evaluation.period_ns <= period * (1 + longer) else found
+    nodes = NODES // len(graph.operations) ** 2
+    others = dict[int, Planned]()  # by period
+    for longer in LONGER:
+        high = int(plan.pattern.period_ns * (1 + longer))
+        pattern = (
+            emptiest_one_f_one_b_star(graph, high) if graph.separate else emptiest(graph, plan.pattern, high, nodes)
+        )
+        if pattern is not None and pattern != plan.pattern and pattern.period_ns not in others:
+            other = replace(plan, pattern=pattern)
+            others[pattern.period_ns] = Planned(other, check(other))
+    return min((found, *others.values()), key=lambda x: x.evaluation.period_ns * (1 + _late(x) / WORTH))
 
 
 def drained_quickly(problem: Problem, interval: int, settings: Settings) -> Planned | None:

@@ -126,7 +126,8 @@ def _row(
         began = clock()
 
         def planned(problem: Problem) -> Planned:
-            return fresher(make_plan(problem, algorithm, settings=settings, effort=effort), problem)
+            found = make_plan(problem, algorithm, settings=settings, effort=effort)
+            return fresher(found, problem) if algorithm == AUTO else found
 
         try:
             plans[name] = planned(problem) if weights else least_late(problem, lambda x: (planned(x), x), drained)[0]
