@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,19 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)  # which has its defaults again where there is a handler here
 
 Command = Callable[..., tuple[int, str, str]]
+LONG = (  # with which one process of scripts/test each begins, so that none is left with them at the end
+    "test_docs.py", "test_softgpu.py", "test_like_blocks.py", "test_processes.py", "test_fuzz.py", "test_segments.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put each of the files that take longest in front of an equal share of all tests."""
+    rest = iter([item for item in items if item.path.name not in LONG])
+    share, order = len(items) // len(LONG), []
+    for name in LONG:
+        own = [item for item in items if item.path.name == name]
+        order += [*own, *islice(rest, max(0, share - len(own)))]
+    items[:] = [*order, *rest]
 
 
 @pytest.fixture(autouse=True)

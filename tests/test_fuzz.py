@@ -10,8 +10,8 @@ from cases.fuzz.readers import SHARES, Readers
 
 pytest.importorskip("torch")  # it reads checkpoints, and estimates profiles
 SEED = 13
-FILES = 40  # for each share of a kind
-LINES = range(150)
+FILES = 20  # for each share of a kind
+LINES = range(90)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ import copy
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,24 @@ PLACED: dict[ScheduleKind, str] = {
 
 def kinds() -> dict[str, Plan]:
     """Return a plan of every kind that is kept or run in its own way."""
+    return {kind: make() for kind, make in makers().items()}
+
+
+def makers() -> dict[str, Callable[[], Plan]]:
+    """Return what makes them."""
     flat = Platform.flat(2, SMALL, 10**9, 1)
     servers = Platform((*flat.devices, *flat.devices), (Level(2, 10**10), Level(2, 10**9, 2)), full_duplex=True)
 
-    def planned(policy: Policy, chain: Chain = CHAIN, platform: Platform = flat, **options: Any) -> Plan:
+    def planned(policy: Policy, chain: Chain = CHAIN, platform: Platform = flat, **options: Any) -> Callable[[], Plan]:
         kind, limit = options.pop("schedule", None), options.pop("limit", None)
         problem = Problem(chain, platform, policy, options.pop("replicas", False), options.pop("checkpointing", "none"))
-        return make_plan(
-            problem, options.pop("algorithm", "contiguous"), effort="quick", schedule=kind, limit=limit
-        ).plan
+        algorithm = options.pop("algorithm", "contiguous")
+        return lambda: make_plan(problem, algorithm, effort="quick", schedule=kind, limit=limit).plan
 
     asked = Problem(CHAIN, replace(servers, full_duplex=False), Policy("flush", optimizer="adam"), True, "segments")
-    grid = grid_problem(asked, 64, [CHAIN], overlap=True)[0]
     return {
-        "2bw, recomputed replicas of two speeds": small_plan(),
-        "2bw, several stages on a GPU": _shared(flat),
+        "2bw, recomputed replicas of two speeds": small_plan,
+        "2bw, several stages on a GPU": partial(_shared, flat),
         "2bw, offload": planned(Policy("2bw", 4, "adam", "mixed", offload=True, bucket_parameters=10)),
         "2bw, segments": planned(Policy("2bw"), platform=Platform.flat(2, 1140, 10**9, 1), checkpointing="segments"),
         "stash": planned(Policy("stash", optimizer="momentum")),
@@ -71,11 +75,11 @@ def kinds() -> dict[str, Plan]:
         "zb1p": planned(Policy("flush", 4), schedule="zb1p", algorithm="balance"),
         "zb2p": planned(Policy("flush", 4), schedule="zb2p", algorithm="balance"),
         "gpipe": planned(Policy("flush", 4), schedule="gpipe", algorithm="balance"),
-        **{f"{kind}, chunks": _placed(flat, kind, on) for kind, on in PLACED.items()},
-        "written": _written(flat),
-        "grid": make_grid_plan(grid, effort="quick").plan,
-        "1f1b, for deepspeed": make_target_plan(_drained(servers), "deepspeed").plan,
-        "interleaved, for torch": make_target_plan(_drained(flat), "torch", kinds=("interleaved",)).plan,
+        **{f"{kind}, chunks": partial(_placed, flat, kind, on) for kind, on in PLACED.items()},
+        "written": partial(_written, flat),
+        "grid": lambda: make_grid_plan(grid_problem(asked, 64, [CHAIN], overlap=True)[0], effort="quick").plan,
+        "1f1b, for deepspeed": lambda: make_target_plan(_drained(servers), "deepspeed").plan,
+        "interleaved, for torch": lambda: make_target_plan(_drained(flat), "torch", kinds=("interleaved",)).plan,
     }
 
 

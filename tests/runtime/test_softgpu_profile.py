@@ -37,35 +37,33 @@ import json, sys, torch
 from torch import nn
 from pipeplan.runtime.training.update.optimizers import optimizer_maker, parse_choice
 
-name = sys.argv[1]
-make = optimizer_maker(name if name.islower() else parse_choice(name, ""), 0.1)
-weights = [nn.Parameter(torch.ones(1 << 18, device="cuda")) for _ in range(4)]
-optimizer, peaks = make([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}]), []
-for _ in range(2):
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    optimizer.step()
-    peaks.append(torch.cuda.max_memory_allocated() - before)
-print(json.dumps({"weights": 4 << 20, "peak": peaks[-1], "fused": optimizer.param_groups[1]["fused"]}))
+found = {}
+for name in sys.argv[1:]:
+    make = optimizer_maker(name if name.islower() else parse_choice(name, ""), 0.1)
+    weights = [nn.Parameter(torch.ones(1 << 18, device="cuda")) for _ in range(4)]
+    optimizer, peaks = make([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}]), []
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    found[name] = peaks[-1] / (4 << 20), optimizer.param_groups[1]["fused"]
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "AdamW,weight_decay=0.1"])
-def test_an_update_takes_no_memory_that_plans_dont_count(gpu, name):
-    found = answer(gpu, STEP, name)
-    assert found["peak"] <= found["weights"] / 100
-    assert found["fused"]
+def test_an_update_takes_no_memory_that_plans_dont_count_but_where_it_is_said_so(gpu):
+    """Beside the weights' own."""
+    found = answer(gpu, STEP, "sgd", "momentum", "adam", "AdamW,weight_decay=0.1", "Adam,foreach=True")
+    much, fused = found.pop("Adam,foreach=True")
+    assert much >= 0.5
+    assert not fused
+    assert [name for name, (share, fused) in found.items() if share > 0.01 or not fused] == []
 
 
-def test_what_is_said_of_an_optimizer_holds(gpu):
-    found = answer(gpu, STEP, "Adam,foreach=True")
-    assert found["peak"] >= found["weights"] / 2
-    assert not found["fused"]
-
-
-SLOW_S = 0.2
+SLOW_S = 0.5  # longer than a layer takes on a busy machine
 
 
 def read_slowly(index, seed):

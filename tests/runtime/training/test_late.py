@@ -302,8 +302,9 @@ def test_it_goes_on_with_the_delays_of_another_plan_to_the_bit(name, chain, tmp_
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-@pytest.mark.parametrize("also", ["clipped", "in bf16", "warming up"])
+@pytest.mark.parametrize(
+    ("name", "also"), [("sgd", "clipped"), ("adamw", "in bf16"), ("sgd", "warming up"), ("adamw", "warming up")]
+)
 def test_it_goes_with_clipping_16_bits_and_rates_that_change_and_on_another_plan(name, also, tmp_path):
     """To the bit, but for the order in which a norm's squares are summed. Rates rise over three updates, and are halved
     after every second of the others."""
