@@ -183,7 +183,8 @@ def _best_sharing(problem: Problem, plan: Callable[[Problem, int | None], Planne
 def _refuse_small_matrices(plan: Plan) -> None:
     """Raise BadInput where an optimizer of whole matrices keeps more of a stage's weights than ``plan`` counts."""
     name, layers = plan.policy.optimizer, plan.chain.layers
-    for s, stage in enumerate(plan.allocation.stages if name in BY_MATRIX else ()):
+    counted = plan.policy.bytes_per_parameter is None and name in BY_MATRIX
+    for s, stage in enumerate(plan.allocation.stages if counted else ()):
         known = [x for x in layers[stage.start : stage.stop] if x.matrix_state is not None]
         kept = sum(x.matrix_state[BY_MATRIX.index(name)] for x in known if x.matrix_state)
         why = small_matrices(name, kept, sum(x.parameter_count for x in known), f"stage {s}")

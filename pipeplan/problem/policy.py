@@ -183,5 +183,5 @@ def small_matrices(name: Optimizer, kept: int, total: int, where: str) -> str | 
         return None
     return (
         f"optimizer {name}: keeps {kept:,} numbers for the {total:,} weights of {where}, whose matrices are small or "
-        f"few; plans count {row.share} of them"
+        f"few; plans count {row.share} of them, or what --bytes-per-parameter says of weights, gradients and state"
     )

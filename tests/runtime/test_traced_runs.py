@@ -262,6 +262,7 @@ def test_messages_keep_types_and_share_no_memory():
         torch.arange(3),
         torch.randn(4, 2).t(),
         torch.ones(0, 3),
+        torch.arange(6.0)[::2],
     ]
     specs = [TensorSpec(tuple(x.shape), x.dtype) for x in tensors]
     message = packed(tensors)

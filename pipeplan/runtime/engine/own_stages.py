@@ -186,7 +186,7 @@ class _Building:
     def _stepper(self, s: int, how: Stepping) -> Stepper:
         """Return what steps the weights of stage ``s``; BadInput where its state would be another than planned."""
         job, rank, options = self._job, self._rank, self._job.options
-        if not options.evaluates:
+        if not options.evaluates and job.plan.policy.bytes_per_parameter is None:
             trained = dict.fromkeys(p for module in rank.modules(s) for p in module.parameters() if p.requires_grad)
             check_state(options.optimizer or job.plan.policy.optimizer, trained, f"stage {s}")
         make = job.make_optimizer

@@ -82,7 +82,7 @@ def packed(tensors: Sequence[Tensor], specs: Sequence[TensorSpec] = (), device: 
         return ordered[0]
     if not any(spec.nbytes for spec in specs):
         return torch.zeros(1, dtype=torch.uint8, device=device)
-    return torch.cat([tensor.detach().resolve_conj().reshape(-1).view(torch.uint8) for tensor in ordered])
+    return torch.cat([x.detach().resolve_conj().reshape(-1).contiguous().view(torch.uint8) for x in ordered])
 
 
 def _plain(tensors: Sequence[Tensor]) -> Sequence[TensorSpec]:

@@ -207,6 +207,16 @@ def test_what_training_has_joined_is_found_in_an_evaluation_by_what_it_begins_wi
     assert [[code.name for code in group] for group in groups] == [names[:1], names[1:3], names[3:], []]
 
 
+def test_the_calls_of_a_shared_part_are_evaluated_where_training_has_them_together():
+    """In training its norm's statistics bring both calls into one layer; in evaluation the second comes behind all."""
+    read = {"enter": (0, 1), "tower": (1, 2), "div": (2, 3), "tower#1": (1, 4), "div#1": (4, 5)}
+    codes = [LayerCode(x, x, nn.Identity(), lambda _, x: (x,), (i,), (j,)) for x, (i, j) in read.items()]
+    chain = Chain("c", tuple(Layer(x, 1, 1, 0, 1) for x in ("enter", "tower..tower", "div", "div#1", "loss")), 1)
+    groups = _evaluated(SimpleNamespace(layers=[SimpleNamespace(codes=[code]) for code in codes]), chain)
+    names = [[code.name for code in group] for group in groups]
+    assert names == [["enter"], ["tower", "tower#1"], ["div"], ["div#1"], []]
+
+
 def test_lazy_parts_get_their_weights_from_the_example_and_tables_dense_gradients():
     torch.manual_seed(0)
     lazy = Whole(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.LazyBatchNorm1d(), nn.LazyLinear(3)))

@@ -89,7 +89,9 @@ def test_plans_of_small_matrices_are_refused_as_their_runs_are():
     assert [x.matrix_state for x in chain.layers] == [(192, 4224), (72, 264), (0, 0)]
     with pytest.raises(BadInput, match=r"optimizer adafactor: keeps 72 numbers for the 260 weights of stage 1, whose"):
         pp.plan(chain, gpus=2, mem="1GB", optimizer="adafactor", split="1,2")
-    assert pp.plan(chain, gpus=1, mem="1GB", optimizer="adafactor").plan.policy.optimizer == "adafactor"
+    counted = {"gpus": 2, "split": "1,2", "bytes_per_parameter": 12}
+    for asked in ({"gpus": 1}, counted):
+        assert pp.plan(chain, mem="1GB", optimizer="adafactor", **asked).plan.policy.optimizer == "adafactor"
 
 
 def muon_and_adamw(named):
