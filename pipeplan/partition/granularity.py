@@ -116,7 +116,7 @@ def merge_share(chain: Chain, share: Fraction) -> Chain:
 
 
 def merge_blocks(chain: Chain, lists: Sequence[str] = ()) -> Chain:
-    """Return ``chain`` with a layer for each item of its lists of modules, called by the item's own name.
+    """Return ``chain`` with a layer for each item of its lists of modules, by the item's own name if whole.
 
     ``lists`` name them, such as ``model.layers`` or ``stages.*.blocks``, whatever their items are called; without any
     they are the outermost numbered parts of the layers' names. Between the lists, layers without weights join the one
@@ -130,13 +130,15 @@ def merge_blocks(chain: Chain, lists: Sequence[str] = ()) -> Chain:
             raise BadInput(f"blocks: no layers are items of {pattern!r}; the first ones are {there}")
     cuts: list[int] = [0]
     called: dict[int, str] = {}
+    sizes = Counter(names)
     for start, stop in pairwise(_bounds(chain, names)):
         while cuts[-1] < stop:
             first = cuts[-1]
             last = next(end for end in range(stop, first, -1) if end == first + 1 or _mergeable(chain, first, end))
             cuts.append(last)
         item = names[start]
-        if item is not None and cuts[-2] == start and _item(chain.layers[stop - 1].name.split("..")[-1], lists) == item:
+        whole = cuts[-2] == start and stop - start == sizes[item]
+        if item is not None and whole and _item(chain.layers[stop - 1].name.split("..")[-1], lists) == item:
             called[start] = item
     return _cut(chain, cuts, called)
 

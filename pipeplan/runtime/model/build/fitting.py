@@ -60,16 +60,17 @@ def _evaluated(model: LoadedModel, chain: Chain) -> list[Sequence[LayerCode]]:
     """Return the codes of a graph in evaluation in groups, one for each layer of ``chain``, which is of its training.
 
     What has the name of a layer, or of a part of it, is that, if what it reads is made by then; a later call of a part
-    is where the first one is, if it isn't found itself. What training doesn't have goes with the last that it reads.
-    Layers that only training has get no code.
+    is where the first one is, if it isn't found itself. What training doesn't have goes with the code before it, or
+    with the last that it reads. Layers that only training has get no code.
     """
     groups: list[list[LayerCode]] = [[] for _ in chain.layers]
     made: dict[int, int] = {}  # by value, the layer
+    at = 0
     for code in (code for layer in model.layers for code in layer.codes):
         first = max((made.get(v, 0) for v in code.reads), default=0)
         names = code.name, code.name.rpartition("#")[0]
         behind = ((i, own) for own in names for i in range(first, len(chain)))
-        at = next((i for i, own in behind if own and _has(chain.layers[i].name, own)), first)
+        at = next((i for i, own in behind if own and _has(chain.layers[i].name, own)), max(first, at))
         made.update(dict.fromkeys(code.makes, at))
         groups[at].append(code)
     return list(groups)
