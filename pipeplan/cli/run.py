@@ -67,7 +67,7 @@ RUN = """
 --epochs N                  Instead of --steps: passes over the data, of whole updates.
 --epoch-length N            Microbatches of an epoch.  [default: those that the data have]
 --evaluate (evaluates)      Run forward alone; options for updates do nothing.
---lr X = 0.1                Learning rate.
+--lr X                      Learning rate.  [default: 0.1 with SGD, torch's own with others]
 --optimizer NAME[,OPTION=VALUE...]
     Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]
 --no-decay WORD,..

@@ -12,10 +12,10 @@ from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from torch import nn
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.engine.options import HeldOutOptions
+from pipeplan.runtime.engine.options import HeldOutOptions, RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.update.optimizers import parse_choice
+from pipeplan.runtime.training.update.optimizers import Choice, parse_choice
 
 PLANS = {
     "2bw": {"stages": [(0, 2, (0,)), (2, 5, (1,))], "weights": "2bw"},
@@ -79,6 +79,15 @@ def test_weights_that_evaluation_has_in_another_layer_are_the_trained_ones(tmp_p
     assert report.evaluations[2] == pytest.approx({"loss": sum(losses) / 3}, rel=1e-6)
     with pytest.raises(BadInput, match="in evaluation its layer linear has two, which another rank trains"):
         run_plan(plan_of(chain, [(0, 2, (0,)), (2, 4, (1,))], accumulate=2), model, options)
+
+
+def test_a_plateau_is_of_the_highest_where_evaluations_are_judged_by_that():
+    plateau, asked = Choice("ReduceLROnPlateau", (("patience", 0),)), replace(ASKED, watched="accuracy", highest=True)
+    highest = RunOptions(steps=2, scheduler=plateau, held_out=asked)
+    assert dict(highest.rates.options) == {"patience": 0, "mode": "max"}
+    assert replace(highest, held_out=ASKED).rates == plateau
+    said = Choice("ReduceLROnPlateau", (("mode", "min"),))
+    assert replace(highest, scheduler=said).rates == said
 
 
 def test_a_resumed_run_has_the_same_average_plateau_and_patience(tmp_path):

@@ -60,7 +60,7 @@ class RunOptions:
 
     steps: int
     """Weight updates from the very start of training; of an evaluation, as many microbatches as they would take."""
-    lr: float  # learning rate
+    lr: float | None = None  # learning rate; None: what the optimizer learns at if nobody says another
     seed: int = 0  # of a zoo model's weights, of the data and of random numbers
     optimizer: Choice | None = None  # instead of the plan's
     no_decay: tuple[str, ...] = ()
@@ -105,6 +105,15 @@ class RunOptions:
     link_rate: int | None = None
     """Bytes per second of links on which messages and sums are as long as they would be there; None: the real ones."""
 
+    @property
+    def rates(self) -> Choice | None:
+        """The scheduler; one that follows evaluations takes the highest for the best where they do."""
+        found = self.scheduler
+        highest = self.held_out is not None and self.held_out.highest
+        if found is None or found.name != PLATEAU or not highest or "mode" in dict(found.options):
+            return found
+        return replace(found, options=(*found.options, ("mode", "max")))
+
     def check(self) -> None:
         """Raise BadInput for what cannot be done, whatever the plan."""
         if self.save is not None:
@@ -125,7 +134,7 @@ class RunOptions:
         if self.optimizer is not None:
             optimizer_maker(self.optimizer, self.lr)  # what is wrong with it shows before any process starts
         if not self.evaluates:
-            rates_maker(self.scheduler, self.warmup, self.steps)
+            rates_maker(self.rates, self.warmup, self.steps)
         if self.ema is not None and not 0 <= self.ema < 1:
             raise BadInput(f"ema: {self.ema} isn't a share of an average from 0 to below 1")
         if self.averaged and self.ema is None and not self.evaluates:

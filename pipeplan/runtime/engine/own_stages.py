@@ -192,7 +192,7 @@ class _Building:
         make = job.make_optimizer
         if any(how.delays) and options.delay_correction != "predict":
             make = partial(_compensated, make)
-        rates = rates_maker(options.scheduler, options.warmup, options.steps)
+        rates = rates_maker(options.rates, options.warmup, options.steps)
         versions = self._gradients[s].versions
         return stepper_kind(versions, how)(versions, make, rates, how, self._masters, partial(rank.parted, s))
 

@@ -73,6 +73,13 @@ def test_the_state_of_an_optimizer_is_what_its_row_says(name, kind):
     check_state(choice, parameters, "stage 0")
 
 
+def test_who_says_no_learning_rate_gets_that_of_torch_but_of_sgd():
+    weights = [nn.Parameter(torch.ones(2, 2))]
+    rates = {"sgd": 0.1, "momentum": 0.1, "adam": 1e-3, "rmsprop": 1e-2, "adafactor": 1e-2, "muon": 1e-3}
+    assert {x: optimizer_maker(x, None)(weights).param_groups[0]["lr"] for x in OPTIMIZERS} == rates
+    assert optimizer_maker(Choice("AdamW", (("lr", 2e-3),)), None)(weights).param_groups[0]["lr"] == 2e-3
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_weights_of_which_more_is_kept_than_plans_count_are_refused(name):
     with pytest.raises(

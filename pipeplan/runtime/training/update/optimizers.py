@@ -39,6 +39,7 @@ PLATEAU = ReduceLROnPlateau.__name__
 Schedules = LRScheduler | list[LRScheduler]  # several: each changes the rate
 MakeSchedule = Callable[[torch.optim.Optimizer], Schedules]
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # by default they take 4 bytes more of each weight
+RATE = 0.1  # at which SGD learns if nobody says another
 LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}  # how schedules call the updates until their end
 
 
@@ -73,8 +74,8 @@ def planned_as(choice: Choice) -> Optimizer | None:
     return names[-1 if momentum else 0] if names else None
 
 
-def optimizer_maker(choice: Optimizer | Choice, lr: float, as_on_gpus: bool = False) -> MakeOptimizer:
-    """Return what makes the optimizer of a stage at learning rate ``lr``.
+def optimizer_maker(choice: Optimizer | Choice, lr: float | None, as_on_gpus: bool = False) -> MakeOptimizer:
+    """Return what makes the optimizer of a stage at learning rate ``lr`` (None: torch's own, of SGD :data:`RATE`).
 
     A name is a plan's; a :class:`Choice` names a class of ``torch.optim``, or a function that takes parameters, ``lr``
     and its options. If its options say nothing else, weights on a GPU are stepped by fused kernels where there are any
@@ -96,6 +97,9 @@ def optimizer_maker(choice: Optimizer | Choice, lr: float, as_on_gpus: bool = Fa
             "optimizer: SparseAdam takes sparse gradients alone, which are made dense here; take Adam or SGD"
         )
 
+    if lr is None:
+        own = inspect.signature(make).parameters.get("lr")
+        lr = RATE if make is torch.optim.SGD or own is None or not isinstance(own.default, float) else own.default
     optimizer = partial(make, **{"lr": lr, **options})  # which other processes can be told
     if make in FUSED and not said and not as_on_gpus:
         optimizer = partial(_fused_on_gpus, optimizer)
@@ -148,7 +152,7 @@ class MuonForMatrices(torch.optim.Optimizer):
     (``adjust_lr_fn``, Liu et al., Muon is Scalable for LLM Training).
     """
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.1, **options: Any) -> None:
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1, **options: Any) -> None:
         self._options = {"adjust_lr_fn": "match_rms_adamw", **options}
         torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], lr=lr, weight_decay=weight_decay, **self._options)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
