@@ -109,7 +109,7 @@ class Target:
     units: Callable[[Chain], tuple[Unit, ...]]
     rules: tuple[Rule, ...]
     recomputes: Callable[[Unit], bool]
-    refuses: Callable[[ScheduleKind, Shape, int], str | None]
+    refuses: Callable[[ScheduleKind, Shape, int], str | None] = lambda kind, shape, microbatches: None
     longest: int | None = None
     ties: bool = False
     engine: Engine | None = None
@@ -391,10 +391,6 @@ def _torch(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None:
     return None
 
 
-def _anything(kind: ScheduleKind, shape: Shape, microbatches: int) -> str | None:
-    return None
-
-
 TARGETS: dict[str, Target] = {  # the sources are of August 2026
     "megatron": Target(
         what="Megatron-LM",
@@ -430,7 +426,6 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         units=layers_in_a_row,
         rules=("none", "every"),
         recomputes=lambda unit: True,
-        refuses=_anything,
         ties=True,
         zero=(3, 1),
     ),
