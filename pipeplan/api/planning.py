@@ -94,12 +94,11 @@ def plan(
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express; ``on_plan`` gets
     its plan twice before its price is known: the first that is found, and the best. ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
-    :func:`..planner.ordered.ordered`. ``jobs`` processes search at a time, with the same plan for any number.
+    :func:`..planner.what_if.best_order.ordered`. ``jobs`` processes search at a time; any number finds the same.
     ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
     """
     from ..planner.what_if.alternatives import with_unpipelined
-    from ..planner.what_if.best_order import OWN, TRIED
-    from ..planner.what_if.ordered import WHY_NOT, ordered
+    from ..planner.what_if.best_order import OWN, TRIED, WHY_NOT, ordered
     from ..planner.what_if.target import priced
 
     status = status or Status()

@@ -376,7 +376,7 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
     from ..runtime.engine.options import clipping, run_otherwise
 
     if schedule == BEST:
-        from ..planner.what_if.ordered import ordered_alike
+        from ..planner.what_if.best_order import ordered_alike
 
         loaded, schedule = ordered_alike(loaded), None
     loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)

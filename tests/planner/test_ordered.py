@@ -18,8 +18,7 @@ from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.plan import Planned
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.planner.what_if import best_order
-from pipeplan.planner.what_if.best_order import best_orders
-from pipeplan.planner.what_if.ordered import ordered, ordered_alike
+from pipeplan.planner.what_if.best_order import best_orders, ordered, ordered_alike
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
 from pipeplan.report.words import ordering
 from pipeplan.runtime.engine.options import run_otherwise
