@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WIDTH = 110
 HEAD = (
     "# Command line",
-    "What `--help-all` says. Made by `python scripts/make_cli_docs.py`. An option that several commands have is "
+    "The text of `--help-all`. Made by `python scripts/make_cli_docs.py`. An option that several commands have is "
     "explained at the first; the others list it under `as above`.",
 )
 OPTION = re.compile(r"^  (-.*\n(?: {4,}.*\n|\n(?= {4,}))*)", re.MULTILINE)

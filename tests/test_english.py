@@ -1,4 +1,4 @@
-"""Do README, guide and help say things plainly? Short sentences, and none of the forms that readers read twice."""
+"""Do README, guide, reference and help say things plainly? Short sentences, no forms that readers read twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pipeplan.cli import COMMANDS, group
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "reference").glob("*.md"))]
 LONGEST = 25  # words of a sentence
 AVOID = {  # form -> why, and what to write
     r"(?<!there )\bis no\b(?! (?:longer|more|better|worse))": "a noun is negated where the verb should be: isn't a",
@@ -50,7 +50,7 @@ def faults(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_guide_is_plain(page: Path) -> None:
+def test_the_pages_are_plain(page: Path) -> None:
     assert faults(page.read_text()) == []
 
 
