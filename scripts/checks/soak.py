@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +78,7 @@ def main() -> int:
         with subprocess.Popen(
             [*line, "run", *RUN.split(), *often, "--keep-checkpoints", "2"],
             cwd=folder,
-            env={**os.environ, "TMPDIR": str(folder / "tmp")},
+            env={**os.environ, "TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -95,13 +96,16 @@ def main() -> int:
             said = run.stdout.readline().strip()
         print(f"{said or 'no report'}; exit code {run.returncode}, {time.monotonic() - began:.0f} s, {len(seen)} looks")
         wrong = run.returncode
-        fifth = len(seen) // 5
+        usual, _ = Counter(x["threads"] for x in seen).most_common(1)[0]  # while ranks train
+        training = [x for x in seen if x["threads"] == usual]
+        fifth = len(training) // 5
         for what, factor in MAY_GROW.items():
-            early, late = (median(x[what] for x in part) for part in (seen[fifth : 2 * fifth], seen[-fifth - 2 : -2]))
+            early, late = (median(x[what] for x in part) for part in (training[fifth : 2 * fifth], training[-fifth:]))
             grew = late > early * factor
             wrong += grew
             print(f"{what}: {early:.0f} in the second fifth, {late:.0f} in the last{', which is more' if grew else ''}")
-        left = [str(x.relative_to(folder)) for x in (folder / "tmp").rglob("*")] + of_group(run.pid)
+        time.sleep(2)  # for those that see the others end
+        left = [str(x.relative_to(folder)) for x in (folder / "tmp").rglob("*")] + list(map(str, of_group(run.pid)))
         print(f"left behind: {left or 'nothing'}")
     return 1 if wrong or left else 0
 
