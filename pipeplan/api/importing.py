@@ -16,7 +16,7 @@ from ..planner.periodic.incumbent import Settings
 from ..planner.what_if.target import Judged, judge
 from ..status import Status
 from .asked import Asked, Common
-from .problems import ANY, deadline_of, problem_of, with_zero
+from .problems import ANY, as_held, deadline_of, problem_of, with_zero
 from .profiles import Profile, read_profile
 from .result import PlanResult
 from .tensor import parts
@@ -66,9 +66,11 @@ def import_plan(
     policy = replace(problem.policy, accumulate=found.microbatches, **changed)
     if found.zero is not None and "zero" not in asked:
         policy = with_zero(policy, problem.chain, found.zero)
+    problem, held = as_held(problem.with_policy(policy), framework)
+    policy = problem.policy
     try:
         judged = judge(
-            problem.with_policy(policy),
+            problem,
             framework,
             found.stages,
             found.kind,
@@ -81,6 +83,6 @@ def import_plan(
     today, best = judged.today, judged.best
     return Imported(
         judged,
-        PlanResult(today.plan, today.evaluation, (*assumed, *found.notes)),
-        PlanResult(best.plan, best.evaluation, tuple(assumed)),
+        PlanResult(today.plan, today.evaluation, (*assumed, *held, *found.notes)),
+        PlanResult(best.plan, best.evaluation, (*assumed, *held)),
     )

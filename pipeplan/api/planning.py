@@ -27,7 +27,7 @@ from ..status import Status
 from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
 from .plans import own_export
-from .problems import ANY, deadline_of, on_groups, problem_of, with_zero
+from .problems import ANY, as_held, deadline_of, on_groups, problem_of, with_zero
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 from .tensor import OfDegree, Worth, best_degree, parts
@@ -118,7 +118,8 @@ def plan(
             raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
         if best and not problem.policy.drains:
             raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
-        return OfDegree(problem, assumptions)
+        held = [] if said["for_"] is None else as_held(problem, said["for_"])[1]
+        return OfDegree(problem, [*assumptions, *held])
 
     def planned(part: OfDegree, beat_ns: int | None) -> Planned:
         def tell(found: Planned) -> None:
@@ -128,7 +129,7 @@ def plan(
         def of(problem: Problem, beat_ns: int | None) -> Planned:
             if said["for_"] is None:
                 return _searched(question, problem)
-            return _for_target(question, problem, tell, beat_ns)
+            return _for_target(question, as_held(problem, said["for_"])[0], tell, beat_ns)
 
         if said["zero"] == ANY:
             return _best_sharing(part.problem, of, beat_ns)
@@ -143,7 +144,8 @@ def plan(
     again = False if said["checkpointing"] == "none" else None
     found, degree = best_degree(parts(given, said["tensor"], again), of_part, planned, worth, until, status)
     if said["for_"] is not None:
-        found = priced(replace(degree.problem, deadline=until), found, said["for_"], question.settings)
+        problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
+        found = priced(problem, found, said["for_"], question.settings)
         made = own_export(found.plan, said["for_"])
         if not isinstance(made, str):
             told = replace(found.plan.provenance, options={**found.plan.provenance.options, "arguments": made.text})

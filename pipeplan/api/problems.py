@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from ..check.targets import whole_blocks
+from ..check.targets import TARGETS, whole_blocks
 from ..choices import DRAINED, OPTIMIZERS
 from ..cost.roofline import with_exchanges
 from ..deadline import NEVER, Deadline
@@ -140,6 +140,22 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     if size is None:
         return policy
     return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)
+
+
+def as_held(problem: Problem, target: str) -> tuple[Problem, list[str]]:
+    """Return a problem that says no bytes per parameter with those that a target holds, and what is assumed so."""
+    policy = problem.policy
+    said = TARGETS[target].holds.get((policy.optimizer, policy.precision))
+    if said is None or policy.bytes_per_parameter is not None or policy.offload:
+        return problem, []
+    size, shared = bytes_per_parameter(said) or (0, None)
+    held = replace(
+        policy,
+        bytes_per_parameter=size,
+        shared_bytes_per_parameter=None if not policy.zero else size if policy.zero == 3 else shared,
+    )
+    words = f"bytes per parameter {said} as {TARGETS[target].what} has them; --bytes-per-parameter says others"
+    return problem.with_policy(held), [words]
 
 
 def with_zero(policy: Policy, chain: Chain, zero: Zero) -> Policy:

@@ -8,11 +8,12 @@ which makes equal pipelines side by side, and what is recomputed is one rule for
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
+from ..choices import Optimizer, Precision
 from ..errors import PipeplanError
 from ..names import shown
 from ..plan import Plan, ScheduleKind, Stage
@@ -100,7 +101,8 @@ class Target:
     ``tensor``: it runs layers on groups of GPUs, with ``parts_groups`` those alone that divide the heads of keys and
     values. ``stores_traced``: nothing is recomputed of models that it traces. ``zero`` is the most of
     :data:`..problem.SHARING` that replicas share, and what they do beside pipelines. ``selective``: it can run the
-    cores of attention again, and then nothing else.
+    cores of attention again, and then nothing else. ``holds`` are its bytes per parameter by optimizer and precision,
+    where they aren't ours: docs/reference/memory.md has their sources.
     """
 
     what: str
@@ -118,6 +120,7 @@ class Target:
     stores_traced: bool = False
     zero: tuple[Zero, Zero] = (1, 1)
     selective: bool = False
+    holds: Mapping[tuple[Optimizer, Precision], str] = field(default_factory=dict)
 
     def unshared(self, zero: Zero, shape: Shape) -> str | None:
         """Return why replicas don't share what ``zero`` says on pipelines of a shape, or None."""
@@ -404,6 +407,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         tensor=True,
         zero=(3, 3),
         selective=True,
+        holds={("adam", "mixed"): "6+12"},
     ),
     "torchtitan": Target(
         what="torchtitan",
@@ -428,6 +432,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: True,
         ties=True,
         zero=(3, 1),
+        holds={("adam", "mixed"): "4+12"},
     ),
     "torch": Target(
         what="torch.distributed.pipelining",

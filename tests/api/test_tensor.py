@@ -240,5 +240,10 @@ def test_an_imported_recipe_is_judged_beside_all_degrees(profiled, tmp_path, pip
     assert code == 0
     found = json.loads(said)
     assert (found["today"]["tensor"], found["today"]["ranks"]) == (4, 2)
-    best = pp.plan(profiled, **WHERE | {"precision": "mixed", "optimizer": "adam"}, for_="megatron", effort="quick")
+    words = {"precision": "mixed", "optimizer": "adam"}
+    best = pp.plan(profiled, **WHERE | words, for_="megatron", effort="quick")
     assert found["best"]["period_ns"] == min(best.period_ns, found["today"]["period_ns"])
+    assert (best.plan.policy.bytes_per_parameter, best.plan.policy.shared_bytes_per_parameter) == (18, None)
+    assert any("6+12 as Megatron-LM has them" in x for x in best.assumptions)
+    shared = pp.plan(profiled, **WHERE | words, tensor=4, zero=1, for_="megatron", effort="quick").plan.policy
+    assert (shared.bytes_per_parameter, shared.shared_bytes_per_parameter) == (18, 12)
