@@ -93,7 +93,7 @@ def _allowed(function: Callable[..., Any]) -> dict[str | None, Any]:
             words: dict[str | None, Any] = dict(get_type_hints(noun, localns=NAMES).items())
             found = words | found
         elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            found[name] = Sequence[kind]
+            found[name] = Sequence[kind]  # type: ignore[valid-type]  # made of what it says
         else:
             found[None if kinds[name] is inspect.Parameter.VAR_KEYWORD else name] = kind
     return found

@@ -16,7 +16,7 @@ from ..planner.periodic.incumbent import Settings
 from ..planner.what_if.target import Judged, judge
 from ..status import Status
 from .asked import Asked, Common
-from .problems import ANY, as_held, deadline_of, problem_of, with_zero
+from .problems import ANY, DEFAULTS, as_held, deadline_of, problem_of, with_zero
 from .profiles import Profile, read_profile
 from .result import PlanResult
 from .tensor import parts
@@ -53,7 +53,7 @@ def import_plan(
     said, status = read_options(str(arguments)), status or Status()
     whole = profile if isinstance(profile, Profile) else read_profile(profile)
     degree, deadline = said.count(READERS[framework].tensor, 1), deadline_of(time_limit)
-    given: Asked = {**asked, "weights": DRAINED, "batch": ANY}
+    given: Asked = {**DEFAULTS, **asked, "weights": DRAINED, "batch": ANY}
     own = parts(whole, degree)[-1 if READERS[framework].selective(said) else 0]  # the selective one, if there is one
     problem, assumed = problem_of(own, **given, deadline=deadline)
     others = []

@@ -69,7 +69,7 @@ class Tables:
             self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
         own = self._forward(group)
         forward, backward = self._exchanging(own, self._known[key] - own, group)
-        return np.minimum(NEVER, forward + backward)
+        return np.asarray(np.minimum(NEVER, forward + backward))
 
     def forward(self, group: Sequence[int]) -> Ints:
         """Return F of every stage, with what it waits for where transfers block."""
