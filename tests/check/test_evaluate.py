@@ -13,7 +13,7 @@ from pipeplan.schedule.memory import run_uses
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
-from pipeplan.schedule.programs import nf1b as steady
+from pipeplan.schedule.programs import deciding as steady
 from pipeplan.schedule.programs.deciding import nf1b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns
