@@ -23,7 +23,7 @@ from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.files.text import write_text
 from pipeplan.problem import Chain
-from pipeplan.runtime.clock import ThreadClock
+from pipeplan.runtime.device import ThreadClock
 from pipeplan.runtime.profiler.estimate import estimate_model
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions

@@ -1,4 +1,4 @@
-"""Where does a rank compute? On the CPU, on a GPU of its own, or on one that it shares; what torch does differently.
+"""Where does a rank compute, and what marks moments of that? A CPU, a GPU of its own or shared, and their clocks.
 
 On a GPU operations are queued: the host runs ahead, and reading a value would wait for everything before it. So values
 are copied out asynchronously (:func:`on_host`) and looked at when the device is there (``measure.recorder``). Sums on
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import BadInput, PipeplanError, RunFailed
-from ..problem import Chain
+from ..problem import Chain, PassWork
+from ..problem import Exchange as GroupExchange
 from .surroundings import unseen_gpus
 
 Kind = Literal["cpu", "cuda"]
@@ -268,3 +269,86 @@ def free_bytes(device: str) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return 1 << 62
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Marks on a time line, read once it is settled: here numbers of ns, which can be read at once.
+
+    ``warm_s`` is how long the device has to be at work before it is at full speed.
+    """
+
+    warm_s = 0.0
+
+    def mark(self) -> Any:
+        """Return a mark at this moment of the device's work."""
+        raise NotImplementedError
+
+    @property
+    def host(self) -> Clock:
+        """What marks the host's own work."""
+        return self
+
+    def settle(self) -> None:
+        """Wait until all marks can be read."""
+
+    def between(self, start: Any, end: Any) -> int:
+        """Return the nanoseconds from one mark to a later one."""
+        ns: int = round(end - start)
+        return ns
+
+    def exchanges(self, start: Any, end: Any, backward: bool) -> list[GroupExchange]:
+        """Return what a group's ranks exchanged between two marks, where that is counted."""
+        return []
+
+    def work(self, start: Any, end: Any) -> PassWork | None:
+        """Return what was asked of the device between two marks, where that is counted."""
+        return None
+
+
+class HostClock(Clock):
+    """The monotonic clock."""
+
+    def mark(self) -> int:
+        """Return the time."""
+        return time.perf_counter_ns()
+
+
+class ThreadClock(Clock):
+    """CPU time of the calling thread: one thread's work, whatever else the machine is busy with."""
+
+    def mark(self) -> int:
+        """Return the nanoseconds that this thread has run."""
+        return time.thread_time_ns()
+
+
+class CudaClock(Clock):
+    """Events in the stream of a GPU's kernels."""
+
+    warm_s = 1.0  # idle clocks are a fraction of those under load
+
+    def mark(self) -> Any:
+        """Return an event."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @property
+    def host(self) -> Clock:
+        """The monotonic clock, as the host works beside the GPU."""
+        return HostClock()
+
+    def settle(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+    def between(self, start: Any, end: Any) -> int:
+        """Return the nanoseconds between two events."""
+        return super().between(0, start.elapsed_time(end) * 1e6)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of ``device``."""
+    return CudaClock() if device.type == "cuda" else HostClock()

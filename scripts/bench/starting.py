@@ -19,10 +19,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeplan.runtime.exchange.gloo import LAZY, spare_sockets
 from pipeplan.runtime.exchange.links import in_rounds
+from pipeplan.runtime.exchange.transport import LAZY, spare_sockets
 from pipeplan.runtime.processes.agreement import compare
-from pipeplan.runtime.processes.store import StorePeers
+from pipeplan.runtime.processes.messages import StorePeers
 
 LAYERS = 100
 

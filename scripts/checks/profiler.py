@@ -23,7 +23,7 @@ from torch import nn
 from pipeplan import zoo
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.problem import Chain
-from pipeplan.runtime.clock import ThreadClock
+from pipeplan.runtime.device import ThreadClock
 from pipeplan.runtime.model.network import Network, chain_network
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.profiler.measure import profile_network

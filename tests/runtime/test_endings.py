@@ -24,17 +24,15 @@ from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
 from pipeplan.runtime.engine.executor import OperationFailed
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.options import RunOptions, under
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.lowering.instructions import Send, sentence
-from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes import own
-from pipeplan.runtime.processes.failure import Failure, failure_of
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.messages import Failure, failure_of, told
 from pipeplan.runtime.processes.own import Gone, Inbox, Ranks
 from pipeplan.runtime.processes.own_processes import INTERFACES, LOOK_S, Lasting, is_here, is_stopped, listen_here
-from pipeplan.runtime.processes.store import told
 from pipeplan.runtime.training.state.checkpoint import newest
 
 OPTIONS = {"steps": 6, "lr": 0.01}

@@ -26,11 +26,10 @@ from pipeplan.plan import Stage
 from pipeplan.problem import Platform, Problem
 from pipeplan.runtime.engine.arrival_order import arrival_order
 from pipeplan.runtime.engine.executor import execute
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.options import RunOptions, under
 from pipeplan.runtime.exchange.threaded import Message
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

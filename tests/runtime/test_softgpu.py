@@ -11,7 +11,7 @@ from softgpu.build import NotBuilt, environment
 
 from scripts.checks.gpu_faults import PLANTS, WITHIN, told
 
-SETTLED = ("minibatch_end.py:pause", "minibatch_end.py:agree", "exchange/links.py:send", "repeatable.py:_apart")
+SETTLED = ("executor.py:pause", "executor.py:agree", "exchange/links.py:send", "repeatable.py:_apart")
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,9 @@ from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.exchange.transport import PeerLost
 from pipeplan.runtime.processes import rendezvous as starting_room
 from pipeplan.runtime.processes import watchdog as watch_room
-from pipeplan.runtime.processes.failure import Failure
+from pipeplan.runtime.processes.messages import FAILURE, Failure, StorePeers, failure_told, told
 from pipeplan.runtime.processes.own_processes import context_of, has_gone
 from pipeplan.runtime.processes.rendezvous import Start
-from pipeplan.runtime.processes.store import FAILURE, StorePeers, failure_told, told
 from pipeplan.runtime.processes.watchdog import Watch, watching
 from scripts.bench.starting import compared
 

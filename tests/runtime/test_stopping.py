@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from pipeplan.runtime.exchange.transport import PeerLost
 from pipeplan.runtime.processes import store as store_room
-from pipeplan.runtime.processes.store import StoreStop
+from pipeplan.runtime.processes.messages import StoreStop
 
 
 @pytest.fixture(autouse=True)

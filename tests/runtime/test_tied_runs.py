@@ -16,9 +16,9 @@ from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
+from pipeplan.runtime.engine.options import under
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.loading import chain_model, load_model, load_weights
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

@@ -16,8 +16,7 @@ from cases.traced import serial
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
-from pipeplan.runtime.lowering.otherwise import under
+from pipeplan.runtime.engine.options import RunOptions, under
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

@@ -12,7 +12,7 @@ from ...schedule.program import Arrival, Step
 from ..exchange.threaded import ThreadedTransport
 from ..lowering.instructions import Backward, Forward, Pass, Receive, Send
 from ..training.rank import Rank
-from .minibatch_end import MiniBatchEnd
+from .executor import MiniBatchEnd
 
 
 def arrival_order(

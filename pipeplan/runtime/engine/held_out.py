@@ -21,6 +21,7 @@ from ..data.loader import Span
 from ..device import random_state, set_random_state, settle
 from ..exchange.transport import Group, everybodys, exchanging
 from ..measure.held_bytes import HeldBytes
+from ..measure.progress import Trial
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel
 from ..model.network import LOSS, LayerCode
@@ -29,7 +30,6 @@ from ..model.user_code import user_code
 from ..training.rank import Rank
 from ..training.repeatable import Draws
 from ..training.state.state import assembled, averaged
-from ..training.trial import Trial
 from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job, Launcher

@@ -13,17 +13,16 @@ from torch import nn
 
 from ...registry import Late
 from ..device import CPU
-from ..exchange.collective import any_rank
-from ..exchange.replica_sum import SumGroup
+from ..exchange.collective import SumGroup, any_rank
 from ..exchange.transport import EmulatedLink
 from ..measure.held_bytes import HeldBytes, StateBytes
+from ..measure.progress import Trial
 from ..model.loaded import LoadedModel
 from ..training.half import first_scale, half_type
 from ..training.rank import Rank
 from ..training.repeatable import Draws
 from ..training.split_stage import SplitStage
 from ..training.stage import StageModule
-from ..training.trial import Trial
 from ..training.update.bucketed_stepper import stepper_kind
 from ..training.update.exchanges import OnStream, OnThread, Way
 from ..training.update.factors import Clipping, Later, Scaling

@@ -23,9 +23,8 @@ from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
 from ..model.trace.adapted import run_uncompiled
-from .executor import execute
+from .executor import MiniBatchEnd, execute
 from .job import Job, Launcher
-from .minibatch_end import MiniBatchEnd
 from .own_stages import RankRun, build_stages
 from .preparation import build_model, by_threads, compared_clocks, meet
 from .reading import Reader, differing

@@ -26,9 +26,8 @@ from ..exchange.collective import (
     this_machine,
     transfer_times,
 )
-from ..exchange.gloo import spare_sockets
 from ..exchange.links import Links, open_links
-from ..exchange.transport import Group, everybodys, exchanging
+from ..exchange.transport import Group, everybodys, exchanging, spare_sockets
 from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Recorder, recorder_of

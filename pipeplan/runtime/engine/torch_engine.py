@@ -25,7 +25,7 @@ from ..measure.recorder import Times
 from ..model.loaded import LoadedModel
 from ..model.network import TARGET, LayerCode, TensorSpec, kind_of, own_loss
 from ..training.rank import Rank
-from .minibatch_end import MiniBatchEnd
+from .executor import MiniBatchEnd
 from .own_stages import RankRun
 
 

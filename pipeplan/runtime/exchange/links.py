@@ -22,13 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...registry import Late
-from ..clock import HostClock, clock_of
-from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
+from ..device import Exchange, HostClock, clock_of, group_timeout, moved, new_stream, on_host, settle
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
-from .gloo import GlooTransport
-from .transport import Group, Receiving, Sends, Transport, exchanging
+from .transport import GlooTransport, Group, Receiving, Sends, Transport, exchanging
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins

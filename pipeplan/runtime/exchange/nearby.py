@@ -29,8 +29,7 @@ from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..model.network import TensorSpec
-from .gloo import PostingTransport
-from .transport import everybodys, exchanging, lane
+from .transport import PostingTransport, everybodys, exchanging, lane
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 

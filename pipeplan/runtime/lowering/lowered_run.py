@@ -27,8 +27,7 @@ from ...schedule.program import Decide, Program
 from ...schedule.timeline import Timeline, flush_makespan_ns
 from ...schedule.weight_versions import Delay
 from .instructions import Instruction, Message, Save, StagePass
-from .repeats import Repeat, Repeated
-from .segments import Segments, forwards
+from .segments import Repeat, Repeated, Segments, forwards
 
 
 @dataclass(frozen=True, slots=True)

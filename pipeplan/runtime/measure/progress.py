@@ -1,9 +1,9 @@
-"""How far is a run? Where the last stage is, and what its replicas tell of every update."""
+"""How far is a run? Where the last stage is, what its replicas tell of every update, and the best evaluation so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ...status import Status
@@ -118,3 +118,19 @@ class StepDone:
     learning_rate: float | None = None
     metrics: Mapping[str, float] | None = None
     best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The best evaluation so far: its ``value``, the less the better, the update ``step`` that it came after, and how
+    many there have been ``since``."""
+
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def after(self, step: int, value: float) -> tuple[Trial, bool]:
+        """Return what it is behind another evaluation, and whether that is the best; NaN never is."""
+        if value == value and (self.value is None or value < self.value):
+            return Trial(value, step), True
+        return replace(self, since=self.since + 1), False

@@ -36,7 +36,7 @@ from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
 from ..training.state.checkpoint import Checkpoint, Peers, newest, one_run, tidy
 from ..training.state.state import unreadable
-from .store import looks
+from .messages import looks
 
 OWN: Final = {"save", "load", "checkpoint", "timeout_s", "threads", "device"}  # options of each node's own
 PLANNED: Final = ("chain", "platform", "policy", "allocation", "pattern", "schedule")  # what a run reads of a plan

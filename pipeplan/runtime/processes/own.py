@@ -29,7 +29,7 @@ from ..lowering.lowered_run import LoweredRun
 from ..measure.progress import Audience, StepDone, place, teller
 from ..measure.report import RunReport
 from ..training.state.checkpoint import Alone, Peers
-from .failure import GRACE_S, Failure, failure_of, root_cause, stopped_after
+from .messages import GRACE_S, NEVER, Failure, failure_of, root_cause, stopped_after
 from .own_processes import (
     ENDING,
     LOOK_S,
@@ -42,7 +42,6 @@ from .own_processes import (
     settle_in,
     uninterrupted,
 )
-from .store import NEVER
 
 END_S: Final = 2.0  # for which a rank that is told to end may take
 TELL_NS: Final = 10**8  # updates that follow each other faster are told together

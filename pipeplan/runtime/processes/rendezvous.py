@@ -28,9 +28,8 @@ from ...errors import BadInput
 from ..exchange.transport import PeerLost, exchanging
 from ..training.state.checkpoint import Peers
 from .agreement import INTERFACE, Statement
-from .failure import GRACE_S, Failure
+from .messages import FAILURE, GRACE_S, Failure, has_heard, listed, looks, told
 from .own_processes import has_gone
-from .store import FAILURE, has_heard, listed, looks, told
 
 START_S: Final = 600.0  # by which nodes may start one after the other
 SERVED_S: Final = 60.0  # by which the store of an agent answers

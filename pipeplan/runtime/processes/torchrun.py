@@ -25,10 +25,9 @@ from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
 from ..training.state.checkpoint import Alone, Peers
 from .agreement import compare, model_items
-from .failure import GRACE_S, Failure, failure_of, stopped_after
+from .messages import GRACE_S, NEVER, Failure, StorePeers, StoreStop, failure_of, failure_told, stopped_after, told
 from .own_processes import is_here, listen_here
 from .rendezvous import START_S, Start, number_in_environment
-from .store import NEVER, StorePeers, StoreStop, failure_told, told
 from .watchdog import TORCHRUN, Watch, watching
 
 SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store

@@ -31,7 +31,7 @@ from ...errors import CodeFailed, PipeplanError
 from ...files.machines.accelerators import Accelerator
 from ...problem import Collective, Exchange, PassWork
 from ...version import __version__
-from ..clock import Clock
+from ..device import Clock
 from ..model.contract import Built, built_by
 from ..model.structure import mapped
 from ..model.user_code import RAISED, said

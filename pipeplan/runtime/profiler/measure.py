@@ -28,8 +28,7 @@ from ...errors import BadInput, CodeFailed
 from ...problem import AUTOCAST, Chain, Layer
 from ...units import format_bytes
 from ...version import __version__
-from ..clock import clock_of
-from ..device import CPU, FILL, free_bytes, freed_kept, place
+from ..device import CPU, FILL, clock_of, free_bytes, freed_kept, place
 from ..model.contract import Built, built_by, example_of, is_whole
 from ..model.network import (
     LayerCode,
@@ -50,9 +49,8 @@ from ..model.structure import converted, mapped, tensors_in
 from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, with_dense_gradients
 from ..model.trace.compared import Author, apart, compare
 from .beside import at_work
-from .saved import saved_values, sized_layers, whole_bytes
+from .saved import saved_values, sized_layers, whole_bytes, working_bytes
 from .steps import USUAL, MeasureOptions, Samples, measured, trained_parameters
-from .working import working_bytes
 
 Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
 

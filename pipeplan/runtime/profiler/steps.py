@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
 from ...problem import LOSS_NAME, Chain, Exchange, LayerWork
-from ..clock import Clock
+from ..device import Clock
 from ..model.autocast import Autocast
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 from ..model.user_code import RAISED, code_failed

@@ -22,8 +22,7 @@ from pipeplan.files.machines.accelerators import Accelerator, accelerators
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.carry import carried
 from pipeplan.problem import Chain, Platform, Problem
-from pipeplan.runtime.clock import clock_of
-from pipeplan.runtime.device import settle
+from pipeplan.runtime.device import clock_of, settle
 
 GIB: Final = 2**30
 REPEATS: Final = 10

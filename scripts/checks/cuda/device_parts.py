@@ -21,8 +21,7 @@ from checked_models import MODELS
 from checking import Check, Figures, Outcome, Part, apart, built, must, needed, serial
 from torch import Tensor, nn
 
-from pipeplan.runtime.clock import clock_of
-from pipeplan.runtime.device import settle
+from pipeplan.runtime.device import clock_of, settle
 from pipeplan.runtime.training.repeatable import Draws
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 

@@ -10,7 +10,7 @@ from checking import FLUSH, STRAIGHT, Check, Figures, Outcome, Part, built, figu
 from device_parts import said
 
 import pipeplan as pp
-from pipeplan.runtime.clock import clock_of
+from pipeplan.runtime.device import clock_of
 
 ADAM = {**FLUSH, "optimizer": "adam"}
 

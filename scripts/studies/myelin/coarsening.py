@@ -27,7 +27,7 @@ from torch import nn
 
 from pipeplan.cost.time_model import overlapped_ns
 from pipeplan.problem import Policy
-from pipeplan.runtime.exchange.replica_sum import ChunkSum, SumGroup
+from pipeplan.runtime.exchange.collective import ChunkSum, SumGroup
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.loading import chain_model
 from pipeplan.runtime.training.half import halved

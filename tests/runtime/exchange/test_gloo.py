@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from cases.patience import SECONDS
 
-from pipeplan.runtime.exchange.gloo import FILES, LAZY, spare_sockets
+from pipeplan.runtime.exchange.transport import FILES, LAZY, spare_sockets
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ def test_the_user_may_have_all_connect_at_once(monkeypatch):
 
 def test_a_process_may_have_as_many_files_open_as_rank_0_hears_of_others():
     code = (
-        "import resource as r; from pipeplan.runtime.exchange.gloo import spare_sockets\n"
+        "import resource as r; from pipeplan.runtime.exchange.transport import spare_sockets\n"
         "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (256, hard)); spare_sockets()\n"
         "print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
     )

@@ -24,12 +24,12 @@ from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.runtime.engine import preparation
 from pipeplan.runtime.engine.job import Launcher, job_of
+from pipeplan.runtime.engine.options import under
+from pipeplan.runtime.exchange.collective import ChunkSum
 from pipeplan.runtime.exchange.links import in_rounds, pair_options
-from pipeplan.runtime.exchange.replica_sum import ChunkSum
 from pipeplan.runtime.exchange.transport import Receiving, Sends
 from pipeplan.runtime.lowering import lowered, lowered_run
 from pipeplan.runtime.lowering.instructions import Agree, Reduce, Update
-from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.training.update import bucketed_stepper
 from pipeplan.runtime.training.update.exchanges import OnStream

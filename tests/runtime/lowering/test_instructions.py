@@ -30,7 +30,7 @@ from pipeplan.runtime.lowering.instructions import (
 )
 from pipeplan.runtime.lowering.lowered import lowered
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.lowering.repeats import Repeat, Repeated
+from pipeplan.runtime.lowering.segments import Repeat, Repeated
 from pipeplan.schedule.pattern import device_uses, in_flight, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll

@@ -22,7 +22,7 @@ from pipeplan.runtime.lowering.instructions import (
     version_uses,
 )
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.lowering.repeats import Repeat, Repeated, continued
+from pipeplan.runtime.lowering.segments import Repeat, Repeated, continued
 from pipeplan.schedule.pattern import most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 

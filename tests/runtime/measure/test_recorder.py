@@ -10,7 +10,7 @@ from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.measure import recorder as module
 from pipeplan.runtime.measure.recorder import CudaRecorder, HostRecorder, Times
 from pipeplan.runtime.measure.times import Compared, OpTime, straightened
-from pipeplan.runtime.processes.failure import failure_of
+from pipeplan.runtime.processes.messages import failure_of
 
 MS = 10**6
 PATIENCE = timedelta(seconds=0.01)

@@ -21,7 +21,7 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.forms import read_json
 from pipeplan.files.profiles import ProfileFile, chain_of, profile_text
 from pipeplan.problem import SharedWeights
-from pipeplan.runtime.clock import Clock, HostClock, ThreadClock, clock_of
+from pipeplan.runtime.device import Clock, HostClock, ThreadClock, clock_of
 from pipeplan.runtime.model import network
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
 from pipeplan.runtime.profiler import steps

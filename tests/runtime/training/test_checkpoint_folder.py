@@ -21,7 +21,7 @@ from pipeplan.runtime.engine.options import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.processes.store import StorePeers
+from pipeplan.runtime.processes.messages import StorePeers
 from pipeplan.runtime.training.state import checkpoint
 from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, one_run, tidy
 from pipeplan.runtime.training.state.state import write

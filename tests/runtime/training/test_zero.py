@@ -15,7 +15,7 @@ from cases.runtime import chain_of, largest_difference, plan_of, uncorrected, zo
 
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
-from pipeplan.runtime.exchange.replica_sum import SumGroup
+from pipeplan.runtime.exchange.collective import SumGroup
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own_processes import context_of

@@ -32,9 +32,9 @@ from ...device import random_state, set_random_state
 from ...exchange.collective import share_from
 from ...exchange.transport import Group, everybodys, exchanging
 from ...lowering.lowered_run import Position
+from ...measure.progress import Trial
 from ...model.build.state_file import loaders_words
 from ..rank import Rank
-from ..trial import Trial
 from ..update.factors import Scaling
 from ..update.optimizers import AVERAGE
 from ..update.stepper import Rates

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...device import new_stream
-from ...exchange.replica_sum import ChunkSum, SumGroup
+from ...exchange.collective import ChunkSum, SumGroup
 from ...measure.recorder import Recorder
 from ...measure.times import Activity
 from ..weights.buckets import in_runs

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ....choices import OPTIMIZERS
 from ....errors import BadInput
 from ...device import CPU
-from ...exchange.replica_sum import ChunkSum
+from ...exchange.collective import ChunkSum
 from ..weights.buckets import Kept, Rows, SharedChunk, Sharing, cut_into_buckets, gathered, is_large, shared_chunks
 from ..weights.versions import Versions
 from .offload import BucketBuffers

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ....errors import BadInput
 from ....problem import Chain, connected
-from ...exchange.replica_sum import ChunkSum, SumGroup
+from ...exchange.collective import ChunkSum, SumGroup
 from ...exchange.transport import Group, exchanging
 from ...lowering.lowered_run import LoweredRun
 from ...measure.recorder import Recorder

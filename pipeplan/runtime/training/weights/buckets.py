@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.replica_sum import SumGroup, shares
+from ...exchange.collective import SumGroup, shares
 from ...exchange.transport import Group, exchanging, received_words, send_words
 
 
