@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .errors import Infeasible as Infeasible
     from .errors import PipeplanError as PipeplanError
     from .problem import Platform as Platform
-    from .runtime.engine.options import RunOptions as RunOptions
+    from .runtime.engine.job import RunOptions as RunOptions
     from .runtime.model.build.spec import ModelSpec as ModelSpec
     from .runtime.processes.launch import run_plan as run_plan
 else:
@@ -50,7 +50,7 @@ else:
         "Platform": "problem",
         "run_plan": "runtime.processes.launch",
         "ModelSpec": "runtime.model.build.spec",
-        "RunOptions": "runtime.engine.options",
+        "RunOptions": "runtime.engine.job",
     }
     __all__ = ["__version__", *_HOMES]
 

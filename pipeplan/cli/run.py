@@ -35,7 +35,7 @@ from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
     from ..plan import Plan
-    from ..runtime.engine.options import RunOptions
+    from ..runtime.engine.job import RunOptions
     from ..runtime.measure.progress import StepProgress
     from ..runtime.measure.report import RunReport
     from ..runtime.model.build.spec import ModelSpec
@@ -373,7 +373,7 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
         )
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven")
-    from ..runtime.engine.options import clipping, run_otherwise
+    from ..runtime.engine.asked import clipping, run_otherwise
 
     if schedule == BEST:
         from ..planner.what_if.best_order import ordered_alike
@@ -385,7 +385,8 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
 
 def _options(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
     """Return what is asked of a run; ``given`` are its options as typed."""
-    from ..runtime.engine.options import HeldOutOptions, RunOptions, held_out_of, in_epochs
+    from ..runtime.engine.asked import held_out_of, in_epochs
+    from ..runtime.engine.job import HeldOutOptions, RunOptions
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.update.optimizers import parse_choice
 

@@ -15,7 +15,7 @@ import statistics
 from typing import Any
 
 import pipeplan as pp
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

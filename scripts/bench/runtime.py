@@ -31,7 +31,8 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.simulated.other_schedules import balanced_stages
 from pipeplan.problem import Chain, Platform, Policy, Weights
-from pipeplan.runtime.engine.options import RunOptions, run_otherwise
+from pipeplan.runtime.engine.asked import run_otherwise
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

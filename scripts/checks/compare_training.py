@@ -33,7 +33,7 @@ from torch import Tensor
 from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Platform, Policy, Problem, Weights
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.measure.report import RunReport
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

@@ -47,7 +47,7 @@ from pipeplan.check.targets import TARGETS, CannotExpress
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Plan
 from pipeplan.problem import Chain
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import measure_model

@@ -38,7 +38,7 @@ from pipeplan.partition.granularity import merge_blocks, merge_zero_time
 from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Platform, Policy, Problem
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.loaded import LOSS_ROOT
 from pipeplan.runtime.model.structure import tensors_in

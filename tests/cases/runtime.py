@@ -19,7 +19,7 @@ from pipeplan.check.validate import check
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Platform, Policy
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
@@ -30,10 +30,9 @@ from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.saved import saved_values, sized_layers
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.stage import StageModule
-from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
 from pipeplan.runtime.training.update.exchanges import Way
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
-from pipeplan.runtime.training.update.stepper import Stepping
+from pipeplan.runtime.training.update.stepper import Stepping, stepper_kind
 from pipeplan.runtime.training.update.update import StageUpdate, sums_of
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions

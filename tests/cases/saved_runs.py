@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from cases.runtime import chain_of, healthy, plan_of
 
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, newest

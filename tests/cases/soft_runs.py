@@ -30,7 +30,8 @@ from pipeplan.errors import PipeplanError, RunFailed
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Plan, Stage
 from pipeplan.problem import Problem
-from pipeplan.runtime.engine.options import HeldOutOptions, under
+from pipeplan.runtime.engine.asked import under
+from pipeplan.runtime.engine.job import HeldOutOptions
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

@@ -42,7 +42,7 @@ from pipeplan.runtime.device import (
     sharing,
     watch_last,
 )
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import GpuBytes
 from pipeplan.runtime.model.build.spec import ModelSpec

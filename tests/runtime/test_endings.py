@@ -23,8 +23,9 @@ from cases.patience import SECONDS, fails_when_patient
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import RunFailed
+from pipeplan.runtime.engine.asked import under
 from pipeplan.runtime.engine.executor import OperationFailed
-from pipeplan.runtime.engine.options import RunOptions, under
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging
 from pipeplan.runtime.lowering.instructions import Send, sentence
 from pipeplan.runtime.model.build.spec import ModelSpec

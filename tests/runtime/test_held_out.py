@@ -12,7 +12,7 @@ from cases.runtime import chain_of, largest_difference, plan_of, uncorrected
 from torch import nn
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.engine.options import HeldOutOptions, RunOptions
+from pipeplan.runtime.engine.job import HeldOutOptions, RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.optimizers import Choice, parse_choice

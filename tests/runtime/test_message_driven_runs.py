@@ -25,8 +25,9 @@ from pipeplan.files.plans import plan_text
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform, Problem
 from pipeplan.runtime.engine.arrival_order import arrival_order
+from pipeplan.runtime.engine.asked import under
 from pipeplan.runtime.engine.executor import execute
-from pipeplan.runtime.engine.options import RunOptions, under
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.exchange.threaded import Message
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run

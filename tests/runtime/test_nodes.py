@@ -21,7 +21,7 @@ from cases.runtime import chain_of, plan_of
 from torch import nn
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.model.build.loading import chain_model, load_model
 from pipeplan.runtime.model.build.spec import ModelSpec

@@ -23,7 +23,7 @@ from pipeplan.check.bounds import any_bound
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text
 from pipeplan.problem import Problem
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes import rendezvous
 from pipeplan.runtime.processes.launch import run_plan
@@ -38,7 +38,7 @@ from pipeplan.files.plans import load_plan
 from pipeplan.runtime.processes import rendezvous
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 
 if __name__ == "__main__":
     plan = load_plan(str(Path(__file__).with_name("plan.json")))

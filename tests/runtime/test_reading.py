@@ -23,7 +23,8 @@ from pipeplan.errors import BadInput, CodeFailed, RunFailed
 from pipeplan.report.tables.run import print_run
 from pipeplan.runtime.data.loader import Loader, Span
 from pipeplan.runtime.device import CPU
-from pipeplan.runtime.engine.options import RunOptions, in_epochs
+from pipeplan.runtime.engine.asked import in_epochs
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.engine.reading import Reader, _Takers, differing, repeatedly
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run

@@ -30,7 +30,7 @@ from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
 from pipeplan.problem import Problem
 from pipeplan.report.tables.run import Learnt, print_beside, print_run, smoothed, stays_below
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory
 from pipeplan.runtime.model.build.spec import ModelSpec

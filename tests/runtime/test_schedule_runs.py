@@ -10,7 +10,7 @@ from cases.runtime import largest_difference, plan_of, serial, simulated_version
 
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import PIPEDREAM, run_otherwise
+from pipeplan.runtime.engine.asked import PIPEDREAM, run_otherwise
 from pipeplan.runtime.engine.phases import of_schedule
 from pipeplan.runtime.lowering.dry_run import program_lines
 from pipeplan.runtime.lowering.lowered_run import lower_run

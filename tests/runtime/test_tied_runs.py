@@ -16,7 +16,7 @@ from pipeplan.check.delays import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import under
+from pipeplan.runtime.engine.asked import under
 from pipeplan.runtime.lowering.instructions import Backward, Forward, ReduceTied, sentence, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.model.build.loading import chain_model, load_model, load_weights

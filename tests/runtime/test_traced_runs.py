@@ -24,7 +24,7 @@ from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.plan import Stage
 from pipeplan.problem import Problem
-from pipeplan.runtime.engine.options import under
+from pipeplan.runtime.engine.asked import under
 from pipeplan.runtime.model.build.fitting import check_model, fitted
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec

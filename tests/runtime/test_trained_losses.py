@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.loading import chain_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

@@ -16,7 +16,8 @@ from cases.traced import serial
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions, under
+from pipeplan.runtime.engine.asked import under
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan

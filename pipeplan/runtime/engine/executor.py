@@ -39,8 +39,15 @@ from ..measure.progress import StepDone
 from ..measure.recorder import Times
 from ..measure.times import Activity
 from ..model.user_code import RAISED
-from ..training.split_stage import SplitStage
 from .own_stages import RankRun
+
+if TYPE_CHECKING:
+    from .held_out import HeldOut
+
+check_savable, training_state, write = (
+    Late(f"runtime.training.state.state:{name}") for name in ("check_savable", "training_state", "write")
+)
+BEST: Final = "best"  # the folder, among the checkpoints, with that of the best evaluation
 
 
 class OperationFailed(Exception):
@@ -155,7 +162,7 @@ class _Walk:
             back = self._noted("B", s, m, self._own.split(s).backward_inputs, m, version, gradient, lent)
         else:
             back = self._noted("B", s, m, stage.backward, m, version, gradient, instruction.covers, lent)
-        if isinstance(stage, SplitStage) and not instruction.inputs_only:
+        if stage.splits and not instruction.inputs_only:
             self._note("W", s, m, self._mark())  # was part of it
         if s > 0:
             assert back is not None, "later stages return the gradient of their input"
@@ -182,16 +189,6 @@ class _Walk:
 
     def _sample(self, stage: int, microbatch: int) -> Any:
         return self._noted(self._reader.activity, stage, microbatch, self._reader.take, microbatch)
-
-
-if TYPE_CHECKING:
-    from .held_out import HeldOut
-
-write = Late("runtime.training.state.state:write")
-check_savable, training_state = (
-    Late(f"runtime.training.state.state:{name}") for name in ("check_savable", "training_state")
-)
-BEST: Final = "best"  # the folder, among the checkpoints, with that of the best evaluation
 
 
 # --- between two mini-batches -----------------------------------------------------------------------------------------

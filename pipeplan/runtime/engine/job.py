@@ -1,33 +1,28 @@
-"""What is every rank of a run told, and what follows from that?"""
+"""What is every rank of a run told, and what follows from that? One field for each thing that can be asked of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
-from torch import nn
-
-from ...check.delays import plan_delays
 from ...check.replica_sums import COARSENING
-from ...check.validate import check
 from ...choices import DelayCorrection
-from ...errors import BadInput, InvalidPlan
+from ...errors import BadInput
+from ...files.text import check_writable
 from ...plan import Plan
-from ...problem import NOT_PREDICTED
 from ...registry import Late
-from ...schedule.kinds import graph_of
+from ..device import Choice as DeviceChoice
 from ..device import kind_of
 from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
 from ..measure.progress import StepDone
-from ..model.build.spec import ModelSpec
+from ..model.build.spec import ModelSpec, find
 from ..model.loaded import LoadedModel
-from ..training.half import half_type
+from ..training.half import AS_PROFILED, HalfOptions, half_type
 from ..training.rank import check_decay
-from ..training.update.optimizers import MakeOptimizer, averaging, correctable, is_plain, optimizer_maker, planned_as
+from ..training.update.optimizers import PLATEAU, Choice, MakeOptimizer, averaging, optimizer_maker, rates_maker
 from ..training.update.stepper import check_elementwise, is_elementwise
-from .options import RunOptions, clipping
 
 if TYPE_CHECKING:
     from ..training.state.checkpoint import Checkpoint
@@ -35,8 +30,146 @@ if TYPE_CHECKING:
 refuse_for_torch = Late("runtime.engine.torch_engine:refuse_for_torch")
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
-PREDICTED: Final = 1.0  # updates that a stage may be late, up to which predicted weights train better than sc alone
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
+Engine = Literal["own", "torch"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutOptions:
+    """How a run evaluates its model while it trains: after ``every`` so many updates, on the first ``count``
+    microbatches of ``data``.
+
+    ``metrics`` is ``module:function(output, target)``, a number or a dict of numbers, of which means are told. The best
+    evaluation is that with the least loss, or ``watched`` metric, or the ``highest``; the run ends after ``patience``
+    evaluations that are no better. ``averaged``: with the running average of the weights.
+    """
+
+    data: str
+    every: int
+    count: int
+    metrics: str | None = None
+    watched: str = "loss"
+    highest: bool = False
+    patience: int | None = None
+    averaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a run is asked for. A checkpoint is written to a folder at the end, and when SIGTERM or SIGINT comes.
+
+    The pipeline drains before every checkpoint, so with weights that outlive an update the next ones see fresher
+    weights than without.
+    """
+
+    steps: int
+    """Weight updates from the very start of training; of an evaluation, as many microbatches as they would take."""
+    lr: float | None = None  # learning rate; None: what the optimizer learns at if nobody says another
+    seed: int = 0  # of a zoo model's weights, of the data and of random numbers
+    optimizer: Choice | None = None  # instead of the plan's
+    no_decay: tuple[str, ...] = ()
+    """Words in the names of weights, or of their modules' classes, that have no weight decay."""
+    groups: str | None = None  # ``module:function`` that makes the optimizer's parameter groups of all named parameters
+    scheduler: Choice | None = None  # changes the learning rate after each update
+    warmup: int = 0  # updates in which the learning rate rises, before the schedule begins
+    ema: float | None = None  # of the running average of the weights that is kept, the share that stays at each update
+    delay_correction: DelayCorrection | None = None
+    """What is done about late gradients; None: sc, and both with mixed precision, as far as the optimizer can be."""
+    averaged: bool = False  # whether what is saved, or evaluated, is the running average of the weights
+    held_out: HeldOutOptions | None = None  # how the model is evaluated while it trains
+    clip_norm: float | None = None  # the total norm that gradients are clipped to; None: they aren't
+    evaluates: bool = False  # whether the model is run forward alone
+    epoch: int | None = None  # microbatches after which the data repeats, with the next seed
+    compares: bool = True  # whether a model that was traced is compared with plain training on its first microbatch
+    half: HalfOptions = AS_PROFILED  # which 16 bits a plan of mixed precision runs in, and its loss scale
+    bucket_size: int | None = None
+    """Parameters that are stepped at a time where the optimizer is offloaded or sums are cut; None: the plan's."""
+    coarsening: int | None = None
+    """Buckets that replicas sum at once while those before are stepped; None: as serves, 0: all."""
+    save: Path | None = None  # file for the trained model's ``state_dict``: safetensors by its name's end, else torch's
+    load: Path | None = None
+    """File, index or folder with a ``state_dict`` to start from, unless a checkpoint is resumed."""
+    checkpoint: Path | None = None  # folder for checkpoints
+    every: int | None = None  # a checkpoint after each update whose number it divides as well
+    keep: int | None = None  # how many of the newest checkpoints stay; None: all
+    resume: bool = False  # whether to go on from the folder's newest good checkpoint, if there is one
+    traced: bool = False
+    """Whether a report is wanted of a run that a signal ends, too: it then ends as one with checkpoints does."""
+    max_restarts: int = 0
+    """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
+    engine: Engine = "own"
+    """"torch" runs a drained schedule on torch's own pipeline runtime, which measures updates alone."""
+    device: DeviceChoice = "auto"
+    """CPUs over gloo, or GPUs over NCCL, or through the host where ranks share one; ``auto`` takes GPUs if torch sees
+    any and the plan's profile isn't of a CPU."""
+    threads: int = 1  # CPU threads of each process
+    timeout_s: float | None = None  # longest wait for another rank; None: from the plan
+    link_delay_s: float = 0.0
+    """How much later than they could messages between ranks come, to see what a slow network would do."""
+    link_rate: int | None = None
+    """Bytes per second of links on which messages and sums are as long as they would be there; None: the real ones."""
+
+    @property
+    def rates(self) -> Choice | None:
+        """The scheduler; one that follows evaluations takes the highest for the best where they do."""
+        found = self.scheduler
+        highest = self.held_out is not None and self.held_out.highest
+        if found is None or found.name != PLATEAU or not highest or "mode" in dict(found.options):
+            return found
+        return replace(found, options=(*found.options, ("mode", "max")))
+
+    def check(self) -> None:
+        """Raise BadInput for what cannot be done, whatever the plan."""
+        if self.save is not None:
+            check_writable(str(self.save.absolute()))
+        if self.keep is not None and self.keep < 1:
+            raise BadInput(f"keep: {self.keep} is not a positive number of checkpoints")
+        if self.link_rate is not None and self.link_rate < 1:
+            raise BadInput(f"link rate: {self.link_rate} is not a positive number of bytes per second")
+        if not 0 <= self.link_delay_s < inf:
+            raise BadInput(f"link delay: {self.link_delay_s} isn't a time from 0 seconds on")
+        writes = self.every is not None or self.keep is not None
+        if self.checkpoint is None and (self.resume or writes):
+            raise BadInput("checkpoint: no folder is named to resume from or to write to")
+        if self.engine == "torch" and self.checkpoint is not None:
+            raise BadInput("checkpoint: torch's engine writes none")
+        if self.checkpoint is not None and self.evaluates and (not self.resume or writes):
+            raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
+        if self.optimizer is not None:
+            optimizer_maker(self.optimizer, self.lr)  # what is wrong with it shows before any process starts
+        if not self.evaluates:
+            rates_maker(self.rates, self.warmup, self.steps)
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise BadInput(f"ema: {self.ema} isn't a share of an average from 0 to below 1")
+        if self.averaged and self.ema is None and not self.evaluates:
+            raise BadInput("averaged: --ema says how the average of the weights runs")
+        follows = self.scheduler is not None and self.scheduler.name == PLATEAU
+        if follows and self.held_out is None and not self.evaluates:
+            raise BadInput(f"scheduler: {PLATEAU} follows evaluations; say --eval-data and --eval-every")
+        if self.held_out is not None and self.engine == "torch":
+            raise BadInput("evaluation: torch's engine makes none while it trains")
+        if self.groups is not None:
+            find(self.groups)
+            if self.no_decay:
+                raise BadInput("no decay: the parameter groups say that themselves")
+
+    @property
+    def slows_links(self) -> bool:
+        """Whether slower links than the real ones are emulated."""
+        return bool(self.link_delay_s) or self.link_rate is not None
+
+    @property
+    def link_delay_ns(self) -> int:
+        """How much later messages come."""
+        return round(self.link_delay_s * 1e9)
+
+    def from_anywhere(self) -> RunOptions:
+        """Return the same with absolute paths, for processes in other folders."""
+        paths = {name: getattr(self, name) for name in ("save", "load", "checkpoint")}
+        return replace(self, **{name: path.absolute() for name, path in paths.items() if path is not None})
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,58 +305,3 @@ class Launcher:
     def may_begin(self, minibatch: int) -> bool:
         """Whether a mini-batch is to be begun, the same to all ranks."""
         return True
-
-
-def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
-    """Return what the ranks are told; what ``options`` say otherwise than ``plan`` is put into the plan."""
-    planned = None if options.optimizer is None else planned_as(options.optimizer)
-    if planned is not None:
-        plan = replace(plan, policy=replace(plan.policy, optimizer=planned))
-    if options.bucket_size is not None:
-        plan = replace(plan, policy=replace(plan.policy, bucket_parameters=options.bucket_size))
-    plan = clipping(plan, options.clip_norm is not None and not options.evaluates)
-    if options.ema is not None and not plan.policy.ema:
-        plan = replace(plan, policy=replace(plan.policy, ema=True))
-        check(plan)  # it holds more
-    plan, correction, note = _corrected(plan, options)
-    options = replace(options, delay_correction=correction)
-    job = Job(plan, model, options.from_anywhere(), notes=() if note is None else (f"late gradients: {note}",))
-    if options.bucket_size is not None and not (plan.policy.offload or (job.sums and job.chunk_buckets is not None)):
-        raise BadInput("bucket size: the plan neither offloads optimizer state nor are sums cut into chunks")
-    return job
-
-
-def _corrected(plan: Plan, options: RunOptions) -> tuple[Plan, DelayCorrection, str | None]:
-    """Return the plan that holds what is done about late gradients, what that is, and why it is none of what could be;
-    BadInput for what is asked for and cannot be done.
-
-    Weights are predicted by default where that takes no memory, or where it helps and finds room.
-    """
-    asked, policy = options.delay_correction, plan.policy
-    if policy.drains or options.evaluates or asked == "none":
-        return plan, "none", None
-    made = optimizer_maker(options.optimizer or policy.optimizer, options.lr)([nn.Parameter(torch.zeros(1))])
-    if not correctable(made):
-        if asked is not None:
-            raise BadInput(
-                f"--delay-correction {asked}: it is for SGD with momentum (without nesterov), Adam and AdamW"
-            )
-        return plan, "none", None if is_plain(made) else f"{type(made).__name__} with these options isn't corrected"
-    alone, predicting = (replace(plan, policy=replace(policy, predict=predict)) for predict in (False, True))
-    if asked == "sc" or (asked is None and not (policy.predictable and (policy.predict or _predicts(plan)))):
-        return alone, "sc", None
-    if not policy.predictable:
-        raise BadInput(f"--delay-correction {asked}: {NOT_PREDICTED}; sc goes")
-    try:
-        check(predicting)  # it holds more
-    except InvalidPlan:
-        if asked is not None:
-            raise
-        return alone, "sc", "sc alone corrects them, as predicted weights don't fit (plan --predicted keeps room)"
-    return predicting, asked or "both", None
-
-
-def _predicts(plan: Plan) -> bool:
-    """Whether weights are predicted where nobody says it: where that takes no memory, or trains better."""
-    late = max(x.mean for x in plan_delays(plan, graph_of(plan)))
-    return plan.policy.precision == "mixed" or 0 < late <= PREDICTED

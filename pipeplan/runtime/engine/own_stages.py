@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,12 @@ from ..model.loaded import LoadedModel
 from ..training.half import first_scale, half_type
 from ..training.rank import Rank
 from ..training.repeatable import Draws
-from ..training.split_stage import SplitStage
 from ..training.stage import StageModule
-from ..training.update.bucketed_stepper import stepper_kind
 from ..training.update.exchanges import OnStream, OnThread, Way
 from ..training.update.factors import Clipping, Later, Scaling
 from ..training.update.offload import BucketBuffers
 from ..training.update.optimizers import MakeOptimizer, check_state, compensated, rates_maker
-from ..training.update.stepper import Stepper, Stepping
+from ..training.update.stepper import Stepper, Stepping, stepper_kind
 from ..training.update.update import StageUpdate, Tie, TiedSums, copies_added, sums_of
 from ..training.weights.buckets import Sharing
 from ..training.weights.gradients import Gradients
@@ -37,6 +35,10 @@ from .job import Job, Launcher
 from .preparation import Masters, Meeting
 from .reading import Reader
 
+if TYPE_CHECKING:
+    from ..training.split_stage import SplitStage
+
+splitting = Late("runtime.training.split_stage:SplitStage")
 restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
 
 
@@ -59,9 +61,9 @@ class OwnStages:
 
     def split(self, s: int) -> SplitStage:
         """Return a stage whose backwards come in two parts."""
-        stage = self.runners[s]
-        assert isinstance(stage, SplitStage), "stages of programs that split backwards do so"
-        return stage
+        stage: Any = self.runners[s]
+        assert stage.splits, "stages of programs that split backwards do so"
+        return stage  # type: ignore[no-any-return]  # a SplitStage
 
     def measure(self, version: int) -> None:
         """Begin with the norm of all gradients for ``version``."""
@@ -193,7 +195,8 @@ class _Building:
             make = partial(_compensated, make)
         rates = rates_maker(options.rates, options.warmup, options.steps)
         versions = self._gradients[s].versions
-        return stepper_kind(versions, how)(versions, make, rates, how, self._masters, partial(rank.parted, s))
+        kind: Callable[..., Stepper] = stepper_kind(versions, how)
+        return kind(versions, make, rates, how, self._masters, partial(rank.parted, s))
 
 
 def runner_of(
@@ -202,8 +205,7 @@ def runner_of(
     """Return what passes stage ``s`` of ``model``, which is the rank's, or watched, or whole."""
     lowered, stage = rank.lowered, rank.stage(s)
     has_loss = stage.stop == len(lowered.plan.chain)
-    make = SplitStage if lowered.program.split else StageModule
-    return make(
+    made: StageModule = (splitting if lowered.program.split else StageModule)(
         index=s,
         pieces=model.pieces(stage),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
@@ -217,6 +219,7 @@ def runner_of(
         data=model.read_by(stage),
         trained=model.trained,
     )
+    return made
 
 
 def _compensated(make: MakeOptimizer, parameters: Any) -> torch.optim.Optimizer:

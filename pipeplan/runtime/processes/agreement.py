@@ -29,8 +29,7 @@ from ...errors import BadInput
 from ...files.text import regular
 from ...plan import Plan
 from ...version import __version__
-from ..engine.job import Job
-from ..engine.options import RunOptions
+from ..engine.job import Job, RunOptions
 from ..exchange.collective import this_machine
 from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel

@@ -10,8 +10,8 @@ from ...errors import RunFailed
 from ...plan import Plan
 from ...status import Status
 from ..device import kind_of
-from ..engine.job import job_of
-from ..engine.options import RunOptions
+from ..engine.asked import job_of
+from ..engine.job import RunOptions
 from ..measure.progress import Audience, StepProgress
 from ..measure.report import RunReport
 from ..model.build.spec import ModelSpec

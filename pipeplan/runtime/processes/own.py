@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ...plan import Plan
 from ...scratch import scratch_folder
 from ..device import kind_of
-from ..engine.job import Job, Launcher
-from ..engine.options import RunOptions
+from ..engine.job import Job, Launcher, RunOptions
 from ..engine.phases import run_rank
 from ..lowering.instructions import sentence
 from ..lowering.lowered_run import LoweredRun

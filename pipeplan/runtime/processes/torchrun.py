@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from ...errors import BadInput, PipeplanError, RunFailed, RunStopped
 from ...plan import Plan
-from ..engine.job import LEAST_TIMEOUT_S, Job, Launcher
-from ..engine.options import RunOptions
+from ..engine.job import LEAST_TIMEOUT_S, Job, Launcher, RunOptions
 from ..engine.phases import run_rank
 from ..measure.progress import Audience, StepDone, place, teller
 from ..measure.report import RunReport

@@ -38,6 +38,8 @@ class SplitStage(StageModule):
     own, whose whole backward is the second part: the profile has seen it by itself, too.
     """
 
+    splits = True
+
     def __init__(self, index: int, pieces: Sequence[Piece], *arguments: Any, **options: Any) -> None:
         pieces = [replace(piece, layers=tuple(map(self._ending, piece.layers))) for piece in pieces]
         super().__init__(index, pieces, *arguments, **options)

@@ -108,6 +108,8 @@ class StageModule:
     far.
     """
 
+    splits = False  # whether backwards come in two parts
+
     def __init__(
         self,
         index: int,

@@ -21,7 +21,7 @@ from pipeplan import zoo
 from pipeplan.api.profiles import Profile
 from pipeplan.plan import Plan
 from pipeplan.runtime.device import moved
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 

@@ -34,7 +34,7 @@ from checking import (
 )
 
 import pipeplan as pp
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.training.half import HalfOptions
 

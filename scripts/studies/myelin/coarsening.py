@@ -31,11 +31,10 @@ from pipeplan.runtime.exchange.collective import ChunkSum, SumGroup
 from pipeplan.runtime.measure.recorder import HostRecorder
 from pipeplan.runtime.model.build.loading import chain_model
 from pipeplan.runtime.training.half import halved
-from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
 from pipeplan.runtime.training.update.exchanges import Way
 from pipeplan.runtime.training.update.factors import LossScale, Scaling
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
-from pipeplan.runtime.training.update.stepper import Stepper, Stepping
+from pipeplan.runtime.training.update.stepper import Stepper, Stepping, stepper_kind
 from pipeplan.runtime.training.update.update import StageUpdate, sums_of
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions

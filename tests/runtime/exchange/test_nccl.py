@@ -23,8 +23,8 @@ from pipeplan.errors import InvalidPlan
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Platform, Policy
 from pipeplan.runtime.engine import preparation
-from pipeplan.runtime.engine.job import Launcher, job_of
-from pipeplan.runtime.engine.options import under
+from pipeplan.runtime.engine.asked import job_of, under
+from pipeplan.runtime.engine.job import Launcher
 from pipeplan.runtime.exchange.collective import ChunkSum
 from pipeplan.runtime.exchange.links import in_rounds, pair_options
 from pipeplan.runtime.exchange.transport import Receiving, Sends

@@ -14,7 +14,8 @@ from cases.runtime import BACKWARD_S, FORWARD_S, chain_of, plan_of, serial, simu
 
 from pipeplan.errors import RunFailed, RunStopped
 from pipeplan.problem import Platform
-from pipeplan.runtime.engine.options import RunOptions, under
+from pipeplan.runtime.engine.asked import under
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import newest

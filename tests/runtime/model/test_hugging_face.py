@@ -14,7 +14,7 @@ import pipeplan as pp
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_blocks, merge_zero_time
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.hugging_face import named
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec

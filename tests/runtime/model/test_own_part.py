@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeplan import zoo
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.hugging_face import named
 from pipeplan.runtime.model.build.loading import OwnPart, load_model, load_weights
 from pipeplan.runtime.model.build.spec import ModelSpec

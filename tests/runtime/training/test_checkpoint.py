@@ -13,7 +13,7 @@ from cases.checkpoints import reworded
 from cases.runtime import chain_of, largest_difference, plan_of, serial, uncorrected, zoo_chain
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.engine.job import job_of
+from pipeplan.runtime.engine.asked import job_of
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.agreement import resume_point
 from pipeplan.runtime.processes.launch import run_plan

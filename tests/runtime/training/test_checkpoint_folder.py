@@ -17,7 +17,7 @@ from cases.patience import SECONDS
 from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, plan, state_of, written
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan

@@ -15,7 +15,7 @@ from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph, updates_end_ns
 from pipeplan.errors import BadInput
 from pipeplan.runtime.device import CPU
-from pipeplan.runtime.engine.options import clipping
+from pipeplan.runtime.engine.asked import clipping
 from pipeplan.runtime.lowering.instructions import Receive, Send, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.recorder import HostRecorder

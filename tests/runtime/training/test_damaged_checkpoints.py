@@ -12,7 +12,7 @@ from cases.checkpoints import reworded
 from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, passed_over, plan, written
 
 from pipeplan.errors import BadInput
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
 

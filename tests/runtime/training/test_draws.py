@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeplan.errors import RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import LayerCode
 from pipeplan.runtime.model.pieces import pieces_of

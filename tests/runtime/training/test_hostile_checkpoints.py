@@ -14,7 +14,7 @@ from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, pass
 from torch.optim import lr_scheduler
 
 from pipeplan.errors import BadInput, RunFailed
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, newest

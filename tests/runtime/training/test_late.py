@@ -15,8 +15,8 @@ from pipeplan.check.delays import plan_delays
 from pipeplan.check.evaluate import evaluate
 from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.problem import Platform
-from pipeplan.runtime.engine.job import job_of
-from pipeplan.runtime.engine.options import RunOptions, clipping
+from pipeplan.runtime.engine.asked import clipping, job_of
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec

@@ -20,10 +20,9 @@ from pipeplan.runtime.device import CPU
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.state import _load, _save
-from pipeplan.runtime.training.update.bucketed_stepper import stepper_kind
 from pipeplan.runtime.training.update.offload import host_rooms
 from pipeplan.runtime.training.update.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
-from pipeplan.runtime.training.update.stepper import ELEMENTWISE, Stepping
+from pipeplan.runtime.training.update.stepper import ELEMENTWISE, Stepping, stepper_kind
 from pipeplan.runtime.training.weights.buckets import cut_into_buckets
 from pipeplan.runtime.training.weights.versions import Versions
 

@@ -10,7 +10,7 @@ from torch import nn
 import pipeplan as pp
 from pipeplan.choices import OPTIMIZERS
 from pipeplan.errors import BadInput
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import measure_model

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from cases.runtime import built, plan_of, zoo_chain
 
-from pipeplan.runtime.engine.options import RunOptions
+from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.optimizers import Choice

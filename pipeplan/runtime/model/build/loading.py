@@ -31,9 +31,9 @@ from ..structure import leaves_in, substitute, tensors_in, tensors_of
 from ..trace.adapted import compiled_lines, with_dense_gradients
 from ..user_code import said
 from .spec import ModelSpec, brings_data, builder_of, data_of
-from .state_file import read_state
 
 traced_model = Late("runtime.model.trace.traced:traced_model")
+read_state = Late("runtime.model.build.state_file:read_state")
 
 
 def load_model(
@@ -187,7 +187,7 @@ def _states(model: LoadedModel) -> Iterator[tuple[str, str, Any]]:
 
 def _matched(model: LoadedModel, path: str | Path) -> dict[str, Any]:
     """Return the state in ``path`` with all names of ``model`` and no others; BadInput if it is another model's."""
-    state = read_state(path)
+    state: dict[str, Any] = read_state(path)
     wanted = {f"{prefix}{name}": x for prefix, name, x in _states(model)}
     first = {name: model.first_names.get(name, name) for name in wanted}
     there = {first.get(name, name): name for name in reversed(list(state))}  # files may leave out what is there already

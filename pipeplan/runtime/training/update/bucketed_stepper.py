@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..weights.buckets import Rows, Slice, is_large
-from ..weights.versions import Versions
 from .offload import PIECES, Fetched, Piece, host_rooms, in_pieces, region_size
 from .optimizers import delay_of, delayed
-from .stepper import Factor, Stepper, Stepping, changes
+from .stepper import Factor, Stepper, changes
 
 
 class BucketedStepper(Stepper):
@@ -243,8 +242,3 @@ class BucketedStepper(Stepper):
             return torch.empty(shape, dtype=like.dtype, device=self._device)
         known = self._rooms.get(key)
         return known[index] if known is not None else host_rooms([tuple(shape)], [like.dtype], self._device)[0]
-
-
-def stepper_kind(versions: Versions, how: Stepping) -> type[Stepper]:
-    """Return what steps the weights of ``versions`` as ``how`` says, all at once or in buckets."""
-    return Stepper if (how.bucket is None and how.sharing is None) or not versions.installed else BucketedStepper

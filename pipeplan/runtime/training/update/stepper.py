@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ....choices import OPTIMIZERS
 from ....errors import BadInput
+from ....registry import Late
 from ...device import CPU
 from ...exchange.collective import ChunkSum
 from ..weights.buckets import Kept, Rows, SharedChunk, Sharing, cut_into_buckets, gathered, is_large, shared_chunks
@@ -180,6 +181,14 @@ class Rates:
         group = self.optimizer.param_groups[0]
         counts_there = group.get("capturable") or group.get("fused")
         return value.to(home) if isinstance(value, Tensor) and (key != "step" or counts_there) else value
+
+
+bucketed = Late("runtime.training.update.bucketed_stepper:BucketedStepper")
+
+
+def stepper_kind(versions: Versions, how: Stepping) -> Callable[..., Any]:
+    """Return what steps the weights of ``versions`` as ``how`` says, all at once or in buckets."""
+    return Stepper if (how.bucket is None and how.sharing is None) or not versions.installed else bucketed
 
 
 Parted = Callable[[Sequence[nn.Parameter], Sequence[nn.Parameter]], list[dict[str, Any]] | None]
