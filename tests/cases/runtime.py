@@ -23,7 +23,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.measure.held_bytes import HeldBytes
-from pipeplan.runtime.measure.recorder import HostRecorder
+from pipeplan.runtime.measure.recorder import Recorder
 from pipeplan.runtime.model.network import Network, TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler.measure import measure_model
@@ -138,7 +138,7 @@ def update_of(gradients, optimizer, lr, masters=None, **how):
     how = Stepping(**how)
     kind = stepper_kind(gradients.versions, how)
     stepper = kind(gradients.versions, optimizer_maker(optimizer, lr), how=how, masters=masters)
-    recorder = HostRecorder()
+    recorder = Recorder()
     return StageUpdate(Way(sums_of(0, gradients, stepper, recorder)), recorder)
 
 

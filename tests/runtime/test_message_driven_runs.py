@@ -31,7 +31,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.exchange.threaded import Message
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Send, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.measure.recorder import HostRecorder
+from pipeplan.runtime.measure.recorder import Recorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.schedule.program import Step
@@ -401,7 +401,7 @@ def test_random_delays_neither_deadlock_nor_exceed_the_limit(replicas, limit):
             rank=SimpleNamespace(lowered=script, number=rank),
             stages=SimpleNamespace(runners=mine, updates=updates),
             reader=SimpleNamespace(activity="DATA", take=lambda m: (torch.tensor(m), None)),
-            meeting=SimpleNamespace(recorder=HostRecorder()),
+            meeting=SimpleNamespace(recorder=Recorder()),
         )
         end = SimpleNamespace(
             allows=lambda _: True, over=lambda _: False, at=lambda _: None, updated=lambda s, version: None

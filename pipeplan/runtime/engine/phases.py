@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, label, peak_bytes
-from ..exchange.collective import barrier, gathered, told_by_all
-from ..exchange.transport import carried_ns, exchanging
+from ..exchange.collective import gathered
+from ..exchange.transport import carried_ns, everybodys, exchanging
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
@@ -70,7 +70,9 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
 def train(run: RankRun, held_out: HeldOut | None = None) -> tuple[Times, Reading | None]:
     """Walk the rank's instructions; return when everything happened, and how reading went."""
     try:
-        wrong = differing(told_by_all(run.reader.begin(), run.meeting.patient))
+        first = run.reader.begin()
+        with exchanging("the comparison of the first samples"):
+            wrong = differing(everybodys(first, run.meeting.patient))
         if wrong is not None:
             raise BadInput(wrong)
         times = _walk(run, MiniBatchEnd(run, held_out))
@@ -93,7 +95,8 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
     gc.set_threshold(*OFTEN)
     begin_peak(rank.device)
-    barrier()
+    with exchanging("the barrier before the run"):
+        dist.barrier()
     if run.job.options.engine == "torch":
         times: Times = execute_on_torch(run, end)
     else:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ...registry import Late
 from ..device import Exchange, exchange_of, gpu_of, kind_of, own_device, place, watch_last
 from ..exchange.collective import (
+    PATIENCE,
     agree,
     clock_offset,
     greet,
-    patient_group,
     replica_groups,
     share_from,
     stage_groups,
@@ -201,7 +201,9 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     transfer_ns = transfer_times(lowered, number, specs, links)
     clock = compared_clocks(number)
     recorder = recorder_of(device, clock.offset_ns, timeout)
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns, everybody, patient_group())
+    with exchanging("the making of groups"):
+        patient = dist.new_group(timeout=PATIENCE, backend="gloo")
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns, everybody, patient)
 
 
 def compared_clocks(number: int, lag_ns: int = 0) -> Compared:

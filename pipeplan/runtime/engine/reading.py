@@ -47,28 +47,6 @@ def reads_of(source: Data, span: Span, by_workers: bool = False) -> Iterator[Rea
         yield Read(microbatch, 0, source(index, span.seed + epoch))
 
 
-class _Takers:
-    """Which stages of a rank take ``inputs`` or ``targets``. Torch's engine asks for all together."""
-
-    def __init__(self, job: Job, rank: Rank) -> None:
-        last = len(rank.lowered.plan.allocation.stages) - 1
-        self.inputs = [s for s in rank.stages if rank.model.read_by(rank.stage(s))]
-        self.targets = last in rank.stages
-        takers = sorted({*self.inputs, *([last] if self.targets else [])})
-        self._ranks = [rank.lowered.ranks_of(s) for s in takers]
-        self._turn = rank.lowered.turn
-        self._number, self._once = rank.number, job.options.engine == "torch"
-
-    def __bool__(self) -> bool:
-        return bool(self._ranks)
-
-    def times(self, microbatch: int) -> int:
-        """Return how often the rank asks for a microbatch."""
-        turn = self._turn(microbatch)
-        times = sum(ranks[turn % len(ranks)] == self._number for ranks in self._ranks)
-        return min(times, 1) if self._once else times
-
-
 @dataclass
 class _Ready:
     """A microbatch as the model takes it, on the rank's device once its stream has come to ``there``.
@@ -92,7 +70,11 @@ class Reader:
 
     def __init__(self, job: Job, rank: Rank) -> None:
         lowered, options, source = rank.lowered, job.options, rank.model.data.source
-        self._rank, self._takers, self._stream = rank, _Takers(job, rank), new_stream(rank.device)
+        self._rank, self._stream, self._once = rank, new_stream(rank.device), options.engine == "torch"
+        last = len(lowered.plan.allocation.stages) - 1
+        self._inputs = [s for s in rank.stages if rank.model.read_by(rank.stage(s))]
+        self._targets = last in rank.stages
+        self._takers = [lowered.ranks_of(s) for s in sorted({*self._inputs, *([last] if self._targets else [])})]
         self._loader = source if isinstance(source, Loader) else None
         first = lowered.first.microbatch
         self._span = Span(
@@ -100,7 +82,7 @@ class Reader:
             first,
             lowered.last.microbatch,
             options.epoch,
-            lambda m: self._takers.times(m) > 0 or (self._loader is None and m == first),
+            lambda m: self._times(m) > 0 or (self._loader is None and m == first),
         )
         self._ready: dict[int, _Ready] = {}
         self._spent_ns: list[int] = []
@@ -129,7 +111,7 @@ class Reader:
         sample, ready.left = ready.sample, ready.left - 1
         if not ready.left:
             del self._ready[microbatch]
-        elif len(self._takers.inputs) == 1:
+        elif len(self._inputs) == 1:
             ready.sample = None, sample[1]
         if ready.there is not None:
             stream = torch.cuda.current_stream(self._rank.device)
@@ -148,6 +130,12 @@ class Reader:
             return None
         return Reading(self._loader.workers, round(fmean(spent)), len(self._spent_ns))
 
+    def _times(self, microbatch: int) -> int:
+        """Return how often the rank's stages ask for a microbatch; torch's engine asks for all together."""
+        turn = self._rank.lowered.turn(microbatch)
+        times = sum(ranks[turn % len(ranks)] == self._rank.number for ranks in self._takers)
+        return min(times, 1) if self._once else times
+
     def _next(self) -> _Ready:
         ready = next(self._reads)
         if ready.left:
@@ -161,7 +149,7 @@ class Reader:
         x, target = self._rank.model.data.enter(read.microbatch, read.given)
         if self._loader is not None:
             self._check_size(self._loader, x[0])
-        mine = x if self._takers.inputs else None, target if self._takers.targets else None
+        mine = x if self._inputs else None, target if self._targets else None
         there = None
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             sample = mapped(lambda tensor: moved(tensor, self._rank.device), mine)
@@ -169,7 +157,7 @@ class Reader:
                 there = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 there.record()
         self._spent_ns.append(read.ns + (0 if self._workers else time.perf_counter_ns() - begin))
-        return _Ready(read.microbatch, checksum, sample, there, self._takers.times(read.microbatch))
+        return _Ready(read.microbatch, checksum, sample, there, self._times(read.microbatch))
 
     def _check_length(self, loader: Loader, epoch: int | None) -> None:
         """Raise BadInput where a pass is too short."""

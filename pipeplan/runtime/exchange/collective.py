@@ -170,24 +170,6 @@ def this_machine() -> str:
         return f"{uuid.getnode():012x}"
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    with exchanging("the barrier before the run"):
-        dist.barrier()
-
-
-def patient_group() -> Group:
-    """Return a group of all ranks for what may take long."""
-    with exchanging("the making of groups"):
-        return dist.new_group(timeout=PATIENCE, backend="gloo")
-
-
-def told_by_all(value: T, patient: Group) -> list[T]:
-    """Return everybody's ``value``, in rank order, to all; wait for it as long as it takes to read the first sample."""
-    with exchanging("the comparison of the first samples"):
-        return everybodys(value, patient)
-
-
 def gathered(rank: int, value: T, form: type[T]) -> list[T] | None:
     """Return everybody's ``value``, which msgspec reads as a ``form``, in rank order on rank 0; None elsewhere.
 

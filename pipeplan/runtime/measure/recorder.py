@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -55,64 +55,45 @@ class Times:
         yield from self._last
 
 
-class Recorder(Protocol):
-    """Marks on a device's time line, in the monotonic clock of rank 0's machine once they are read.
+class Recorder:
+    """Marks on a device's time line, in the monotonic clock of rank 0's machine once they are read: here a CPU's, where
+    everything is done when the call returns.
 
-    ``times`` are those that were read so far. ``lag_ns`` is by how much the device's clock has stayed behind the host's
-    when it is settled.
+    ``offset_ns`` is added to this machine's clock. ``times`` are those that were read so far. ``lag_ns`` is by how much
+    the device's clock has stayed behind the host's when it is settled.
     """
-
-    times: Times
-    lag_ns: int
-
-    def mark(self) -> Any:
-        """Return a mark at this moment of the device's work."""
-
-    def note(self, activity: Activity, stage: int, microbatch: int, start: Any, end: Any = None) -> None:
-        """Note that an activity went on from the mark ``start`` until ``end``, or now."""
-
-    def later(self, action: Callable[[], None]) -> None:
-        """Do ``action`` when the device has done what it was given so far; actions keep their order."""
-
-    def settle(self) -> Times:
-        """Wait for the device, do all that is left to be done, and return what was noted."""
-
-
-class HostRecorder:
-    """For a CPU: everything is done when the call returns. ``offset_ns`` is added to this machine's clock."""
 
     def __init__(self, offset_ns: int = 0) -> None:
         self._offset_ns = offset_ns
         self.times, self.lag_ns = Times(), 0
 
-    def mark(self) -> int:
-        """Return the time in ns."""
+    def mark(self) -> Any:
+        """Return a mark at this moment of the device's work."""
         return time.monotonic_ns() + self._offset_ns
 
-    def note(self, activity: Activity, stage: int, microbatch: int, start: int, end: int | None = None) -> None:
-        """Note what has ended."""
+    def note(self, activity: Activity, stage: int, microbatch: int, start: Any, end: Any = None) -> None:
+        """Note that an activity went on from the mark ``start`` until ``end``, or now."""
         self.times.add(OpTime(activity, stage, microbatch, start, self.mark() if end is None else end))
 
     def later(self, action: Callable[[], None]) -> None:
-        """Do it now."""
+        """Do ``action`` when the device has done what it was given so far; actions keep their order."""
         action()
 
     def settle(self) -> Times:
-        """Return what was noted."""
+        """Wait for the device, do all that is left to be done, and return what was noted."""
         return self.times
 
 
-class CudaRecorder:
-    """For a GPU: events in the current stream of the process's device. ``offset_ns`` as for the host's.
+class CudaRecorder(Recorder):
+    """For a GPU: events in the current stream of the process's device.
 
     DeviceWaits where one doesn't come within ``timeout``.
     """
 
     def __init__(self, timeout: timedelta, offset_ns: int = 0, ahead: int = AHEAD) -> None:
+        super().__init__(offset_ns)
         self._timeout, self._ahead = timeout, ahead
-        self.times, self.lag_ns = Times(), 0
         self._waiting: deque[tuple[Any, Callable[[], None]]] = deque()
-        self._offset_ns = offset_ns
         self._base: tuple[Any, int] = self.mark(), 0
         later_ns = self._heard_later_ns()
         self._base = self._base[0], self._base[1] + later_ns
@@ -177,4 +158,4 @@ def recorder_of(device: torch.device, offset_ns: int, timeout: timedelta) -> Rec
 
     ``offset_ns`` is what this machine's clock lacks to rank 0's.
     """
-    return CudaRecorder(timeout, offset_ns) if device.type == "cuda" else HostRecorder(offset_ns)
+    return CudaRecorder(timeout, offset_ns) if device.type == "cuda" else Recorder(offset_ns)

@@ -12,25 +12,8 @@ from ...plan import Plan
 from ..lowering.instructions import Edge, Pass
 from ..lowering.lowered_run import LoweredRun
 
-Activity = Literal[
-    "F",
-    "R",
-    "B",
-    "W",
-    "DATA",
-    "WAIT_DATA",
-    "WAIT_F",
-    "WAIT_B",
-    "ROOM_F",
-    "ROOM_B",
-    "SEND_F",
-    "SEND_B",
-    "REDUCE",
-    "NORM",
-    "UPDATE",
-    "AGREE",
-    "SAVE",
-]
+Messaging = Literal["WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B", "SEND_F", "SEND_B"]
+Activity = Literal["F", "R", "B", "W", "DATA", "WAIT_DATA", Messaging, "REDUCE", "NORM", "UPDATE", "AGREE", "SAVE"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ..engine.executor import OperationFailed
 from ..exchange.transport import PeerLost, exchanging
 from ..lowering.instructions import sentence
 from ..model.user_code import said
+from ..training.state.checkpoint import Peers
 
 WHERE: Final = "the agreement of the ranks before they meet"
 LOOKS_S: Final = (0.001, 0.1)  # pauses between two looks, growing from the first to the second
@@ -33,7 +34,7 @@ POLL_S: Final = 0.5  # how often a rank looks whether another one has been asked
 GO_S: Final = 5.0  # how long a rank that has finished waits for its own thread
 
 
-class StorePeers:
+class StorePeers(Peers):
     """The ``world`` processes that share ``store``; each waits ``timeout_s`` for the others' answers."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float) -> None:

@@ -27,7 +27,7 @@ from ..lowering.instructions import sentence
 from ..lowering.lowered_run import LoweredRun
 from ..measure.progress import Audience, StepDone, place, teller
 from ..measure.report import RunReport
-from ..training.state.checkpoint import Alone, Peers
+from ..training.state.checkpoint import Peers
 from .messages import GRACE_S, NEVER, Failure, failure_of, root_cause, stopped_after
 from .own_processes import (
     ENDING,
@@ -43,7 +43,6 @@ from .own_processes import (
 )
 
 END_S: Final = 2.0  # for which a rank that is told to end may take
-TELL_NS: Final = 10**8  # updates that follow each other faster are told together
 
 
 class OwnLaunch:
@@ -53,7 +52,7 @@ class OwnLaunch:
 
     def meet(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
         """Return this process."""
-        return Alone()
+        return Peers()
 
     def run(self, job: Job, hears: Audience) -> RunReport:
         """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""
@@ -175,8 +174,6 @@ class OwnRank(Launcher):
     ) -> None:
         self.local_rank = rank
         self._world, self._path, self._progress, self._begun, self._pipe = world, store_path, progress, begun, pipe
-        self._untold: list[StepDone] = []
-        self._told_ns = 0
 
     def meet(self) -> Any:
         """Open a store of a file."""
@@ -191,16 +188,11 @@ class OwnRank(Launcher):
         return self._begun.may_begin(minibatch)
 
     def done(self, step: StepDone) -> None:
-        """Tell the parent, of several that follow each other fast together."""
-        self._untold.append(step)
-        if step.at_ns - self._told_ns >= TELL_NS:
-            self._pipe.send(self._untold)
-            self._untold.clear()
-            self._told_ns = step.at_ns
+        """Tell the parent."""
+        self._pipe.send(step)
 
     def over(self, message: RunReport | Failure | None) -> None:
         """Tell the parent what it is waiting for."""
-        self._pipe.send(self._untold)
         self._pipe.send(message)
         self._pipe.close()
 
@@ -316,9 +308,8 @@ class Ranks:
 
     def _take(self, rank: int, message: Any) -> None:
         """Take in what ``rank`` has said, or that it has gone."""
-        if isinstance(message, list):
-            for step in message:
-                self._hear(step)
+        if isinstance(message, StepDone):
+            self._hear(message)
             return
         self._silent.discard(rank)
         if isinstance(message, Gone):

@@ -22,7 +22,7 @@ from ..measure.report import RunReport
 from ..model.build.spec import ModelSpec
 from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
-from ..training.state.checkpoint import Alone, Peers
+from ..training.state.checkpoint import Peers
 from .agreement import compare, model_items
 from .messages import GRACE_S, NEVER, Failure, StorePeers, StoreStop, failure_of, failure_told, stopped_after, told
 from .own_processes import is_here, listen_here
@@ -144,7 +144,7 @@ class TorchrunLaunch:
 
     def __init__(self, start: Start, watch: Watch) -> None:
         self._start, self._watch = start, watch
-        self._peers: Peers = Alone()
+        self._peers = Peers()
 
     @property
     def again(self) -> bool:

@@ -28,7 +28,7 @@ from torch import nn
 from pipeplan.cost.time_model import overlapped_ns
 from pipeplan.problem import Policy
 from pipeplan.runtime.exchange.collective import ChunkSum, SumGroup
-from pipeplan.runtime.measure.recorder import HostRecorder
+from pipeplan.runtime.measure.recorder import Recorder
 from pipeplan.runtime.model.build.loading import chain_model
 from pipeplan.runtime.training.half import halved
 from pipeplan.runtime.training.update.exchanges import Way
@@ -108,8 +108,8 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         return int(statistics.median(times))
 
     def updated(coarsening: int) -> int:
-        exchange = sums_of(0, gradients, stepper, HostRecorder(), SumGroup(group), coarsening)
-        update = StageUpdate(Way(exchange), HostRecorder(), scaling)
+        exchange = sums_of(0, gradients, stepper, Recorder(), SumGroup(group), coarsening)
+        update = StageUpdate(Way(exchange), Recorder(), scaling)
         times = []
         for version in range(question.rounds + 1):
             filled()
@@ -124,7 +124,7 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         for version in range(question.rounds + 1):
             filled()
             start = time.monotonic_ns()
-            StageUpdate(Way(sums_of(0, gradients, stepper, HostRecorder())), HostRecorder()).update(version)
+            StageUpdate(Way(sums_of(0, gradients, stepper, Recorder())), Recorder()).update(version)
             times.append((time.monotonic_ns() - start) // len(stepper.buckets))
         return int(statistics.median(times[1:]))
 

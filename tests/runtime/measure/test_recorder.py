@@ -8,7 +8,7 @@ from pipeplan.runtime.device import DeviceWaits
 from pipeplan.runtime.engine.executor import OperationFailed
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.measure import recorder as module
-from pipeplan.runtime.measure.recorder import CudaRecorder, HostRecorder, Times
+from pipeplan.runtime.measure.recorder import CudaRecorder, Recorder, Times
 from pipeplan.runtime.measure.times import Compared, OpTime, straightened
 from pipeplan.runtime.processes.messages import failure_of
 
@@ -171,7 +171,7 @@ def test_a_gpu_that_never_gets_on_is_not_waited_for_for_ever(gpu):
 
 
 def test_a_cpu_does_everything_at_once(gpu):
-    recorder = HostRecorder(offset_ns=7)
+    recorder = Recorder(offset_ns=7)
     done = []
     start = recorder.mark()
     gpu.now += 5

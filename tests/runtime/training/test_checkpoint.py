@@ -17,7 +17,7 @@ from pipeplan.runtime.engine.asked import job_of
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.agreement import resume_point
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, remove_older
+from pipeplan.runtime.training.state.checkpoint import ABOUT, Peers, newest, remove_older
 from pipeplan.runtime.training.update.optimizers import parse_choice
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_goes_on_with_other_batches_says_so(written):
     for accumulate in (written[1].policy.accumulate, 5):
         options = uncorrected(steps=5, lr=0.01, checkpoint=written[0], resume=True)
         plan = replace(written[1], policy=replace(written[1].policy, accumulate=accumulate))
-        assert resume_point(job_of(plan, VECTORS, options), heard.append, Alone()) is not None
+        assert resume_point(job_of(plan, VECTORS, options), heard.append, Peers()) is not None
     assert heard == [
         f"the first 4 updates of this training had {written[1].policy.accumulate} microbatches each, those of this "
         "plan have 5: the rate may want to change with that; --accumulate plans for another number"

@@ -23,17 +23,17 @@ from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
 from pipeplan.runtime.training.state import checkpoint
-from pipeplan.runtime.training.state.checkpoint import ABOUT, Alone, newest, one_run, tidy
+from pipeplan.runtime.training.state.checkpoint import ABOUT, Peers, newest, one_run, tidy
 from pipeplan.runtime.training.state.state import write
 
 
 def test_a_second_run_is_refused(folder, plan, tmp_path):
-    with writing_to(folder, Alone()):
+    with writing_to(folder, Peers()):
         with pytest.raises(BadInput, match=rf"another run, process {os.getpid()} on \S+, writes to {folder}$"):
             run_plan(plan, MODEL, RunOptions(steps=6, checkpoint=folder, **OPTIONS))
-        with writing_to(tmp_path / "other", Alone()), writing_to(None, Alone()):
+        with writing_to(tmp_path / "other", Peers()), writing_to(None, Peers()):
             assert newest(folder).position.step == 4  # which anybody may read
-    with writing_to(folder, Alone()):
+    with writing_to(folder, Peers()):
         pass
     assert not list(folder.glob(".*"))
 
@@ -170,6 +170,6 @@ def test_processes_of_torchrun_look_for_a_checkpoint_together(folder):
     assert [found[rank].position.step for rank in range(3)] == [2, 2, 2]
     assert [rank for rank, _ in heard] == [0]
     store2 = dist.HashStore()
-    with writing_to(folder, Alone()):
+    with writing_to(folder, Peers()):
         all_ranks(refused)
     assert found[0] == found[1] == found[2]

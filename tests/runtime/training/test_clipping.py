@@ -18,7 +18,7 @@ from pipeplan.runtime.device import CPU
 from pipeplan.runtime.engine.asked import clipping
 from pipeplan.runtime.lowering.instructions import Receive, Send, word
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.measure.recorder import HostRecorder
+from pipeplan.runtime.measure.recorder import Recorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import HalfOptions
@@ -108,7 +108,7 @@ def test_norms_are_torchs():
     assert float(squares([], CPU)) == 0
     found = squares(gradients, CPU)
     assert float(found.sqrt()) == pytest.approx(float(torch.nn.utils.get_total_norm([x.grad for x in weights])))
-    ours = Clipping(1.0, None, CPU, HostRecorder())
+    ours = Clipping(1.0, None, CPU, Recorder())
     ours.begin(1, gradients)
     assert ours.factor(1) == ours.factor(1) == pytest.approx(1 / (float(found.sqrt()) + 1e-6))
     ours.begin(2, [torch.zeros(2)])

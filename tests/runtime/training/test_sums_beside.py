@@ -20,7 +20,7 @@ from pipeplan.runtime.exchange.transport import carried_ns
 from pipeplan.runtime.lowering.instructions import Forward, Norm, PutAside, Reduce, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.progress import place, teller
-from pipeplan.runtime.measure.recorder import HostRecorder
+from pipeplan.runtime.measure.recorder import Recorder
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.exchanges import Exchange, OnThread
@@ -122,7 +122,7 @@ class Slow(Exchange):
 
 
 def test_parts_are_stepped_as_they_come_and_notes_are_told_then():
-    recorder = HostRecorder()
+    recorder = Recorder()
     slow = Slow(recorder)
     beside = OnThread(slow)
     beside.begin(1)  # comes back, though nothing has been summed
@@ -138,7 +138,7 @@ def test_parts_are_stepped_as_they_come_and_notes_are_told_then():
 
 @pytest.mark.parametrize("waits", [lambda x: x.wait(0), lambda x: x.wait(1), OnThread.join])
 def test_what_goes_wrong_is_raised_where_the_sum_is_waited_for(waits):
-    slow = Slow(HostRecorder(), RunFailed("gone"))
+    slow = Slow(Recorder(), RunFailed("gone"))
     beside = OnThread(slow)
     beside.begin(1)
     slow.may[0].set()

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -89,24 +89,14 @@ class Checkpoint:
     files: Mapping[str, FileSum]
 
 
-class Peers(Protocol):
-    """The processes that look for a checkpoint together, this one among them: the ``rank``-th of ``world``."""
+class Peers:
+    """The processes that look for a checkpoint together, this one among them: the ``rank``-th of ``world``, here the
+    only one."""
 
-    rank: int
-    world: int
+    rank, world = 0, 1
 
     def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
         """Return what each gave; wait ``timeout_s`` longer for them than for an answer."""
-
-
-class Alone:
-    """One process, which is all there are."""
-
-    rank = 0
-    world = 1
-
-    def gathered(self, mine: str | None, timeout_s: float = 0.0) -> Sequence[str | None]:
-        """Return what it gave."""
         return [mine]
 
 
@@ -135,7 +125,7 @@ def newest(
     hears on the first of every damaged one that has more updates; ``unreadable`` says why a file that is as it was
     written is of no use, None if it is. BadInput when there are checkpoints and all of them are damaged.
     """
-    peers = peers or Alone()
+    peers = peers or Peers()
     listed = peers.gathered(" ".join(_steps(Path(folder))) if peers.rank == 0 else None)[0]
     damage: list[str] = []
     for name in reversed((listed or "").split()):
