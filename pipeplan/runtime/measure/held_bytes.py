@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from torch import Tensor, UntypedStorage
-from torch.autograd.graph import saved_tensors_hooks
 
 Holding = dict[int, UntypedStorage]  # by identity; holding the storage keeps its identity from being used again
 
@@ -20,22 +18,6 @@ class HeldBytes:
         self._bytes: dict[int, int] = {}
         self.held_bytes = 0
         self.peak_bytes = 0
-
-    @contextmanager
-    def saving(self, holding: Holding, permanent: set[int]) -> Iterator[None]:
-        """Within the context, add what autograd saves to ``holding``, except storages in ``permanent``.
-
-        The hooks hand tensors through unchanged, but with any hooks autograd skips its check for tensors that were
-        changed in place; so only the first microbatches of a run are counted.
-        """
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in permanent:
-                self.hold(holding, tensor)
-            return tensor
-
-        with saved_tensors_hooks(pack, _same):
-            yield
 
     def hold(self, holding: Holding, tensor: Tensor) -> None:
         """Add ``tensor`` to ``holding``."""
@@ -58,10 +40,6 @@ class HeldBytes:
                 del self._holders[key]
                 self.held_bytes -= self._bytes.pop(key)
         holding.clear()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 Kept = Callable[[], Iterator[tuple[Tensor, bool]]]  # tensors, and whether they are in host memory for want of room

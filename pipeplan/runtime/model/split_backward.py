@@ -24,12 +24,26 @@ from ...errors import RunFailed
 Hold = Callable[[Tensor], None]
 
 
-class Saved:
-    """What autograd saves in one graph, which it knows by numbers, so that some of it can be dropped early."""
+@dataclass(frozen=True, slots=True)
+class _InWeight:
+    """A weight, or a view of one, whatever that is by now."""
 
-    def __init__(self, hold: Hold | None = None) -> None:
-        self._tensors: list[tuple[Tensor, int] | None] = []
+    weight: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Saved:
+    """What autograd saves in one graph, which it knows by numbers, so that some of it can be dropped early.
+
+    Of ``weights`` it knows where they are, so a backward finds what they are then; ``hold`` hears of all the rest.
+    """
+
+    def __init__(self, hold: Hold | None = None, weights: Sequence[Tensor] = ()) -> None:
+        self._tensors: list[tuple[Tensor, int] | _InWeight | None] = []
         self._hold = hold
+        self._weights = {x.untyped_storage()._cdata: x for x in weights}
         self.asked: set[int] = set()  # since it was emptied
 
     def __len__(self) -> int:
@@ -37,6 +51,11 @@ class Saved:
 
     def pack(self, tensor: Tensor) -> int:
         """Keep a tensor and return its number."""
+        weight = self._weights.get(tensor.untyped_storage()._cdata) if self._weights else None
+        if weight is not None:
+            offset = int(tensor.storage_offset()) - int(weight.storage_offset())
+            self._tensors.append(_InWeight(weight, tensor.size(), tensor.stride(), offset))
+            return len(self._tensors) - 1
         self._tensors.append((tensor, tensor._version))
         if self._hold is not None:
             self._hold(tensor)
@@ -50,6 +69,9 @@ class Saved:
                 "the gradients of weights need something of a forward that they didn't need in the first microbatch; "
                 "such a model runs under schedules that don't split backwards"
             )
+        if isinstance(kept, _InWeight):
+            now = kept.weight.data
+            return now.as_strided(kept.size, kept.stride, int(now.storage_offset()) + kept.offset)
         tensor, version = kept
         if tensor._version != version:
             raise RunFailed(
@@ -64,7 +86,7 @@ class Saved:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what is kept."""
-        return (kept[0] for kept in self._tensors if kept is not None)
+        return (kept[0] for kept in self._tensors if isinstance(kept, tuple))
 
     def clear(self) -> None:
         """Keep nothing; a graph that has saved what it made would live for ever otherwise."""

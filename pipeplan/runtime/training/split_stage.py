@@ -13,13 +13,13 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...schedule.weight_versions import Lent
 from ..measure.held_bytes import Holding
 from ..model.network import LayerCode
 from ..model.pieces import Piece
-from ..model.split_backward import Saved, WeightPart, input_part, later_part
+from ..model.split_backward import WeightPart, input_part, later_part
 from .stage import Entry, Held, InFlight, StageModule
 
 
@@ -118,16 +118,10 @@ class SplitStage(StageModule):
         return part
 
     @contextmanager
-    def _saving(self, held: Held, counted: bool) -> Iterator[None]:
-        permanent = self._permanent() if counted else set()
-
-        def hold(tensor: Tensor) -> None:
-            if tensor.untyped_storage()._cdata not in permanent:
-                self._activations.hold(held.holding, tensor)
-
-        held.saved, self._running = Saved(hold if counted else None), held
+    def _saving(self, held: Held, counted: bool, newest: bool = False) -> Iterator[None]:
+        self._running = held
         try:
-            with saved_tensors_hooks(held.saved.pack, held.saved.unpack):
+            with super()._saving(held, counted, newest):
                 yield
         finally:
             self._running = None

@@ -10,7 +10,7 @@ stage's own uses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ...errors import RunFailed
 from ...schedule.weight_versions import Lent
@@ -29,7 +29,6 @@ from ..model.pieces import Cut, Piece, packed
 from ..model.split_backward import Saved
 from .repeatable import Before, ChangingBuffers, Draws
 from .weights.gradients import Gradients
-from .weights.versions import reading_newest
 
 FromData = Mapping[int, tuple[int, TensorSpec]]
 NO_DATA: FromData = MappingProxyType({})
@@ -146,7 +145,6 @@ class StageModule:
             {LOSS, *leaving, *(v for piece in pieces[i + 1 :] for v in piece.reads)} for i in range(len(pieces))
         ]
         self._reads_newest = reads_newest
-        self._fixed: set[int] | None = None  # storages of buffers and frozen weights
         self._in_flight: dict[int, InFlight] = {}
 
     @property
@@ -194,8 +192,7 @@ class StageModule:
                 passes_on = bool(held.want) or piece.trains
                 wanted |= set(piece.makes) if passes_on else set()
             else:
-                keeping = self._reading_newest if self._reads_newest else self._saving
-                with self._buffers[number].apart(recomputed=False), keeping(held, counted):
+                with self._buffers[number].apart(recomputed=False), self._saving(held, counted, self._reads_newest):
                     made = self._draws.run(piece, microbatch, self._entered(piece, entered, held), target)
                 held.ends = ends_of(piece, made)
                 wanted |= held.ends.keys()
@@ -369,31 +366,24 @@ class StageModule:
             for value, x in zip(piece.reads, tensors, strict=True)
         ]
 
-    def _saving(self, held: Held, counted: bool) -> AbstractContextManager[None]:
-        return self._activations.saving(held.holding, self._permanent()) if counted else nullcontext()
-
     @contextmanager
-    def _reading_newest(self, held: Held, counted: bool) -> Iterator[None]:
-        if counted and self._fixed is None:
-            self._fixed = {x.untyped_storage()._cdata for x in self._tensors() if not x.requires_grad}
-        permanent = self._fixed or set()
+    def _saving(self, held: Held, counted: bool, newest: bool = False) -> Iterator[None]:
+        """Within the context, count what autograd saves, but for weights and buffers; of weights let it know where they
+        are, if a backward is to find the ``newest``. That takes time, so it isn't done without need."""
+        if not (counted or newest or self.splits):
+            yield
+            return
+        modules = [module for piece in self._pieces for module in piece.modules] if counted else []
+        tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
+        permanent = self.versions.storages() | {x.untyped_storage()._cdata for x in tensors}
 
         def hold(tensor: Tensor) -> None:
-            if counted and tensor.untyped_storage()._cdata not in permanent:
+            if tensor.untyped_storage()._cdata not in permanent:
                 self._activations.hold(held.holding, tensor)
 
-        with reading_newest(self.versions, hold):
+        held.saved = Saved(hold if counted else None, self.versions.readable if newest else ())
+        with saved_tensors_hooks(held.saved.pack, held.saved.unpack):
             yield
-
-    def _permanent(self) -> set[int]:
-        """Return the storages of weights and buffers, which are not counted."""
-        return self.versions.storages() | {tensor.untyped_storage()._cdata for tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for piece in self._pieces:
-            for module in piece.modules:
-                yield from module.parameters()
-                yield from module.buffers()
 
     def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
         """What is sent must be what the other end expects: gloo would reinterpret or abort."""

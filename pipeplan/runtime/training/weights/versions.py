@@ -16,16 +16,13 @@ gradient. Where the pipeline doesn't drain they may be mini-batches ahead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from ....errors import RunFailed
 from ....schedule.weight_versions import Lent
 from ...model.structure import hooked_as
 
@@ -242,55 +239,6 @@ def borrowers(modules: Mapping[int, Iterable[nn.Module]]) -> dict[int, set[int]]
 
 
 # --- backwards with newer weights than their forwards had -------------------------------------------------------------
-
-
-class _Weight(NamedTuple):
-    """A weight that the stage uses, or a view of one, in whichever version."""
-
-    place: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Stored(NamedTuple):
-    """An activation, and how often it had been changed in place when it was stored."""
-
-    tensor: Tensor
-    changes: int
-
-
-@contextmanager
-def reading_newest(versions: Versions, hold: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within the context, let autograd keep which weights it needs, not the weights; ``hold`` hears of all the rest.
-
-    With hooks autograd doesn't check that what it has kept is unchanged; so this does.
-    """
-    parameters = versions.readable
-    places = {leaf.untyped_storage()._cdata: index for index, leaf in enumerate(parameters)}
-
-    def pack(tensor: Tensor) -> _Weight | _Stored:
-        index = places.get(tensor.untyped_storage()._cdata)
-        if index is None:
-            hold(tensor)
-            return _Stored(tensor.detach(), tensor._version)
-        offset = int(tensor.storage_offset()) - int(parameters[index].storage_offset())
-        return _Weight(index, tensor.size(), tensor.stride(), offset)
-
-    def unpack(kept: _Weight | _Stored) -> Tensor:
-        if isinstance(kept, _Weight):
-            weight = parameters[kept.place].data
-            return weight.as_strided(kept.size, kept.stride, int(weight.storage_offset()) + kept.offset)
-        tensor, changes = kept
-        if tensor._version != changes:
-            raise RunFailed(
-                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was "
-                "stored"
-            )
-        return tensor
-
-    with saved_tensors_hooks(pack, unpack):
-        yield
 
 
 def read_weights_themselves(modules: Iterable[nn.Module]) -> None:
