@@ -40,7 +40,8 @@ from pipeplan.errors import PipeplanError  # noqa: E402
 from pipeplan.files.plans import plan_text  # noqa: E402
 from pipeplan.plan import Plan  # noqa: E402
 from pipeplan.problem import Problem  # noqa: E402
-from pipeplan.runtime.engine.job import RunOptions, run_otherwise  # noqa: E402
+from pipeplan.runtime.engine.asked import run_otherwise  # noqa: E402
+from pipeplan.runtime.engine.job import RunOptions  # noqa: E402
 from pipeplan.runtime.model.build.spec import ModelSpec  # noqa: E402
 from pipeplan.runtime.processes.launch import run_plan  # noqa: E402
 from pipeplan.runtime.training.update.optimizers import parse_choice  # noqa: E402

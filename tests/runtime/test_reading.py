@@ -25,7 +25,7 @@ from pipeplan.runtime.data.loader import Loader, Span
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.engine.asked import in_epochs
 from pipeplan.runtime.engine.job import RunOptions
-from pipeplan.runtime.engine.reading import Reader, _Takers, differing, repeatedly
+from pipeplan.runtime.engine.reading import Reader, differing, repeatedly
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -91,14 +91,12 @@ def test_samples_are_read_where_their_passes_run(weights, accumulate):
     plan = plan_of(chain, [(0, 3, (0, 1)), (3, 6, (2, 3, 4))], weights=weights, accumulate=accumulate)
     first = Position(3, 3 * accumulate + 1)
     lowered = lower_run(plan, 8, every=2, first=first)
-    model = SimpleNamespace(read_by=lambda s: {} if s else {0: (0, None)})
+    model = SimpleNamespace(read_by=lambda s: {} if s else {0: (0, None)}, data=SimpleNamespace(source=None))
     for rank, instructions in enumerate(lowered.instructions):
         stages = [s for s in (0, 1) if rank in lowered.ranks_of(s)]
-        takers = _Takers(
-            SimpleNamespace(options=SimpleNamespace(engine="own")),
-            SimpleNamespace(lowered=lowered, stages=stages, number=rank, stage=lambda s: s, model=model),
-        )
-        read = [m for m in range(first.microbatch, lowered.last.microbatch) if takers.times(m)]
+        own = {"lowered": lowered, "stages": stages, "number": rank, "stage": lambda s: s, "model": model, "device": CPU}
+        reader = Reader(SimpleNamespace(options=RunOptions(1, 0.1)), SimpleNamespace(**own))
+        read = [m for m in range(first.microbatch, lowered.last.microbatch) if reader._times(m)]
         assert read == sorted(x.microbatch for x in instructions if isinstance(x, Forward))
 
 

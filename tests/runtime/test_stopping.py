@@ -9,13 +9,13 @@ from cases.patience import SECONDS
 from torch.distributed import HashStore
 
 from pipeplan.runtime.exchange.transport import PeerLost
-from pipeplan.runtime.processes import store as store_room
+from pipeplan.runtime.processes import messages
 from pipeplan.runtime.processes.messages import StoreStop
 
 
 @pytest.fixture(autouse=True)
 def looking_often(monkeypatch):
-    monkeypatch.setattr(store_room, "POLL_S", 0.01)
+    monkeypatch.setattr(messages, "POLL_S", 0.01)
 
 
 def refused(stop, first):
@@ -72,4 +72,4 @@ def test_without_a_signal_everything_may_begin():
     stop = StoreStop(HashStore(), 0, 2, 0, SECONDS)
     assert all(stop.may_begin(m) for m in range(1000))
     stop.close()
-    assert stop.limit == store_room.NEVER
+    assert stop.limit == messages.NEVER

@@ -26,7 +26,7 @@ from ..model.trace.adapted import run_uncompiled
 from .executor import MiniBatchEnd, execute
 from .job import Job, Launcher
 from .own_stages import RankRun, build_stages
-from .preparation import build_model, by_threads, compared_clocks, meet
+from .preparation import build_model, compared_clocks, meet
 from .reading import Reader, differing
 
 if TYPE_CHECKING:
@@ -84,12 +84,8 @@ def train(run: RankRun, held_out: HeldOut | None = None) -> tuple[Times, Reading
 def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     rank, meeting = run.rank, run.meeting
     lowered, number, links = rank.lowered, rank.number, meeting.links
-    inbox = _inbox(run) if by_threads(run.job, lowered) else None
-    if inbox is None:
-        depth = len(lowered.plan.allocation.stages)
-        transport = links.transport(number, lowered.instructions[number], meeting.specs, depth)
-    else:
-        transport = links.through_host(inbox)
+    on_torch = run.job.options.engine == "torch"
+    inbox = _inbox(run) if links.by_threads and not on_torch else None
     end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
@@ -97,10 +93,11 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     begin_peak(rank.device)
     with exchanging("the barrier before the run"):
         dist.barrier()
-    if run.job.options.engine == "torch":
+    if on_torch:
         times: Times = execute_on_torch(run, end)
     else:
-        order = None
+        instructions, order = lowered.instructions[number], None
+        transport = links.through_host(inbox) if inbox else links.transport(number, instructions, meeting.specs)
         if inbox is not None and lowered.limit is not None:
             order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
         times = execute(run, end, transport, order)

@@ -178,8 +178,9 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     agree(number, rank.model.boundaries)
     with exchanging("the comparison of devices at the start"):
         sums = exchange_of(everybodys(gpu_of(device, this_machine())))
-    # threads exchange between hosts alone; sums come when all messages are through, so they need not
-    threads = by_threads(job, lowered)
+    # messages that come in any order, or late, are for threads, which exchange between hosts alone; sums, which come
+    # when all messages are through, need not
+    threads = lowered.limit is not None or job.options.slows_links
     messages: Exchange = "staged" if threads and sums == "nccl" else sums
     nearby = None if threads or job.options.engine == "torch" else this_machine()
     links = open_links(lowered, number, messages, device, timeout, nearby)
@@ -210,11 +211,6 @@ def compared_clocks(number: int, lag_ns: int = 0) -> Compared:
     """Return what the clock of this rank's device, which lags behind the host's, lacks to rank 0's host's now; all
     ranks compare together."""
     return Compared(clock_offset(number, this_machine()) + lag_ns, time.monotonic_ns())
-
-
-def by_threads(job: Job, lowered: LoweredRun) -> bool:
-    """Whether threads send and receive, so that messages can come in any order, or late."""
-    return lowered.limit is not None or job.options.slows_links
 
 
 def _tensors(rank: Rank, s: int, masters: Masters) -> Iterator[Tensor]:

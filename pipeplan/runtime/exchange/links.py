@@ -1,4 +1,4 @@
-"""How do tensors reach other ranks? By memory or gloo between CPUs, NCCL between GPUs, the host between shared GPUs.
+"""How do tensors reach other ranks? By memory or threads between CPUs, NCCL between GPUs, the host between shared ones.
 
 NCCL has no tags: what one rank sends another is received in the order sent, and a message that is issued holds its
 place in a stream until the other end issues its own. Both ends issue in the program's total order, which cannot
@@ -26,7 +26,7 @@ from ..device import Exchange, HostClock, clock_of, group_timeout, moved, new_st
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
-from .transport import GlooTransport, Group, Receiving, Sends, Transport, exchanging
+from .transport import Group, Transport, exchanging
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
 LATE: Final = 2  # messages before it that are over when a receive begins
@@ -40,7 +40,8 @@ Pair = tuple[int, int]  # sender, receiver
 class Links:
     """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL.
 
-    ``nearby`` leads to those on CPUs if all are on one machine. ``timeout`` is for groups that are made later.
+    ``nearby`` leads to those on CPUs if all are on one machine, and messages come in order: otherwise threads exchange
+    them (:mod:`.threaded`). ``timeout`` is for groups that are made later.
     """
 
     exchange: Exchange
@@ -49,14 +50,16 @@ class Links:
     pairs: Mapping[Pair, Group] = field(default_factory=dict)
     nearby: Any = None
 
-    def transport(
-        self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int
-    ) -> Transport:
-        """Return what moves the messages of ``instructions``."""
+    @property
+    def by_threads(self) -> bool:
+        """Whether threads send and receive."""
+        return self.exchange != "nccl" and self.nearby is None
+
+    def transport(self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec]) -> Transport:
+        """Return what moves the messages of ``instructions`` without threads."""
         if self.exchange == "nccl":
             return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
-        way = None if self.nearby is None else self.nearby.transport(instructions, specs)
-        return self.through_host(way or GlooTransport(instructions, specs, stages))
+        return self.through_host(self.nearby.transport(instructions, specs))
 
     def through_host(self, between_hosts: Transport) -> Transport:
         """Return what moves this device's messages over a transport between hosts."""
@@ -201,8 +204,8 @@ class OrderedTransport:
         self._rank, self._specs, self._pairs, self._device, self._timeout = rank, specs, pairs, device, timeout
         self._stream = new_stream(device)
         self._rooms: dict[Edge, tuple[Tensor, Any]] = {}  # for the next message, and when it can be written to
-        self._coming: dict[tuple[Edge, int], Receiving] = {}
-        self._sends = Sends()
+        self._coming: dict[tuple[Edge, int], tuple[Receive, Tensor, Any]] = {}
+        self._sent: dict[Edge, tuple[Send, Tensor, Any]] = {}  # one on each edge, under way
         self._messages: deque[Any] = deque(maxlen=LATE)  # events where the last ones were taken or sent
 
     def start(self) -> None:
@@ -218,12 +221,15 @@ class OrderedTransport:
                 self._stream.wait_event(free)
             if self._stream is not None and len(self._messages) == LATE:
                 self._stream.wait_event(self._messages[0])
-            coming = Receiving(receive, tensor, group=self._pairs[receive.peer, self._rank])
-        self._coming[receive.edge, receive.microbatch] = coming
+            with exchanging(receive, receive.peer):
+                work = dist.irecv(tensor, receive.peer, group=self._pairs[receive.peer, self._rank])
+        self._coming[receive.edge, receive.microbatch] = receive, tensor, work
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what comes along ``edge`` for ``microbatch``; what is queued from here on waits for it."""
-        tensor = self._coming.pop((edge, microbatch)).wait()
+        receive, tensor, work = self._coming.pop((edge, microbatch))
+        with exchanging(receive, receive.peer):
+            work.wait()
         self._messages.append(self._event())
         return tensor
 
@@ -233,11 +239,20 @@ class OrderedTransport:
 
     def await_room(self, send: Send) -> bool:
         """Let what is queued from here on wait until the edge's last send is through."""
-        return self._sends.await_room(send)
+        if send.edge not in self._sent:
+            return False
+        before, _, work = self._sent.pop(send.edge)
+        with exchanging(before, before.peer):
+            work.wait()
+        return True
 
     def send(self, send: Send, tensor: Tensor) -> None:
         """Issue the send of ``tensor``."""
-        self._sends.issue(send, tensor, group=self._pairs[self._rank, send.peer])
+        self.await_room(send)
+        tensor = tensor.contiguous()
+        with exchanging(send, send.peer):
+            work = dist.isend(tensor, send.peer, group=self._pairs[self._rank, send.peer])
+        self._sent[send.edge] = send, tensor, work
         self._messages.append(self._event())
 
     def _room(self, edge: Edge) -> tuple[Tensor, Any]:
@@ -249,7 +264,8 @@ class OrderedTransport:
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        self._sends.finish()
+        for send, _, _ in list(self._sent.values()):
+            self.await_room(send)
         settle(self._device, self._timeout)
 
     def _receiving(self) -> AbstractContextManager[Any]:

@@ -5,9 +5,8 @@ that compute that takes each end 0.3 to 0.6 ms of a message; a copy into shared 
 What one process has made the other opens by its number in /proc, as the same user alone may. Nothing is in any folder,
 so nothing is left whoever dies; that somebody did shows in the pipe from him.
 
-The rules are those of :mod:`.gloo`, so the same order of instructions comes through: the next message of an edge waits
-at its sender until the receive of the one before it has been posted. So memory has room for those that are posted, and
-one more.
+The next message of an edge waits at its sender until the receive of the one before it has been posted, as with a send
+of gloo's, which is a rendezvous. So memory has room for those that are posted, and one more.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import os
 import select
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from math import ceil
 from typing import Any, Final
 
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send
+from ..lowering.segments import Repeated
 from ..model.network import TensorSpec
-from .transport import PostingTransport, everybodys, exchanging, lane
+from .transport import everybodys, exchanging, lane
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
@@ -226,15 +227,46 @@ def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timede
         return Nearby(wires) if everywhere else None
 
 
-class NearbyTransport(PostingTransport):
-    """One rank's exchanges over ``wires`` to its peers; ``specs`` gives the tensor of every edge."""
+class NearbyTransport:
+    """One rank's exchanges over ``wires`` to its peers; ``specs`` gives the tensor of every edge.
+
+    Receives are posted in the order of the rank's ``instructions``, on each edge one before its turn. So a cut costs
+    each of its ends one buffer per direction, as the memory model says.
+    """
 
     def __init__(
         self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], wires: Mapping[int, Wire]
     ) -> None:
-        super().__init__(instructions)
         self._specs, self._wires = specs, wires
+        receives = Repeated.of(instructions).where(lambda x: isinstance(x, Receive))
+        edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
+        self._coming = {edge: iter(receives.where(partial(_comes_along, edge))) for edge in edges}
+        self._posted: dict[tuple[Edge, int], Receive] = {}
+        self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
         self._sent: dict[Edge, Send] = {}  # the last one of each edge, until it is known that it was wanted
+
+    def start(self) -> None:
+        """Post the first receives."""
+        for edge in self._coming:
+            self.look_ahead(edge)
+
+    def post(self, receive: Receive) -> None:
+        """Post ``receive`` now unless it has been already."""
+        while (receive.edge, receive.microbatch) not in self._posted and self._post_next(receive.edge):
+            pass
+
+    def take(self, edge: Edge, microbatch: int) -> Tensor:
+        """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
+        receive = self._posted.pop((edge, microbatch))
+        with exchanging(receive, receive.peer):
+            tensor = self._wires[receive.peer].take(_message(receive), self._specs[edge])
+        self._waiting[edge] -= 1
+        return tensor
+
+    def look_ahead(self, edge: Edge) -> None:
+        """Post the next receive of ``edge``, unless there is one that waits to be taken."""
+        if not self._waiting[edge]:
+            self._post_next(edge)
 
     def await_room(self, send: Send) -> bool:
         """Wait until the edge's last message was wanted."""
@@ -254,15 +286,18 @@ class NearbyTransport(PostingTransport):
     def finish(self) -> None:
         """Whatever was given stays there to be taken."""
 
-    def _issue(self, receive: Receive) -> Callable[[], Tensor]:
-        wire, message = self._wires[receive.peer], _message(receive)
-        wire.want(message)
+    def _post_next(self, edge: Edge) -> bool:
+        """Whether there was another one to post."""
+        receive = next(self._coming[edge], None)
+        if isinstance(receive, Receive):
+            self._posted[edge, receive.microbatch] = receive
+            self._wires[receive.peer].want(_message(receive))
+            self._waiting[edge] += 1
+        return receive is not None
 
-        def taken() -> Tensor:
-            with exchanging(receive, receive.peer):
-                return wire.take(message, self._specs[receive.edge])
 
-        return taken
+def _comes_along(edge: Edge, instruction: Instruction) -> bool:
+    return isinstance(instruction, Receive) and instruction.edge == edge
 
 
 def _message(exchange: Send | Receive) -> Message:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
+from ..lowering.segments import Repeated
 from ..model.network import TensorSpec
 from .transport import Group, PeerLost, carried_ns, exchanging, lane, wait_until
 
@@ -61,13 +62,11 @@ class ThreadedTransport:
     ) -> None:
         self._specs, self._room, self._timeout_s, self._delay_ns, self._rate = specs, room, timeout_s, delay_ns, rate
         self._group, self._clock = group, clock
-        self._wires: dict[tuple[Edge, int], Wire] = {}  # of each message
         self._expected: Counter[Wire] = Counter()
         self._outgoing: dict[Wire, SimpleQueue[tuple[Send, Tensor] | None]] = {}
-        for x in instructions:
+        for times, x in ((part.times, x) for part in Repeated.of(instructions).parts for x in part.instructions):
             if isinstance(x, Receive):
-                self._wires[x.edge, x.microbatch] = x.edge, x.peer
-                self._expected[x.edge, x.peer] += 1
+                self._expected[x.edge, x.peer] += times
             elif isinstance(x, Send):
                 self._outgoing.setdefault((x.edge, x.peer), SimpleQueue())
         # all of what follows is read and written under one lock, whose changes are announced
@@ -96,8 +95,7 @@ class ThreadedTransport:
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
-        wire = self._wires[edge, microbatch]
-        self._wait(lambda: (edge, microbatch) in self._inbox, lambda: _next_on(wire))
+        self._wait(lambda: (edge, microbatch) in self._inbox, lambda: self._awaited(edge))
         with self._changed:
             usable_ns, tensor = self._inbox.pop((edge, microbatch))
         wait_until(usable_ns, self._clock)
@@ -113,7 +111,7 @@ class ThreadedTransport:
             came = self._changed.wait_for(lambda: self._error is not None or bool(self._news), limit_s)
             self._check()
             if not came and until_ns is None:
-                raise self._timed_out(" and ".join(_next_on(wire) for wire in sorted(self._expected)))
+                raise self._timed_out(self._awaited())
             news, self._news = self._news, []
             return news
 
@@ -136,13 +134,10 @@ class ThreadedTransport:
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
         for wire, queue in self._outgoing.items():
-            self._wait_until_sent(wire)
+            self._wait(lambda wire=wire: not self._unsent[wire], lambda wire=wire: f"what goes to rank {wire[1]}")
             queue.put(None)
 
     # --- the rank itself, waiting ---
-
-    def _wait_until_sent(self, wire: Wire) -> None:
-        self._wait(lambda: not self._unsent[wire], lambda: f"what goes to rank {wire[1]}")
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         with self._changed:
@@ -150,6 +145,10 @@ class ThreadedTransport:
             self._check()
             if not came:
                 raise self._timed_out(what())
+
+    def _awaited(self, along: Edge | None = None) -> str:
+        """Return what may come next, ``along`` one edge or any."""
+        return " and ".join(_next_on(wire) for wire in sorted(self._expected) if along in (None, wire[0]))
 
     def _check(self) -> None:
         if self._error is not None:

@@ -1,9 +1,4 @@
-"""What moves tensors between ranks? What wires, gloo, NCCL and message-driven transports share, and gloo's.
-
-gloo's send is a rendezvous, its tags match in any order, and a message that doesn't fit its buffer aborts the process.
-So receives are posted ahead of their use with tensors of the agreed shape, the tag names edge and microbatch, and a
-sent tensor is kept until its handle has been waited for.
-"""
+"""What moves tensors between ranks? The protocol that wires, NCCL and threads share, and what is alike in them."""
 
 from __future__ import annotations
 
@@ -11,10 +6,8 @@ import json
 import os
 import resource
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
@@ -24,8 +17,6 @@ from torch import Tensor
 
 from ...errors import PipeplanError
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
-from ..lowering.segments import Repeated
-from ..model.network import TensorSpec
 
 T = TypeVar("T")
 
@@ -143,57 +134,6 @@ def _cause(words: str) -> str:
     return f"{plain}: {lines[0]}" if found and lines else plain
 
 
-class Receiving:
-    """A receive that has been posted, in ``group`` (None: all ranks), of what comes into ``tensor``."""
-
-    def __init__(self, receive: Receive, tensor: Tensor, tag: int = 0, group: Group = None) -> None:
-        self._receive, self._tensor = receive, tensor
-        with exchanging(receive, receive.peer):
-            work = dist.irecv(tensor, receive.peer, group=group, tag=tag)
-        assert work is not None, "both ranks are in the group"
-        self._work = work
-
-    def wait(self) -> Tensor:
-        """Return what came; over NCCL the current stream waits for it, not the host."""
-        with exchanging(self._receive, self._receive.peer):
-            self._work.wait()
-        return self._tensor
-
-
-class Sends:
-    """The sends of one rank, one under way on each edge: the next waits for it, and only then may its tensor go."""
-
-    def __init__(self) -> None:
-        self._sent: dict[Edge, tuple[Send, dist.Work, Tensor]] = {}
-
-    def issue(self, send: Send, tensor: Tensor, tag: int = 0, group: Group = None) -> None:
-        """Send ``tensor`` in ``group`` (None: all ranks), once the edge's send before it is through."""
-        self.await_room(send)
-        tensor = tensor.contiguous()
-        with exchanging(send, send.peer):
-            work = dist.isend(tensor, send.peer, group=group, tag=tag)
-        assert work is not None, "both ranks are in the group"
-        self._sent[send.edge] = send, work, tensor
-
-    def await_room(self, send: Send) -> bool:
-        """Wait until the edge's last send is through; False if there is none under way."""
-        if send.edge not in self._sent:
-            return False
-        self._wait(send.edge)
-        return True
-
-    def finish(self) -> None:
-        """Wait until all are through."""
-        for edge in list(self._sent):
-            self._wait(edge)
-
-    def _wait(self, edge: Edge) -> None:
-        send, work, _ = self._sent[edge]
-        with exchanging(send, send.peer):
-            work.wait()
-        del self._sent[edge]
-
-
 # --- a slower link, as if there were one ------------------------------------------------------------------------------
 
 GIGA: Final = 10**9
@@ -230,10 +170,6 @@ class EmulatedLink:
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 FILES = 2**16  # that a process may have open
-LARGEST_TAG = 2**31  # gloo's tags are 32 bits, and torch refuses negative ones
-
-
-# --- gloo -------------------------------------------------------------------------------------------------------------
 
 
 def spare_sockets() -> None:
@@ -247,88 +183,3 @@ def spare_sockets() -> None:
     most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-class PostingTransport(ABC):
-    """Posts receives in the order of a rank's ``instructions``, on each edge one before its turn.
-
-    So a cut costs each of its ends one buffer per direction, as the memory model says.
-    """
-
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        receives = Repeated.of(instructions).where(lambda x: isinstance(x, Receive))
-        edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
-        self._coming = {edge: iter(receives.where(partial(_comes_along, edge))) for edge in edges}
-        self._posted: dict[tuple[Edge, int], Callable[[], Tensor]] = {}
-        self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
-
-    def start(self) -> None:
-        """Post the first receives."""
-        for edge in self._coming:
-            self.look_ahead(edge)
-
-    def post(self, receive: Receive) -> None:
-        """Post ``receive`` now unless it has been already."""
-        while (receive.edge, receive.microbatch) not in self._posted and self._post_next(receive.edge):
-            pass
-
-    def take(self, edge: Edge, microbatch: int) -> Tensor:
-        """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
-        tensor = self._posted.pop((edge, microbatch))()
-        self._waiting[edge] -= 1
-        return tensor
-
-    def look_ahead(self, edge: Edge) -> None:
-        """Post the next receive of ``edge``, unless there is one that waits to be taken."""
-        if not self._waiting[edge]:
-            self._post_next(edge)
-
-    @abstractmethod
-    def _issue(self, receive: Receive) -> Callable[[], Tensor]:
-        """Be ready for a message; return what waits for it."""
-
-    def _post_next(self, edge: Edge) -> bool:
-        """Whether there was another one to post."""
-        receive = next(self._coming[edge], None)
-        if isinstance(receive, Receive):
-            self._posted[edge, receive.microbatch] = self._issue(receive)
-            self._waiting[edge] += 1
-        return receive is not None
-
-
-def _comes_along(edge: Edge, instruction: Instruction) -> bool:
-    return isinstance(instruction, Receive) and instruction.edge == edge
-
-
-class GlooTransport(PostingTransport):
-    """One rank's exchanges in the default process group.
-
-    ``specs`` gives the tensor of every edge, ``instructions`` the rank's order. One send is under way on each edge; the
-    next waits for it.
-    """
-
-    def __init__(self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], stages: int) -> None:
-        super().__init__(instructions)
-        self._specs, self._stages = specs, stages
-        self._sends = Sends()
-
-    def await_room(self, send: Send) -> bool:
-        """Wait until the edge's last send is through."""
-        return self._sends.await_room(send)
-
-    def send(self, send: Send, tensor: Tensor) -> None:
-        """Send ``tensor``, once the edge's send before it is through."""
-        self._sends.issue(send, tensor, self._tag(send.edge, send.microbatch))
-
-    def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
-        self._sends.finish()
-
-    def _issue(self, receive: Receive) -> Callable[[], Tensor]:
-        spec = self._specs[receive.edge]
-        tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        return Receiving(receive, tensor, self._tag(receive.edge, receive.microbatch)).wait
-
-    def _tag(self, edge: Edge, microbatch: int) -> int:
-        lanes = 2 * self._stages
-        return microbatch % (LARGEST_TAG // lanes) * lanes + lane(edge)

@@ -26,8 +26,7 @@ from pipeplan.runtime.engine import preparation
 from pipeplan.runtime.engine.asked import job_of, under
 from pipeplan.runtime.engine.job import Launcher
 from pipeplan.runtime.exchange.collective import ChunkSum
-from pipeplan.runtime.exchange.links import in_rounds, pair_options
-from pipeplan.runtime.exchange.transport import Receiving, Sends
+from pipeplan.runtime.exchange.links import OrderedTransport, in_rounds, pair_options
 from pipeplan.runtime.lowering import lowered, lowered_run
 from pipeplan.runtime.lowering.instructions import Agree, Reduce, Update
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -245,20 +244,20 @@ def two_ranks():
 
 
 def test_a_tensor_that_is_not_kept_while_it_is_sent_is_seen():
-    issue = Sends.issue
+    issue = OrderedTransport.send
 
-    def forgetting(self, send, *rest, **more):
-        issue(self, send, *rest, **more)
-        self._sent[send.edge] = (*self._sent[send.edge][:2], None)
+    def forgetting(self, send, tensor):
+        issue(self, send, tensor)
+        self._sent[send.edge] = send, None, self._sent[send.edge][2]
 
-    with mock.patch.object(Sends, "issue", forgetting):
+    with mock.patch.object(OrderedTransport, "send", forgetting):
         assert any("compute gets back what communicator" in race for gpu in two_ranks() for race in gpu.races)
 
 
 def test_a_wait_that_is_left_out_is_seen():
     with mock.patch.object(ChunkSum, "_wait", nothing):
         assert any("what communicator" in race for gpu in two_ranks() for race in gpu.races)
-    with mock.patch.object(Receiving, "wait", lambda self: self._tensor):
+    with mock.patch.object(OrderedTransport, "take", lambda self, *message: self._coming.pop(message)[1]):
         assert any("compute uses what communicator" in race for gpu in two_ranks() for race in gpu.races)
 
 
