@@ -50,7 +50,10 @@ class Plant:
 
 LOADED, CHUNKS = "1f1b, clipped, from a loader, resumed", "2bw, replicas, in chunks"
 PLANTS = {
-    "a message isn't waited for": Plant("exchange/transport.py", "self._work.wait()", "zb1p", "may still write"),
+    "a message isn't waited for": Plant(
+        "exchange/links.py", "work.wait()\n        self._messages", "zb1p", "may still write",
+        "pass\n        self._messages",
+    ),
     "a message is received where passes may still be": Plant(
         "exchange/links.py", "self._stream.wait_event(free)", "zb1p", "may still"
     ),

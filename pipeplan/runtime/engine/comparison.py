@@ -141,9 +141,8 @@ def compared(
         return _noted(model, f"takes {format_bytes(needed)} in one process, and {format_bytes(free)} are free")
     whole = model
     if half is not None or _lacks_values(model):
-        part = OwnPart(
-            job.model, chain.microbatch, job.options.seed, device, sys.maxsize, dtype=half, autocast=autocast
-        )
+        given = job.model, chain.microbatch, job.options.seed, device
+        part = OwnPart(*given, small=sys.maxsize, dtype=half, autocast=autocast)
         whole = fitted(part.load(), chain)
         if _lacks_values(whole):
             return _noted(model, "has weights without values, which come from a file")

@@ -64,7 +64,8 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     half, autocast = conversion(plan, options.half, device)
     small, training = sys.maxsize if len(lowered.devices) == 1 else SMALL, not options.evaluates
-    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, small, training, half, autocast)
+    model_of = {"training": training, "dtype": half, "autocast": autocast}
+    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, small=small, **model_of)
     model = part.load()
     launcher.compare(job.model, model)
     model = fitted(model, plan.chain)

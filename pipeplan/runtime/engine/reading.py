@@ -128,7 +128,7 @@ class Reader:
         spent = self._spent_ns[1:] or self._spent_ns  # the first one opens files, and imports
         if self._loader is None or not spent:
             return None
-        return Reading(self._loader.workers, round(fmean(spent)), len(self._spent_ns))
+        return Reading(self._loader.workers, round(fmean(spent)))
 
     def _times(self, microbatch: int) -> int:
         """Return how often the rank's stages ask for a microbatch; torch's engine asks for all together."""

@@ -106,7 +106,7 @@ class Audience:
 class StepDone:
     """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had.
 
-    It was through with them at ``at_ns``; the update may have waited for other stages.
+    That was at ``at_ns``.
     ``norm`` is that of all gradients, where they are clipped, ``learning_rate`` that of the update.
     An evaluation behind it has ``metrics`` instead.
     """

@@ -54,12 +54,11 @@ class GpuBytes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a rank's loader read ``count`` microbatches: by so many ``workers`` (0: the rank itself), which took
-    ``read_ns`` for one, each for itself."""
+    """How a rank's loader read microbatches: by so many ``workers`` (0: the rank itself), which took ``read_ns`` for
+    one, each for itself."""
 
     workers: int
     read_ns: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)

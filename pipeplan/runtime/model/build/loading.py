@@ -210,25 +210,14 @@ def _matched(model: LoadedModel, path: str | Path) -> dict[str, Any]:
 
 
 class OwnPart:
-    """Builds the model of ``spec`` on one rank, as :func:`load_model` does; of large tensors :meth:`filled` makes those
-    of its own part. ``small`` bytes is what isn't large."""
+    """Builds the model of ``spec`` on one rank, as :func:`load_model` does of ``given``; of large tensors
+    :meth:`filled` makes those of its own part. ``small`` bytes is what isn't large."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        batch: int,
-        seed: int,
-        device: torch.device = CPU,
-        small: int = SMALL,
-        training: bool = True,
-        dtype: torch.dtype | None = None,
-        autocast: Autocast | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, *given: Any, small: int = SMALL, **options: Any) -> None:
         self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(
-            spec, batch, seed, device, promised, training=training, dtype=dtype, autocast=autocast
+            spec, *given, promised=promised, **options
         )
-        self._name = spec.build
-        self._promised = Deferred(small)
+        self._name, self._promised = spec.build, Deferred(small)
 
     def load(self) -> LoadedModel:
         """Return the model with large tensors promised; whole, with a note, where it cannot be built so."""
