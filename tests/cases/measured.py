@@ -48,7 +48,6 @@ def replayed(script, factor, update=0):
             times=tuple(times[rank]),
             losses={m: float(m) for m in range(script.microbatches)} if rank == 1 else {},
             peak_activation_bytes=10 * (rank + 1),
-            transfer_ns={},
             versions={rank: 2},
         )
         for rank in (0, 1)

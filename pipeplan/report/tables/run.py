@@ -234,9 +234,9 @@ def _stages(report: RunReport) -> Iterator[str]:
             [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
         )
         yield f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned"
-        if report.exchange == "gloo":  # on GPUs the hosts do it, beside the passes
-            worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
-            yield f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned"
+    if report.exchange == "gloo" and report.activations and len(report.stages) > 1:  # hosts of GPUs do it beside passes
+        worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
+        yield f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned"
 
 
 def _devices(report: RunReport) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, label, peak_bytes
 from ..exchange.collective import gathered
-from ..exchange.transport import carried_ns, everybodys, exchanging
+from ..exchange.transport import everybodys, exchanging
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
@@ -133,10 +133,6 @@ def report(run: RankRun, times: Times, reading: Reading | None) -> RunReport | N
             times=tuple(straightened(times, meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
             peak_activation_bytes=stages.activations.peak_bytes,
-            transfer_ns={
-                edge: ns + job.options.link_delay_ns + carried_ns(meeting.specs[edge].nbytes, job.options.link_rate)
-                for edge, ns in meeting.transfer_ns.items()
-            },
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,

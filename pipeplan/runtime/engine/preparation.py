@@ -24,7 +24,6 @@ from ..exchange.collective import (
     share_from,
     stage_groups,
     this_machine,
-    transfer_times,
 )
 from ..exchange.links import Links, open_links
 from ..exchange.transport import Group, everybodys, exchanging, spare_sockets
@@ -144,7 +143,7 @@ class Meeting:
     """What a rank has once all have met: how messages and ``sums`` of gradients travel, and the groups that are summed.
 
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
-    each edge and ``transfer_ns`` how long that takes. ``clock`` is the comparison of clocks before the run. Where
+    each edge. ``clock`` is the comparison of clocks before the run. Where
     gradients are clipped ``everybody`` is the group that sums for their norm. ``patient`` is one of all hosts for what
     may take long.
     """
@@ -156,7 +155,6 @@ class Meeting:
     specs: Mapping[Edge, TensorSpec]
     recorder: Recorder
     clock: Compared
-    transfer_ns: Mapping[Edge, int]
     everybody: Group = None
     patient: Group = None
 
@@ -200,12 +198,11 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     for parameter, master in masters.items():
         parameter.data.copy_(master)
     specs = _edge_specs(rank)
-    transfer_ns = transfer_times(lowered, number, specs, links)
     clock = compared_clocks(number)
     recorder = recorder_of(device, clock.offset_ns, timeout)
     with exchanging("the making of groups"):
         patient = dist.new_group(timeout=PATIENCE, backend="gloo")
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, transfer_ns, everybody, patient)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient)
 
 
 def compared_clocks(number: int, lag_ns: int = 0) -> Compared:

@@ -1,4 +1,4 @@
-"""What do all ranks, or a stage's replicas, do together outside the pipeline? Agree, measure links, sum, gather.
+"""What do all ranks, or a stage's replicas, do together outside the pipeline? Agree, compare clocks, sum, gather.
 
 Gradients are summed over replicas in chunks that are under way while others are used. A chunk is summed as by a ring,
 each rank adding up one share of it, with as many bytes: 2(r-1)/r of the chunk to and from each rank. But every element
@@ -23,10 +23,9 @@ from torch import Tensor
 
 from ...errors import RunFailed
 from ..device import Exchange, group_timeout
-from ..lowering.instructions import Edge
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
-from .links import Links, in_hosts_order
+from .links import in_hosts_order
 from .transport import EmulatedLink, Group, everybodys, exchanging, received_words, send_words, wait_until
 
 PINGS = 10
@@ -113,25 +112,6 @@ def any_rank(flag: bool) -> bool:
     with exchanging("the agreement on an update"):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
-
-
-def transfer_times(lowered: LoweredRun, rank: int, specs: Mapping[Edge, TensorSpec], links: Links) -> dict[Edge, int]:
-    """Measure how long the tensors of each cut take one way: half of the fastest ping-pong between the first replicas.
-
-    The fastest, because a busy machine delays single ones at random. Cuts are measured one after the other; the
-    sender of each returns its times.
-    """
-    found: dict[Edge, int] = {}
-    for s in range(len(lowered.plan.allocation.stages) - 1):
-        here, there = lowered.ranks_of(s)[0], lowered.ranks_of(s + 1)[0]
-        if here == there or rank not in (here, there):
-            continue
-        tensor = torch.zeros(specs["F", s].shape, dtype=specs["F", s].dtype, device=links.device)
-        with exchanging(f"the measuring of the link between ranks {here} and {there}"):
-            _, *rounds = links.round_trips_ns(tensor, rank, here, there, PINGS + 1)  # the first connects
-        if rank == here:
-            found["F", s] = found["B", s + 1] = min(rounds) // 2
-    return found
 
 
 def clock_offset(rank: int, machine: str, clock: Callable[[], int] = time.monotonic_ns) -> int:

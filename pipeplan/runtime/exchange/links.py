@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count, pairwise
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...registry import Late
-from ..device import Exchange, HostClock, clock_of, group_timeout, moved, new_stream, on_host, settle
+from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
 from ..lowering.instructions import Edge, Instruction, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
@@ -64,37 +64,6 @@ class Links:
     def through_host(self, between_hosts: Transport) -> Transport:
         """Return what moves this device's messages over a transport between hosts."""
         return between_hosts if self.exchange == "gloo" else StagedTransport(between_hosts, self.device)
-
-    def round_trips_ns(self, tensor: Tensor, rank: int, here: int, there: int, times: int) -> list[int]:
-        """Return how long ``tensor`` was on its way from ``here`` to ``there`` and back, so many times; both call this.
-
-        Over NCCL that is the GPU's time, between events in its stream, as the host only looks in from time to time.
-        """
-        clock = clock_of(self.device) if self.exchange == "nccl" else HostClock()
-        settle(self.device, self.timeout)
-        marks = [clock.mark()]
-        for _ in range(times):
-            self._there_and_back(tensor, rank, here, there)
-            marks.append(clock.mark())
-        settle(self.device, self.timeout)
-        return [clock.between(*pair) for pair in pairwise(marks)]
-
-    def _there_and_back(self, tensor: Tensor, rank: int, here: int, there: int) -> None:
-        group = self.pairs[here, there] if self.exchange == "nccl" else None
-        travels, peer = tensor, there if rank == here else here
-        if self.exchange == "staged":
-            travels = on_host(tensor)
-            settle(self.device, self.timeout)
-        for sender in (here, there):
-            if self.nearby is not None:
-                travels = self.nearby.pass_on(travels, peer, rank == sender)
-            elif rank == sender:
-                dist.send(travels, peer, group=group)
-            else:
-                dist.recv(travels, peer, group=group)
-        if self.exchange == "staged":
-            tensor.copy_(travels, non_blocking=True)
-            settle(self.device, self.timeout)
 
     def close(self) -> None:
         """End what leads to processes nearby."""

@@ -15,7 +15,6 @@ import mmap
 import os
 import select
 import struct
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from .transport import everybodys, exchanging, lane
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
-_PING: Final = -1  # what is passed on beside all messages
 _NOTE: Final = struct.Struct("=4q")  # what has happened, the message, and its place in memory
 _GIVEN, _WANTED, _TAKEN = range(3)
 _HEARD: Final = 128 * _NOTE.size  # bytes at once, and the most that is said at once: pipes take so much whole
@@ -180,20 +178,10 @@ class Nearby:
 
     def __init__(self, wires: Mapping[int, Wire]) -> None:
         self.wires = wires
-        self._passed: Counter[tuple[int, bool]] = Counter()  # by peer and whether it was sent
 
     def transport(self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec]) -> NearbyTransport:
         """Return what moves the messages of ``instructions``."""
         return NearbyTransport(instructions, specs, self.wires)
-
-    def pass_on(self, tensor: Tensor, peer: int, sends: bool) -> Tensor:
-        """Give ``peer`` a tensor, or take one like it from there, beside all messages; return it."""
-        spec, wire, message = TensorSpec.of(tensor), self.wires[peer], (_PING, self._passed[peer, sends])
-        self._passed[peer, sends] += 1
-        if not sends:
-            return wire.take(message, spec)
-        wire.give(message, tensor, spec)
-        return tensor
 
     def close(self) -> None:
         """End the wires."""

@@ -17,16 +17,16 @@ from .times import Activity, RankMeasurement, covers, median, settled, typical
 def calibrated(
     lowered: LoweredRun,
     occupied: Mapping[tuple[Activity, int], int],
-    latency_ns: Mapping[Edge, int],
+    handed: Mapping[Edge, HandOver],
     waits_ns: Sequence[int],
 ) -> Program:
     """Return the run's program, its devices in the same order (or under the same rules), as long as measured.
 
     ``occupied`` is what each stage's passes and updates take of their process, sends included; updates are charged as
-    costs charge them: to backwards by shares, or to the end of the batch where they overlap with sums. ``latency_ns``
-    is how long after a send its message is there. As that was measured beside everything else that travels, transfers
-    don't wait for each other. ``waits_ns`` are each stage's waits at updates: a drained mini-batch ends with them,
-    otherwise backwards are charged their share.
+    costs charge them: to backwards by shares, or to the end of the batch where they overlap with sums. A message is
+    there so long after its send as it was ``handed`` over, at once where nobody waited for any; as that was measured
+    beside everything else that travels, transfers don't wait for each other. ``waits_ns`` are each stage's waits at
+    updates: a drained mini-batch ends with them, otherwise backwards are charged their share.
     """
     program, decides = lowered.program, lowered.by_arrival
     graph = program.graph
@@ -59,8 +59,9 @@ def calibrated(
             case "B":
                 operations.append(replace(op, duration_ns=stages[op.stage].backward_ns))
             case "SEND_F" | "SEND_B":
-                duration = latency_ns.get(("F" if op.kind == "SEND_F" else "B", op.stage), op.duration_ns)
-                operations.append(replace(op, duration_ns=duration, resource=len(resources)))
+                took = handed.get(("F" if op.kind == "SEND_F" else "B", op.stage))
+                latency_ns = 0 if took is None else took.after_send_ns
+                operations.append(replace(op, duration_ns=latency_ns, resource=len(resources)))
                 resources.append(graph.resources[op.resource])
     measured = replace(  # stages that share weights wait for each other in what was measured
         graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=(), norm_ns=0

@@ -125,15 +125,14 @@ class TransferTime:
     """How long what ``stage`` sends takes one way, planned and measured; planned is 0 where a cut has no bytes.
 
     Measured from the start of the send to the end of the wait, the median over the ``count`` messages whose receiver
-    waited already; where ``count`` is 0, by a ping-pong before the run. Of a message for several microbatches, the
-    share of one.
+    waited already. Of a message for several microbatches, the share of one.
     """
 
     kind: Literal["F", "B"]
     stage: int
     planned_ns: int
     measured_ns: int
-    count: int = 0
+    count: int
 
 
 @dataclass(frozen=True)
@@ -256,8 +255,6 @@ def _by_stage(
     handed = handed_over(lowered, measurements)
     waits = [mean_wait_for_data(lowered, measurements, s) for s in stages]
     kept_waiting, summing = waits_at_updates(lowered, measurements), sums_ns(lowered, measurements)
-    idle = {edge: ns for x in measurements for edge, ns in x.transfer_ns.items()}
-    latency_ns = {edge: handed[edge].after_send_ns if edge in handed else ns for edge, ns in idle.items()}
     found = tuple(
         StageTimes(
             stage=s,
@@ -282,14 +279,14 @@ def _by_stage(
         TransferTime(
             *edge,
             planned_ns=planned_transfer_ns(graph, *edge),
-            measured_ns=handed[edge].whole_ns if edge in handed else ns,
-            count=handed[edge].count if edge in handed else 0,
+            measured_ns=took.whole_ns,
+            count=took.count,
         )
-        for edge, ns in sorted(idle.items())
+        for edge, took in sorted(handed.items())
     )
     if not passes:
         return found, transfers, None
-    again = calibrated(lowered, busy | {("F", s): busy["F", s] + waits[s] for s in stages}, latency_ns, kept_waiting)
+    again = calibrated(lowered, busy | {("F", s): busy["F", s] + waits[s] for s in stages}, handed, kept_waiting)
     return found, transfers, None if again is None else lowered.period_of(simulate(again))
 
 

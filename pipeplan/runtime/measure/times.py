@@ -9,7 +9,7 @@ from typing import Literal
 
 from ...cost.stage_graph import StageGraph
 from ...plan import Plan
-from ..lowering.instructions import Edge, Pass
+from ..lowering.instructions import Pass
 from ..lowering.lowered_run import LoweredRun
 
 Messaging = Literal["WAIT_F", "WAIT_B", "ROOM_F", "ROOM_B", "SEND_F", "SEND_B"]
@@ -65,20 +65,18 @@ class Reading:
 class RankMeasurement:
     """What one rank reports: its operations, losses by microbatch, and peak activations.
 
-    ``transfer_ns`` are the times of transfers by edge, before the run, ``versions`` maps its stages to the weight
-    versions that were live at once. ``device``, ``exchange`` and ``sums`` name what it ran on and how messages and sums
-    of gradients travelled; ``gpu`` is what it took of a GPU, None on a CPU. ``state_bytes`` is the most that weights,
-    gradients and optimizer state took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are
-    the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the
-    run are not among ``times``. ``reading`` is None where no loader reads. ``norms`` are those of all gradients, by
-    version, where they are clipped.
+    ``versions`` maps its stages to the weight versions that were live at once. ``device``, ``exchange`` and ``sums``
+    name what it ran on and how messages and sums of gradients travelled; ``gpu`` is what it took of a GPU, None on a
+    CPU. ``state_bytes`` is the most that weights, gradients and optimizer state took on the device, ``host_bytes`` in
+    host memory. In mixed precision ``skipped`` are the versions whose updates overflowed, ``loss_scale`` is the last
+    one. ``forgotten`` operations in the middle of the run are not among ``times``. ``reading`` is None where no loader
+    reads. ``norms`` are those of all gradients, by version, where they are clipped.
     """
 
     rank: int
     times: tuple[OpTime, ...]
     losses: dict[int, float]
     peak_activation_bytes: int
-    transfer_ns: dict[Edge, int]
     versions: dict[int, int]
     device: str = "cpu"
     exchange: str = "gloo"

@@ -4,7 +4,6 @@ Over gloo between CPUs: it takes the untagged messages of a pair in their order,
 """
 
 import traceback
-from datetime import timedelta
 from functools import partial
 from itertools import product
 
@@ -19,7 +18,6 @@ from cases.runtime import built, largest_difference, plan_of, serial, uncorrecte
 from pipeplan.runtime.engine import preparation
 from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.engine.phases import run_rank
-from pipeplan.runtime.exchange import links
 from pipeplan.runtime.exchange.collective import replica_groups
 from pipeplan.runtime.exchange.links import open_links
 from pipeplan.runtime.lowering.instructions import Receive, Reduce, Send, Update
@@ -144,31 +142,3 @@ def test_an_evaluation_sends_forward_alone(tmp_path):
     pairs = [data(m, 0) for m in range(4 * STEPS)]
     with torch.no_grad():
         assert report.losses == pytest.approx([float(loss(layers(x), target)) for x, target in pairs], abs=1e-6)
-
-
-class Later:
-    """A CUDA event by a clock of its own, 3 ms after the one before."""
-
-    made = 0
-
-    def __init__(self, enable_timing):
-        Later.made += 1
-        self.at_ms = 3.0 * Later.made
-
-    def record(self):
-        """Be there."""
-
-    def elapsed_time(self, other):
-        return other.at_ms - self.at_ms
-
-
-def test_links_between_gpus_are_measured_by_their_clock_not_by_the_hosts_looks(monkeypatch):
-    for owner, name, fake in (
-        (torch.cuda, "Event", Later),
-        (links, "settle", lambda *_: None),
-        (dist, "send", lambda *_, **__: None),
-        (dist, "recv", lambda *_, **__: None),
-    ):
-        monkeypatch.setattr(owner, name, fake)
-    link = links.Links("nccl", torch.device("cuda", 0), timedelta(seconds=1), {(0, 1): None})
-    assert link.round_trips_ns(torch.zeros(3), 0, 0, 1, 5) == [3_000_000] * 5

@@ -359,7 +359,7 @@ def test_pairs_get_few_processors_and_a_stream_that_comes_first(monkeypatch):
 def test_sums_of_message_driven_pipelines_travel_over_nccl():
     plan = under(plan_of(profile("linears"), [(0, 4, (0, 1)), (4, 9, (2, 3))], accumulate=4), "message-driven")
     own = job_for(plan, "linears")
-    with on_gpu.gpu_of(0, 4) as (_, ranks), mock.patch.object(preparation, "transfer_times", return_value={}):
+    with on_gpu.gpu_of(0, 4) as (_, ranks):
         launcher = Launcher()
         rank, ties, masters = preparation.build_model(own, 0, launcher)
         meeting = preparation.meet(own, rank, launcher, ties, masters)

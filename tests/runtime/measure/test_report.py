@@ -10,7 +10,8 @@ from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.tables.run import print_run
 from pipeplan.report.traces import measured_trace
-from pipeplan.runtime.measure.calibrate import occupied, sums_ns
+from pipeplan.runtime.measure import report as report_room
+from pipeplan.runtime.measure.calibrate import HandOver, occupied, sums_ns
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime, RankMeasurement
 
@@ -74,7 +75,7 @@ def test_the_wait_for_what_was_sent_before_is_not_a_stages_own_work():
         begin = 1000 * m
         for kind, start, end in (("F", 0, 100), ("ROOM_F", 100, 400), ("SEND_F", 400, 410), ("WAIT_B", 410, 1000)):
             times.append(OpTime(kind, 0, m, begin + start, begin + end))
-    assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {}, {0: 1})])["F", 0] == 110
+    assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {0: 1})])["F", 0] == 110
 
 
 def test_times_are_medians_of_means_over_as_many_microbatches_as_an_update_has():
@@ -85,14 +86,14 @@ def test_times_are_medians_of_means_over_as_many_microbatches_as_an_update_has()
         ns = 10**6 if m == 12 else 100 + m % 2 * 200
         times.append(OpTime("F", 0, m, now, now + ns))
         now += ns
-    assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {}, {0: 1})])["F", 0] == 200
+    assert occupied(script, [RankMeasurement(0, tuple(times), {}, 0, {0: 1})])["F", 0] == 200
 
 
 def test_a_sum_takes_as_long_as_its_exchanges_and_not_what_is_between_them():
     """Replicas that share steps sum beside passes, and gather the new weights when these are needed."""
     script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
     notes = [OpTime("REDUCE", 0, 1, *span) for span in ((0, 100), (50, 150), (900, 930), (920, 950))]
-    assert sums_ns(script, [RankMeasurement(0, tuple(notes), {}, 0, {}, {0: 1})]) == [200, 0]
+    assert sums_ns(script, [RankMeasurement(0, tuple(notes), {}, 0, {0: 1})]) == [200, 0]
 
 
 def test_planned_reading_and_overhead_are_shown_beside_what_they_took_and_not_in_passes(capsys):
@@ -102,7 +103,7 @@ def test_planned_reading_and_overhead_are_shown_beside_what_they_took_and_not_in
     script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, times, output=50, about=about)
     assert [cost.forward_ns for cost in script.graph.stages] == [3 * ms // 2] * 2
     here, there = replayed(script, 1)
-    report = make_report(script, [replace(here, transfer_ns={("F", 0): 50, ("B", 1): 50}), there])
+    report = make_report(script, [here, there])
     assert [(x.planned_data_ns, x.planned_exchange_ns) for x in report.stages] == [(ms // 4, ms)] * 2
     assert [(x.planned_forward_ns, x.planned_backward_ns) for x in report.stages] == [(3 * ms // 4, 2 * ms)] * 2
     print_run(script.plan, report, width=120)
@@ -152,17 +153,14 @@ def test_without_drains_a_wait_for_a_sum_is_charged_to_backwards():
     assert make_report(script, measurements).calibrated_period_ns == 300 + 50 / 2
 
 
-def test_transfers_and_data_enter_the_calibrated_period():
+def test_transfers_and_data_enter_the_calibrated_period(monkeypatch):
     script = script_of(Policy("2bw", accumulate=3), Schedule(), 20, output=50)
     measurements = replayed(script, 1)
-    transfers = {("F", 0): 1000, ("B", 1): 1000}
-    report = make_report(
-        script,
-        [
-            RankMeasurement(0, measurements[0].times, {}, 0, transfers, {}),
-            RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}, {}),
-        ],
-    )
+    took = HandOver(1000, 1000, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(report_room, "handed_over", lambda *_: {("F", 0): took, ("B", 1): took})
+        report = make_report(script, measurements)
+    assert [(t.kind, t.stage, t.measured_ns) for t in report.transfers] == [("B", 1, 1000), ("F", 0, 1000)]
     assert report.calibrated_period_ns == 1000  # either direction of the link has become the bottleneck
     slow, late = [], 0
     for t in measurements[0].times:
@@ -173,8 +171,8 @@ def test_transfers_and_data_enter_the_calibrated_period():
     report = make_report(
         script,
         [
-            RankMeasurement(0, tuple(slow), {}, 0, {}, {}),
-            RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}, {}),
+            RankMeasurement(0, tuple(slow), {}, 0, {}),
+            RankMeasurement(1, measurements[1].times, measurements[1].losses, 0, {}),
         ],
     )
     assert report.stages[0].data_ns == 5000
@@ -227,8 +225,8 @@ def test_hand_overs_are_measured_where_the_receiver_waited():
         here.append(OpTime("B", 0, m, here[-1].end_ns + 5, here[-1].end_ns + 205))
         now = here[-1].end_ns
     measurements = [
-        RankMeasurement(0, tuple(here), {}, 0, {("F", 0): 7, ("B", 1): 7}, {}),
-        RankMeasurement(1, tuple(there), dict.fromkeys(range(script.microbatches), 0.0), 0, {}, {}),
+        RankMeasurement(0, tuple(here), {}, 0, {}),
+        RankMeasurement(1, tuple(there), dict.fromkeys(range(script.microbatches), 0.0), 0, {}),
     ]
     report = make_report(script, measurements)
     settled = script.microbatches * 3 // 4
@@ -238,12 +236,3 @@ def test_hand_overs_are_measured_where_the_receiver_waited():
     ]
     assert [stage.exchange_ns for stage in report.stages] == [10 + 30 + 5, 5 + 30]
     assert report.calibrated_period_ns == (140 + 70 + 105 + 230 + 70 + 205) / 2  # two in flight
-
-
-def test_without_a_waiting_receiver_a_transfer_takes_what_a_ping_pong_took():
-    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20, output=50)
-    measurements = replayed(script, 1)
-    measurements[0] = replace(measurements[0], transfer_ns={("F", 0): 70, ("B", 1): 80})
-    report = make_report(script, measurements)
-    assert [(t.kind, t.measured_ns, t.count) for t in report.transfers] == [("B", 80, 0), ("F", 70, 0)]
-    assert report.calibrated_period_ns == (100 + 70 + 300 + 80 + 200) / 2

@@ -14,7 +14,7 @@ from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
 from pipeplan.report.tables.differences import comparison, print_comparison
 from pipeplan.report.traces import measured_trace
-from pipeplan.runtime.measure.report import make_report
+from pipeplan.runtime.measure.report import TransferTime, make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.runtime.measure.trace_file import (
     check_same_plan,
@@ -35,8 +35,8 @@ def run_of(factor, update=0, transfers=None, about=({}, {})):
             replace(x, times=(*x.times, *(OpTime("UPDATE", x.rank, v, v * update, (v + 1) * update) for v in updates)))
             for x in measurements
         ]
-    measurements[0] = replace(measurements[0], transfer_ns=transfers or {})
-    return script.plan, make_report(script, measurements)
+    found = tuple(TransferTime(*edge, 1, ns, 1) for edge, ns in sorted((transfers or {}).items()))
+    return script.plan, replace(make_report(script, measurements), transfers=found)
 
 
 def test_a_trace_is_read_back():
