@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from ..errors import BadInput, PipeplanError, RunFailed
 from ..problem import Chain, PassWork
 from ..problem import Exchange as GroupExchange
-from .surroundings import unseen_gpus
+from ..registry import Late
 
 Kind = Literal["cpu", "cuda"]
 Choice = Literal["auto", "cpu", "cuda"]
 Exchange = Literal["gloo", "staged", "nccl"]  # between CPUs; between GPUs through host memory; between GPUs
 
+unseen_gpus = Late("runtime.surroundings:unseen_gpus")
 CPU: Final = torch.device("cpu")
 LOOKS_S: Final = (5e-5, 2e-4)  # pauses between two looks at an event, growing from the first to the second
 LONG: Final = timedelta(minutes=10)  # for what needs no other rank

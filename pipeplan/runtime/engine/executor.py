@@ -68,10 +68,13 @@ def execute(run: RankRun, end: MiniBatchEnd, transport: Transport, order: Iterab
     """
     instructions, recorder = run.rank.lowered.instructions[run.rank.number], run.meeting.recorder
     transport.start()
-    walk = _Walk(run, end, transport, waits=order is not None)
-    for index in Repeated.of(instructions).places(end.over) if order is None else order:
+    walk, refused, longest = _Walk(run, end, transport, waits=order is not None), 0, Repeated.of(instructions).longest
+    for index in range(len(instructions)) if order is None else order:
         instruction = instructions[index]
-        if not end.allows(instruction):
+        refused = 0 if end.allows(instruction) else refused + 1
+        if refused > 2 * longest:
+            break  # two turns are over as a whole, and so is all behind them
+        if refused:
             continue
         end.at(index)
         try:
@@ -221,10 +224,6 @@ class MiniBatchEnd:
             return False
         self._begun = minibatch
         return True
-
-    def over(self, instruction: Instruction) -> bool:
-        """Whether the instruction's mini-batch will not be begun any more, as one was refused."""
-        return self._refused is not None and self._rank.lowered.minibatch(instruction) > self._begun
 
     def save_if_refused(self) -> None:
         """Write a checkpoint of what there is if the run was asked to stop, unless there is one already."""

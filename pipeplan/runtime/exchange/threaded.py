@@ -169,18 +169,23 @@ class ThreadedTransport:
                 self._changed.notify_all()
 
     def _receive_all(self, wire: Wire) -> None:
-        posted: deque[_Receiving] = deque()
-        left, usable_ns = self._expected[wire], 0
+        posted: deque[tuple[Tensor, Tensor, list[dist.Work | None]]] = deque()  # microbatch, what it carries
+        left, usable_ns, (edge, peer) = self._expected[wire], 0, wire
+        spec = self._specs[edge]
         with exchanging(_next_on(wire)):
             while left or posted:
                 while left and len(posted) < POSTED:
-                    posted.append(_Receiving(wire, self._specs[wire[0]], self._group))
+                    room = torch.empty(1, dtype=torch.int64), torch.empty(spec.shape, dtype=spec.dtype)
+                    both = zip(room, _tags(edge), strict=True)
+                    posted.append((*room, [dist.irecv(x, peer, group=self._group, tag=tag) for x, tag in both]))
                     left -= 1
-                microbatch, tensor = posted.popleft().wait()
+                microbatch, tensor, works = posted.popleft()
+                for work in works:
+                    _done(work)
                 usable_ns = max(self._clock(), usable_ns) + self._delay_ns + carried_ns(tensor.nbytes, self._rate)
                 with self._changed:
-                    self._inbox[wire[0], microbatch] = usable_ns, tensor
-                    self._news.append(Message(wire[0], microbatch, usable_ns))
+                    self._inbox[edge, int(microbatch)] = usable_ns, tensor
+                    self._news.append(Message(edge, int(microbatch), usable_ns))
                     self._changed.notify_all()
 
     def _send_all(self, wire: Wire) -> None:
@@ -197,25 +202,6 @@ class ThreadedTransport:
             with self._changed:
                 self._unsent[wire] -= 1
                 self._changed.notify_all()
-
-
-class _Receiving:
-    """A message whose receives have been posted."""
-
-    def __init__(self, wire: Wire, spec: TensorSpec, group: Group) -> None:
-        edge, peer = wire
-        self._header = torch.empty(1, dtype=torch.int64)
-        self._tensor = torch.empty(spec.shape, dtype=spec.dtype)
-        self._works = [
-            dist.irecv(part, peer, group=group, tag=tag)
-            for part, tag in zip((self._header, self._tensor), _tags(edge), strict=True)
-        ]
-
-    def wait(self) -> tuple[int, Tensor]:
-        """Return microbatch and tensor, once they are there."""
-        for work in self._works:
-            _done(work)
-        return int(self._header), self._tensor
 
 
 def _done(work: dist.Work | None) -> None:

@@ -250,20 +250,10 @@ class Repeated(Sequence[Instruction]):
                 for x in part.instructions:
                     yield later(x, microbatch, version)
 
-    def places(self, over: Callable[[Instruction], bool]) -> Iterator[int]:
-        """Yield the place of each instruction, but of a part nothing after a turn that was ``over`` as a whole.
-
-        What is over stays so, and is so with larger microbatches and versions too: a run of millions of updates that
-        was asked to stop need not look at them all.
-        """
-        begin = 0
-        for part in self.parts:
-            for first in range(begin, begin + len(part), len(part.instructions)):
-                turn = range(first, first + len(part.instructions))
-                yield from turn
-                if all(over(self[place]) for place in turn):
-                    break
-            begin += len(part)
+    @property
+    def longest(self) -> int:
+        """The most instructions of a turn."""
+        return max((len(part.instructions) for part in self.parts), default=0)
 
     def later(self, microbatches: int, versions: int) -> Repeated:
         """Return the listing with microbatches and versions counted on by so many."""

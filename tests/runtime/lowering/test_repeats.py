@@ -50,19 +50,7 @@ def test_a_listing_is_what_it_lists():
     assert REPEATED.uses(0) == version_uses(LISTED, 0)
     assert list(REPEATED.kinds()) == [BODY[0], *BODY, Save(9)]
     assert REPEATED.short() == [*LISTED[:11], Save(8)]
-
-
-def test_the_places_of_a_part_end_with_a_turn_that_is_over():
-    def over(instruction):
-        asked.append(instruction)
-        return isinstance(instruction, Save) or (instruction.version >= 9 if isinstance(instruction, Update) else True)
-
-    asked = []
-    assert list(REPEATED.places(lambda _: False)) == list(range(len(LISTED)))
-    long = Repeated([Repeat(BODY[:1]), Repeat(BODY, 10**9, 2, 1, 5, 7), Repeat((Save(9),))])
-    # the update to version 9 is the second turn's: that turn is the first that is over as a whole
-    assert list(long.places(over)) == [*range(1 + 2 * len(BODY)), len(long) - 1]
-    assert len(asked) < 20
+    assert REPEATED.longest == len(BODY)
 
 
 def test_what_does_not_go_on_as_before_is_no_round():
