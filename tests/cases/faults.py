@@ -155,7 +155,7 @@ IN_FILE = {
 NEARBY = "pipeplan.runtime.exchange.nearby:NearbyTransport"
 PLACES = {
     "send": (f"{NEARBY}.send", 5),
-    "receive": (f"{NEARBY}._issue", 6),
+    "receive": (f"{NEARBY}.post", 6),
     "wait": (f"{NEARBY}.take", 5),
     "isend": ("torch.distributed:isend", 5),  # where threads exchange
     "irecv": ("torch.distributed:irecv", 6),

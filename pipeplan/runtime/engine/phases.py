@@ -96,8 +96,8 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     if on_torch:
         times: Times = execute_on_torch(run, end)
     else:
-        instructions, order = lowered.instructions[number], None
-        transport = links.through_host(inbox) if inbox else links.transport(number, instructions, meeting.specs)
+        order, evaluates = None, lowered.evaluates
+        transport = links.through_host(inbox) if inbox else links.transport(number, meeting.specs, evaluates)
         if inbox is not None and lowered.limit is not None:
             order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
         times = execute(run, end, transport, order)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,15 +23,17 @@ from torch import Tensor
 
 from ...registry import Late
 from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
-from ..lowering.instructions import Edge, Instruction, Receive, Send
+from ..lowering.instructions import Edge, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .transport import Group, Transport, exchanging
 
 MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20 GB/s between GPUs of one machine
+ROOM: Final = 2  # messages of an edge between processes that wait to be taken, where a sender could go on for ever
 LATE: Final = 2  # messages before it that are over when a receive begins
 
 open_nearby = Late("runtime.exchange.nearby:open_nearby")
+nearby_transport = Late("runtime.exchange.nearby:NearbyTransport")
 
 Pair = tuple[int, int]  # sender, receiver
 
@@ -55,11 +57,11 @@ class Links:
         """Whether threads send and receive."""
         return self.exchange != "nccl" and self.nearby is None
 
-    def transport(self, rank: int, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec]) -> Transport:
-        """Return what moves the messages of ``instructions`` without threads."""
+    def transport(self, rank: int, specs: Mapping[Edge, TensorSpec], evaluates: bool) -> Transport:
+        """Return what moves messages without threads."""
         if self.exchange == "nccl":
             return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
-        return self.through_host(self.nearby.transport(instructions, specs))
+        return self.through_host(nearby_transport(self.nearby.wires, specs, ROOM if evaluates else None))
 
     def through_host(self, between_hosts: Transport) -> Transport:
         """Return what moves this device's messages over a transport between hosts."""

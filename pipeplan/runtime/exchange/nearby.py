@@ -5,8 +5,8 @@ that compute that takes each end 0.3 to 0.6 ms of a message; a copy into shared 
 What one process has made the other opens by its number in /proc, as the same user alone may. Nothing is in any folder,
 so nothing is left whoever dies; that somebody did shows in the pipe from him.
 
-The next message of an edge waits at its sender until the receive of the one before it has been posted, as with a send
-of gloo's, which is a rendezvous. So memory has room for those that are posted, and one more.
+Memory has room for what waits to be taken: in training no more than is in flight anyway. Where nothing comes back that
+a sender would have to wait for, it waits for room.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import mmap
 import os
 import select
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from math import ceil
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..lowering.instructions import Edge, Instruction, Receive, Send
-from ..lowering.segments import Repeated
+from ..lowering.instructions import Edge, Receive, Send
 from ..model.network import TensorSpec
 from .transport import everybodys, exchanging, lane
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
 _NOTE: Final = struct.Struct("=4q")  # what has happened, the message, and its place in memory
-_GIVEN, _WANTED, _TAKEN = range(3)
+_GIVEN, _TAKEN = range(2)
 _HEARD: Final = 128 * _NOTE.size  # bytes at once, and the most that is said at once: pipes take so much whole
 PROCESSES: Final = "/proc/self/ns/pid"  # tells those apart whose numbers of processes aren't the same
 _LONGEST_MS: Final = 2**31 - 1  # that can be waited at once
@@ -79,9 +78,9 @@ class Wire:
         self._says, self._hears, self._mine, self._its = says, hears, _Memory(mine), _Memory(its)
         self._timeout_s = timeout.total_seconds()
         self._free: dict[TensorSpec, list[int]] = {}  # places of our own that can be written to
-        self._full: dict[int, TensorSpec] = {}  # those that are to be read, and for what they were made
+        self._full: dict[int, tuple[TensorSpec, int]] = {}  # those to be read: what made for, and the message's kind
+        self._untaken: Counter[int] = Counter()  # those of each kind of message
         self._given: dict[Message, int] = {}  # what there is to be taken, and where
-        self._wanted: set[Message] = set()  # what the other is ready for
         self._unsaid = b""  # goes with the next note
         self._coming, self._either = select.poll(), select.poll()  # something to hear; or room to say something
         for pipe, way in ((hears, select.POLLIN), (says, select.POLLOUT)):
@@ -92,8 +91,11 @@ class Wire:
     def give(self, message: Message, tensor: Tensor, spec: TensorSpec) -> None:
         """Give the other a copy of ``tensor``; nobody waits."""
         free = self._free.setdefault(spec, [])
+        if not free:
+            self._hear(patiently=False)  # perhaps that something was taken
         place = free.pop() if free else self._mine.grow(spec)
-        self._full[place] = spec
+        self._full[place] = spec, message[0]
+        self._untaken[message[0]] += 1
         self._mine.slot(place, spec).copy_(tensor.detach())
         self._note(_GIVEN, message, place)
         if not self._say():
@@ -106,23 +108,16 @@ class Wire:
         place = self._given.pop(message)
         tensor = self._its.slot(place, spec).clone()
         self._note(_TAKEN, message, place)
-        if len(self._unsaid) == _HEARD:
-            self._say()
+        self._say(patiently=len(self._unsaid) == _HEARD)  # one that has gone need not know
         return tensor
 
-    def want(self, message: Message) -> None:
-        """Tell the other that ``message`` may come; one that has gone need not know."""
-        self._note(_WANTED, message)
-        self._say()
-
-    def await_wanted(self, message: Message) -> bool:
-        """Wait until the other wants ``message``, which is told once; whether there was anything to wait for."""
-        if message not in self._wanted:
+    def await_room(self, kind: int, room: int) -> bool:
+        """Wait until fewer than ``room`` messages of a kind are to be taken; whether there was anything to wait for."""
+        if self._untaken[kind] >= room:
             self._hear(patiently=False)
-        waits = message not in self._wanted
-        while message not in self._wanted:
+        waits = self._untaken[kind] >= room
+        while self._untaken[kind] >= room:
             self._hear()
-        self._wanted.remove(message)
         return waits
 
     def close(self) -> None:
@@ -132,10 +127,10 @@ class Wire:
         for file in (self._says, self._hears, self._mine.file, self._its.file):
             os.close(file)
 
-    def _note(self, what: int, message: Message, place: int = 0) -> None:
+    def _note(self, what: int, message: Message, place: int) -> None:
         self._unsaid += _NOTE.pack(what, *message, place)
 
-    def _say(self) -> bool:
+    def _say(self, patiently: bool = True) -> bool:
         """Say what is unsaid; whether the other is there to be told.
 
         Until there is room for it, what the other says is heard: so two that have much to say don't wait for each
@@ -146,6 +141,9 @@ class Wire:
             while True:
                 with suppress(BlockingIOError):
                     return os.write(self._says, said) > 0
+                if not patiently:
+                    self._unsaid = said
+                    return True
                 self._wait(self._either)
                 self._hear(patiently=False)
         return False
@@ -163,10 +161,10 @@ class Wire:
         for what, kind, number, place in _NOTE.iter_unpack(heard):
             if what == _GIVEN:
                 self._given[kind, number] = place
-            elif what == _WANTED:
-                self._wanted.add((kind, number))
             else:
-                self._free[self._full.pop(place)].append(place)
+                spec, own = self._full.pop(place)
+                self._free[spec].append(place)
+                self._untaken[own] -= 1
 
     def _wait(self, news: select.poll) -> None:
         if not news.poll(min(_LONGEST_MS, ceil(1000 * self._timeout_s))):
@@ -178,10 +176,6 @@ class Nearby:
 
     def __init__(self, wires: Mapping[int, Wire]) -> None:
         self.wires = wires
-
-    def transport(self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec]) -> NearbyTransport:
-        """Return what moves the messages of ``instructions``."""
-        return NearbyTransport(instructions, specs, self.wires)
 
     def close(self) -> None:
         """End the wires."""
@@ -218,75 +212,40 @@ def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timede
 class NearbyTransport:
     """One rank's exchanges over ``wires`` to its peers; ``specs`` gives the tensor of every edge.
 
-    Receives are posted in the order of the rank's ``instructions``, on each edge one before its turn. So a cut costs
-    each of its ends one buffer per direction, as the memory model says.
+    With ``room`` a send waits while so many of its edge are to be taken.
     """
 
-    def __init__(
-        self, instructions: Sequence[Instruction], specs: Mapping[Edge, TensorSpec], wires: Mapping[int, Wire]
-    ) -> None:
-        self._specs, self._wires = specs, wires
-        receives = Repeated.of(instructions).where(lambda x: isinstance(x, Receive))
-        edges = dict.fromkeys(x.edge for x in receives.kinds() if isinstance(x, Receive))
-        self._coming = {edge: iter(receives.where(partial(_comes_along, edge))) for edge in edges}
-        self._posted: dict[tuple[Edge, int], Receive] = {}
-        self._waiting: dict[Edge, int] = dict.fromkeys(self._coming, 0)  # posted, and not taken yet
-        self._sent: dict[Edge, Send] = {}  # the last one of each edge, until it is known that it was wanted
+    def __init__(self, wires: Mapping[int, Wire], specs: Mapping[Edge, TensorSpec], room: int | None = None) -> None:
+        self._wires, self._specs, self._room = wires, specs, room
+        self._coming: dict[tuple[Edge, int], Receive] = {}
 
     def start(self) -> None:
-        """Post the first receives."""
-        for edge in self._coming:
-            self.look_ahead(edge)
+        """Messages come as they are given."""
 
     def post(self, receive: Receive) -> None:
-        """Post ``receive`` now unless it has been already."""
-        while (receive.edge, receive.microbatch) not in self._posted and self._post_next(receive.edge):
-            pass
+        """Know from whom it comes."""
+        self._coming[receive.edge, receive.microbatch] = receive
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what came along ``edge`` for ``microbatch``; waits until it is there."""
-        receive = self._posted.pop((edge, microbatch))
+        receive = self._coming.pop((edge, microbatch))
         with exchanging(receive, receive.peer):
-            tensor = self._wires[receive.peer].take(_message(receive), self._specs[edge])
-        self._waiting[edge] -= 1
-        return tensor
+            return self._wires[receive.peer].take((lane(edge), microbatch), self._specs[edge])
 
     def look_ahead(self, edge: Edge) -> None:
-        """Post the next receive of ``edge``, unless there is one that waits to be taken."""
-        if not self._waiting[edge]:
-            self._post_next(edge)
+        """Messages come as they are given."""
 
     def await_room(self, send: Send) -> bool:
-        """Wait until the edge's last message was wanted."""
-        last = self._sent.pop(send.edge, None)
-        if last is None:
+        """Wait for room, if there is a limit."""
+        if self._room is None:
             return False
-        with exchanging(last, last.peer):
-            return self._wires[last.peer].await_wanted(_message(last))
+        with exchanging(send, send.peer):
+            return self._wires[send.peer].await_room(lane(send.edge), self._room)
 
     def send(self, send: Send, tensor: Tensor) -> None:
-        """Give ``tensor`` to the peer, once the edge's last message was wanted."""
-        self.await_room(send)
+        """Give ``tensor`` to the peer."""
         with exchanging(send, send.peer):
-            self._wires[send.peer].give(_message(send), tensor, self._specs[send.edge])
-        self._sent[send.edge] = send
+            self._wires[send.peer].give((lane(send.edge), send.microbatch), tensor, self._specs[send.edge])
 
     def finish(self) -> None:
         """Whatever was given stays there to be taken."""
-
-    def _post_next(self, edge: Edge) -> bool:
-        """Whether there was another one to post."""
-        receive = next(self._coming[edge], None)
-        if isinstance(receive, Receive):
-            self._posted[edge, receive.microbatch] = receive
-            self._wires[receive.peer].want(_message(receive))
-            self._waiting[edge] += 1
-        return receive is not None
-
-
-def _comes_along(edge: Edge, instruction: Instruction) -> bool:
-    return isinstance(instruction, Receive) and instruction.edge == edge
-
-
-def _message(exchange: Send | Receive) -> Message:
-    return lane(exchange.edge), exchange.microbatch

@@ -54,8 +54,9 @@ def both(timeout=PATIENT):
 def test_three_that_open_their_wires_in_a_circle_come_through():
     ends = opened([(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
     assert {rank: set(own.wires) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
-    ends[2].wires[0].want((5, 5))
-    ends[0].wires[2].await_wanted((5, 5))
+    spec = TensorSpec((1,), torch.float32)
+    ends[2].wires[0].give((5, 5), torch.ones(1), spec)
+    assert ends[0].wires[2].take((5, 5), spec).item() == 1
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,7 @@ def test_messages_are_told_apart_and_memory_is_used_again_once_they_are_taken():
             here.give((kind, number), torch.full(spec.shape, 100 * number + kind), spec)
         for kind, spec in ((2, small), (1, large), (0, small)):  # in another order
             assert torch.equal(there.take((kind, number), spec), torch.full(spec.shape, 100 * number + kind))
-        there.want((0, number))
-        assert here.await_wanted((0, number)) in (True, False)
+        here.await_room(0, 1)  # and so for all that was taken before it
     assert here._mine.end == 2 * nearby._room(small) + nearby._room(large)
 
 
@@ -109,43 +109,48 @@ def test_two_that_say_more_than_fits_between_them_hear_each_other_meanwhile():
     found = []
 
     def say(end):
-        for number in range(1000):
-            end.want((0, number))
-        end.await_wanted((0, 999))
-        found.append(len(end._wanted))
+        for number in range(3000):
+            end.give((0, number), torch.ones(()), spec)
+        found.append(sum(end.take((0, number), spec) for number in range(2900, 3000)))
+
+    spec = TensorSpec((), torch.float32)
 
     threads = [threading.Thread(target=say, args=[end], daemon=True) for end in both()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(SECONDS)
-    assert found == [999, 999]
+    assert found == [100, 100]
 
 
-def test_a_message_is_waited_for_until_it_is_wanted():
+def test_room_is_waited_for_until_enough_is_taken():
     here, there = both()
-    there.want((0, 0))
-    assert not here.await_wanted((0, 0))
-    threading.Timer(0.05, there.want, [(0, 1)]).start()
-    assert here.await_wanted((0, 1))
+    spec = TensorSpec((1,), torch.float32)
+    for number in range(2):
+        here.give((0, number), torch.ones(1), spec)
+    there.take((0, 0), spec)
+    assert not here.await_room(0, 2)
+    here.give((0, 2), torch.ones(1), spec)
+    threading.Timer(0.05, there.take, [(0, 1), spec]).start()
+    assert here.await_room(0, 2)
+    assert not here.await_room(1, 2)
 
 
 def test_what_one_has_given_before_it_went_is_there():
     here, there = both()
     spec = TensorSpec((4,), torch.float32)
-    there.want((0, 0))  # which the other end never hears
     here.give((0, 0), torch.ones(4), spec)
     here.close()
-    assert torch.equal(there.take((0, 0), spec), torch.ones(4))
-    there.want((0, 1))  # nobody needs to know
+    assert torch.equal(there.take((0, 0), spec), torch.ones(4))  # which nobody needs to know
     gone = "the next: the other process has closed its connection"
     with pytest.raises(PeerLost, match=gone) as caught, exchanging("the next", 1):
         there.take((0, 1), spec)
     assert caught.value.peers == (1,)
     with pytest.raises(ConnectionError):
         there.give((0, 1), torch.ones(4), spec)
+    there._untaken[0] = 2
     with pytest.raises(ConnectionError):
-        there.await_wanted((0, 1))
+        there.await_room(0, 2)
 
 
 def test_silence_is_told_after_the_timeout():
@@ -159,7 +164,8 @@ def test_who_never_hears_is_told_of_after_the_timeout():
 
     def say():
         for number in range(10_000):
-            here.want((0, number))
+            here._note(nearby._TAKEN, (0, number), 0)
+            here._say()
 
     with pytest.raises(TimeoutError, match=r"^nothing for 0.01 s$"):
         say()
