@@ -33,7 +33,7 @@ from pipeplan.runtime.processes import own
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import Failure, failure_of, told
 from pipeplan.runtime.processes.own import Gone, Inbox, Ranks
-from pipeplan.runtime.processes.own_processes import INTERFACES, LOOK_S, Lasting, is_here, is_stopped, listen_here
+from pipeplan.runtime.processes.own_processes import INTERFACES, is_here, is_stopped, listen_here
 from pipeplan.runtime.training.state.checkpoint import newest
 
 OPTIONS = {"steps": 6, "lr": 0.01}
@@ -269,19 +269,6 @@ def test_half_a_message_keeps_nobody_waiting():
     number, message = inbox.next(SECONDS)
     assert (number, type(message)) == (0, Gone)
     writers[1].close()
-
-
-def test_what_lasts_does_so_for_as_long_as_it_was_seen_to(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    watch = Lasting()
-    assert watch.look(lambda: ["at work"]) == {}
-    now[0] = LOOK_S
-    assert watch.look(lambda: ["at work"]) == {"at work": LOOK_S}
-    now[0] = 100 * LOOK_S  # for most of which nobody looked
-    assert watch.look(lambda: ["at work", 3]) == watch.look(list) == {"at work": 2 * LOOK_S, 3: LOOK_S}
-    now[0] += LOOK_S
-    assert watch.look(lambda: [3]) == {3: 2 * LOOK_S}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for states in /proc")

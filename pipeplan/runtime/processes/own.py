@@ -32,7 +32,6 @@ from .messages import GRACE_S, NEVER, Failure, failure_of, root_cause, stopped_a
 from .own_processes import (
     ENDING,
     LOOK_S,
-    Lasting,
     context_of,
     follow_parent,
     is_stopped,
@@ -246,8 +245,7 @@ class Inbox:
 class Ranks:
     """The ``processes`` of a run as who started them sees them: by their ``pipes`` and the instructions they are at.
 
-    A rank that is stopped for ``timeout_s`` has failed, whether others wait for it or not. So have all when, once they
-    are at work, none has gone on for somewhat longer than that.
+    All have failed when, once they are at work, none has gone on for somewhat longer than ``timeout_s``.
     """
 
     def __init__(
@@ -265,7 +263,7 @@ class Ranks:
         self._inbox, self._silent, self._heard = Inbox(pipes), set(range(len(pipes))), 0
         self._failures: list[Failure] = []
         self._by_itself: list[Failure] = []  # unless another one turns out to have failed
-        self._stopped, self._quiet, self._quiet_s = Lasting(), Lasting(), 0.0
+        self._looked, self._quiet_s, self._state = time.monotonic(), 0.0, list[int]()
         self._report: RunReport | None = None
 
     def outcome(self) -> RunReport:
@@ -293,15 +291,11 @@ class Ranks:
         return f" in {sentence(self._lowered.instructions[rank][index])}"
 
     def _look(self) -> None:
-        """Find those that are stopped, and whether nobody goes on."""
-        stopped = self._stopped.look(lambda: [x for x in self._silent if is_stopped(self._processes[x].pid)])
-        for rank in sorted(self._silent):
-            seconds = stopped.get(rank, 0.0)
-            if seconds and seconds >= self._timeout_s:
-                words = f"rank {rank} has been stopped for {seconds:g} s{self._place(rank)}"
-                self._failures.append(Failure(rank, "died", words))
-        state = (self._heard, *self._progress)
-        self._quiet_s = self._quiet.look(lambda: [state]).get(state, 0.0)
+        """Find whether nobody goes on, as far as we weren't stopped ourselves: what counts is how often we looked."""
+        if time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked, before, self._state = time.monotonic(), self._state, [self._heard, *self._progress]
+        self._quiet_s = self._quiet_s + LOOK_S if self._state == before else 0.0
         limit_s = self._timeout_s + GRACE_S
         if self._quiet_s >= limit_s and max(self._progress) >= 0:
             self._failures.append(Failure(min(self._silent), "lost", f"nothing has happened for {limit_s:g} s"))

@@ -10,9 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import resource_tracker, util
@@ -165,21 +163,6 @@ def is_here(address: str) -> bool:
     except OSError:
         return False
     return bool(found) and all(x == "::1" or x.startswith(("127.", "::ffff:127.")) for x in found)
-
-
-class Lasting:
-    """For how long has something been seen, as far as we were not stopped ourselves?"""
-
-    def __init__(self) -> None:
-        self._found: Counter[Hashable] = Counter()  # how often in a row
-        self._looked = time.monotonic()
-
-    def look(self, seen: Callable[[], Iterable[Hashable]]) -> dict[Hashable, float]:
-        """Return the seconds of what was seen the last time; looks every :data:`LOOK_S` what is ``seen()`` now."""
-        if time.monotonic() >= self._looked + LOOK_S:
-            self._looked = time.monotonic()
-            self._found = Counter({x: self._found[x] + 1 for x in seen()})
-        return {x: count * LOOK_S for x, count in self._found.items()}
 
 
 def is_stopped(pid: int | None) -> bool:
