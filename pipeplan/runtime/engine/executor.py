@@ -14,26 +14,7 @@ from torch import Tensor
 from ...registry import Late
 from ..exchange.collective import share_from
 from ..exchange.transport import Transport
-from ..lowering.instructions import (
-    Agree,
-    Backward,
-    BackwardWeights,
-    Edge,
-    Forward,
-    Instruction,
-    Norm,
-    Pass,
-    PutAside,
-    Receive,
-    Recompute,
-    Reduce,
-    ReduceTied,
-    Save,
-    Send,
-    Update,
-    edge_into,
-    sentence,
-)
+from ..lowering import instructions as do
 from ..lowering.segments import Repeated
 from ..measure.progress import StepDone
 from ..measure.recorder import Times
@@ -53,9 +34,9 @@ BEST: Final = "best"  # the folder, among the checkpoints, with that of the best
 class OperationFailed(Exception):
     """An instruction raised; the cause is chained."""
 
-    def __init__(self, instruction: Instruction) -> None:
+    def __init__(self, instruction: do.Instruction) -> None:
         self.instruction = instruction
-        super().__init__(sentence(instruction))
+        super().__init__(do.sentence(instruction))
 
 
 def execute(run: RankRun, end: MiniBatchEnd, transport: Transport, order: Iterable[int] | None = None) -> Times:
@@ -98,40 +79,40 @@ class _Walk:
         self._own, self._reader, self._end, self._transport, self._waits = run.stages, run.reader, end, transport, waits
         self._last, self._evaluates = len(lowered.plan.allocation.stages) - 1, lowered.evaluates
         self._counted = lowered.first.microbatch + lowered.filled
-        self._made: dict[tuple[Edge, int], Tensor] = {}  # not sent or used yet
+        self._made: dict[tuple[do.Edge, int], Tensor] = {}  # not sent or used yet
         self._mark, self._note = run.meeting.recorder.mark, run.meeting.recorder.note
         self.idle_since = self._mark()
 
-    def carry_out(self, instruction: Instruction) -> None:
+    def carry_out(self, instruction: do.Instruction) -> None:
         """Do it, and note when."""
         own, end = self._own, self._end
         match instruction:
-            case Forward():
+            case do.Forward():
                 self._forward(instruction)
-            case Backward():
+            case do.Backward():
                 self._backward(instruction)
-            case Recompute(s, m, version, lent):
+            case do.Recompute(s, m, version, lent):
                 self._noted("R", s, m, own.runners[s].recompute, m, version, lent)
-            case BackwardWeights(s, m, version, lent):
+            case do.BackwardWeights(s, m, version, lent):
                 self._noted("W", s, m, own.split(s).backward_weights, m, version, lent)
-            case Send():
+            case do.Send():
                 self._send(instruction)
-            case Receive():
+            case do.Receive():
                 self._transport.post(instruction)
-            case Agree(version):
+            case do.Agree(version):
                 self._noted("AGREE", -1, version, end.agree, version)
-            case Reduce(s, version):
+            case do.Reduce(s, version):
                 own.updates[s].reduce(version)
-            case ReduceTied(stages, version):
+            case do.ReduceTied(stages, version):
                 own.tied_sums.reduce(stages, version)
-            case PutAside(s, _):
+            case do.PutAside(s, _):
                 own.updates[s].gradients.put_aside()
-            case Norm(version):
+            case do.Norm(version):
                 self._noted("NORM", -1, version, own.measure, version)
-            case Update(s, version):
+            case do.Update(s, version):
                 own.updates[s].update(version)
                 end.updated(s, version)
-            case Save(step):
+            case do.Save(step):
                 self._noted("SAVE", -1, step, end.pause, step)
 
     def _noted(self, activity: Activity, stage: int, number: int, does: Callable[..., Any], *given: Any) -> Any:
@@ -141,7 +122,7 @@ class _Walk:
         self._note(activity, stage, number, start)
         return found
 
-    def _forward(self, instruction: Forward) -> None:
+    def _forward(self, instruction: do.Forward) -> None:
         s, m, version, lent = instruction.stage, instruction.microbatch, instruction.version, instruction.lent
         stage = self._own.runners[s]
         given = self._sample(s, m) if stage.reads and not self._waits else None  # what comes may still be on its way
@@ -155,7 +136,7 @@ class _Walk:
         if s < self._last:
             self._made[("F", s), m] = out
 
-    def _backward(self, instruction: Backward) -> None:
+    def _backward(self, instruction: do.Backward) -> None:
         s, m, version, lent = instruction.stage, instruction.microbatch, instruction.version, instruction.lent
         stage = self._own.runners[s]
         gradient = self._arrived("B", s, m) if s < self._last else None
@@ -169,7 +150,7 @@ class _Walk:
             assert back is not None, "later stages return the gradient of their input"
             self._made[("B", s), m] = back
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: do.Send) -> None:
         tensor = self._made.pop((send.edge, send.microbatch))
         start = self._mark()
         if self._transport.await_room(send):
@@ -178,8 +159,8 @@ class _Walk:
         self._transport.send(send, tensor)
         self._note("SEND_F" if send.kind == "F" else "SEND_B", send.stage, send.microbatch, start)
 
-    def _arrived(self, kind: Pass, stage: int, microbatch: int) -> Tensor:
-        edge = edge_into(kind, stage)
+    def _arrived(self, kind: do.Pass, stage: int, microbatch: int) -> Tensor:
+        edge = do.edge_into(kind, stage)
         if edge[1] in self._own.runners:
             return self._made.pop((edge, microbatch))
         start = self.idle_since if self._waits else self._mark()
@@ -212,7 +193,7 @@ class MiniBatchEnd:
         if job.folder is not None:
             check_savable(rank, stages.updates)
 
-    def allows(self, instruction: Instruction) -> bool:
+    def allows(self, instruction: do.Instruction) -> bool:
         """Whether the instruction's mini-batch may be begun, or has been."""
         minibatch = self._rank.lowered.minibatch(instruction)
         if minibatch <= self._begun:

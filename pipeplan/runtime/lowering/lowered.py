@@ -14,27 +14,13 @@ from ...problem import WeightRules
 from ...schedule.program import Action, Program, Step, lower
 from ...schedule.timeline import Timeline, Turn
 from ...schedule.weight_versions import PROMPT, Use, Waits, alive, used
-from .instructions import (
-    Backward,
-    BackwardWeights,
-    Forward,
-    Instruction,
-    Norm,
-    Pass,
-    PutAside,
-    Receive,
-    Recompute,
-    Reduce,
-    ReduceTied,
-    Send,
-    Update,
-)
+from . import instructions as do
 
 LATER = 10**15  # before everything else of a turn
-ONE_PASS: dict[str, type[Forward | Recompute | BackwardWeights]] = {  # of one microbatch
-    "F": Forward,
-    "R": Recompute,
-    "W": BackwardWeights,
+ONE_PASS: dict[str, type[do.Forward | do.Recompute | do.BackwardWeights]] = {  # of one microbatch
+    "F": do.Forward,
+    "R": do.Recompute,
+    "W": do.BackwardWeights,
 }
 
 
@@ -47,7 +33,7 @@ def lowered(
     lenders: Sequence[Sequence[int]] = (),
     clips: bool = False,
     waits: Waits = PROMPT,
-) -> list[list[Instruction]]:
+) -> list[list[do.Instruction]]:
     """Return the instructions of every rank (``ranks``: device to rank) for a run, updates and versions included.
 
     The order is that of the simulated run: passes and exchanges as :func:`..schedule.program.lower` places them, and an
@@ -65,7 +51,7 @@ def lowered(
         listing.add_updates(s, uses)
     listing.add_late_updates()
     listing.add_operations(ranks)
-    lists: list[list[Instruction]] = [[] for _ in ranks]
+    lists: list[list[do.Instruction]] = [[] for _ in ranks]
     alone = {s for s in range(len(timeline.program.graph.stages)) if len(listing.devices_of(s)) == 1}
     for device, rank in ranks.items():
         lists[rank] = _sends_before_updates(_whole_backwards(listing.in_order(device)), alone)
@@ -84,7 +70,7 @@ class _Listing:
         self._timeline, self._clips, self._beside = timeline, clips, beside
         self._graph = timeline.program.graph
         self._orders = lower(timeline.program, timeline.start_ns)
-        self._entries: dict[int, list[tuple[Turn, int, Instruction]]] = {device: [] for device in self._orders}
+        self._entries: dict[int, list[tuple[Turn, int, do.Instruction]]] = {device: [] for device in self._orders}
         self._sums = {stages[0]: stages for stages in tied}
         self._use_of: dict[Step, Use] = {}
         self._late = _LateUpdates()
@@ -93,7 +79,7 @@ class _Listing:
         """Return the devices of a stage."""
         return self._graph.resources[self._graph.stages[stage].resource].devices
 
-    def in_order(self, device: int) -> list[Instruction]:
+    def in_order(self, device: int) -> list[do.Instruction]:
         """Return what a device does."""
         return [instruction for _, _, instruction in sorted(self._entries[device], key=lambda entry: entry[:2])]
 
@@ -110,14 +96,14 @@ class _Listing:
                 continue
             made = use.makes
             for device in {d for holder in self._sums.get(stage, ()) for d in self.devices_of(holder)}:
-                self._behind(device, turn, 4 * made - 2, ReduceTied(self._sums[stage], made))
+                self._behind(device, turn, 4 * made - 2, do.ReduceTied(self._sums[stage], made))
             for device in devices:
                 if waits:
-                    self._behind(device, turn, 4 * made - 3, PutAside(stage, made))
+                    self._behind(device, turn, 4 * made - 3, do.PutAside(stage, made))
                 if len(devices) > 1:
-                    self._behind(device, turn, 4 * made - 1, Reduce(stage, made))
+                    self._behind(device, turn, 4 * made - 1, do.Reduce(stage, made))
                 if not waits:
-                    self._behind(device, turn, 4 * made, Update(stage, made))
+                    self._behind(device, turn, 4 * made, do.Update(stage, made))
             if waits:
                 self._late.due(stage, made, turn)
 
@@ -127,13 +113,13 @@ class _Listing:
             turns = sorted(map(self._timeline.turn, self._use_of)) if self._beside else []
             for turn, version in self._late.norms(turns, self._beside):
                 for device in self._orders:
-                    self._behind(device, turn, 4 * version, Norm(version))
+                    self._behind(device, turn, 4 * version, do.Norm(version))
         for s, version, turn, is_use in self._late.updates(self._clips):
             for device in self.devices_of(s):
                 if is_use:
-                    self._entries[device].append((turn, version - LATER, Update(s, version)))
+                    self._entries[device].append((turn, version - LATER, do.Update(s, version)))
                 else:
-                    self._behind(device, turn, 4 * version + 1, Update(s, version))
+                    self._behind(device, turn, 4 * version + 1, do.Update(s, version))
 
     def add_operations(self, ranks: Mapping[int, int]) -> None:
         """Add passes and exchanges, in the order that devices have them in."""
@@ -146,18 +132,18 @@ class _Listing:
                 step = Step(op.microbatch, positions[op.kind, op.stage])
                 self._entries[device].append((self._timeline.turn(step), index, self._operation(op, step, ranks)))
 
-    def _operation(self, op: Action, step: Step, ranks: Mapping[int, int]) -> Instruction:
+    def _operation(self, op: Action, step: Step, ranks: Mapping[int, int]) -> do.Instruction:
         if op.kind.startswith(("SEND", "RECV")):
             assert op.peer is not None, "an exchange has a peer"
-            kind: Pass = "F" if op.kind.endswith("_F") else "B"
-            make = Send if op.kind.startswith("SEND") else Receive
+            kind: do.Pass = "F" if op.kind.endswith("_F") else "B"
+            make = do.Send if op.kind.startswith("SEND") else do.Receive
             return make(kind, op.stage, op.microbatch, ranks[op.peer], op.covers)
         use = self._use_of[step]
         if op.kind == "B":
-            return Backward(op.stage, op.microbatch, use.version, use.lent, op.covers, self._timeline.program.split)
+            return do.Backward(op.stage, op.microbatch, use.version, use.lent, op.covers, self._timeline.program.split)
         return ONE_PASS[op.kind](op.stage, op.microbatch, use.version, use.lent)
 
-    def _behind(self, device: int, turn: Turn, place: int, instruction: Instruction) -> None:
+    def _behind(self, device: int, turn: Turn, place: int, instruction: do.Instruction) -> None:
         """Add an instruction behind all operations of a turn."""
         self._entries[device].append((turn, len(self._orders[device]) + place, instruction))
 
@@ -221,18 +207,18 @@ class _LateUpdates:
             yield s, version, known if turn is None else turn, turn is not None
 
 
-def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:
+def _whole_backwards(instructions: Sequence[do.Instruction]) -> list[do.Instruction]:
     """Return ``instructions`` with backwards whole whose parts follow each other, without a message that goes between.
 
     One pass through the graph does less than two. Those of stages that recompute apart stay: their graphs are for two.
     """
-    apart = {x.stage for x in instructions if isinstance(x, Recompute)}
-    kept: list[Instruction] = []
+    apart = {x.stage for x in instructions if isinstance(x, do.Recompute)}
+    kept: list[do.Instruction] = []
     for x in instructions:
         before = kept[-1] if kept else None
         if (
-            isinstance(x, BackwardWeights)
-            and isinstance(before, Backward)
+            isinstance(x, do.BackwardWeights)
+            and isinstance(before, do.Backward)
             and x.stage not in apart
             and (x.stage, x.microbatch) == (before.stage, before.microbatch)
         ):
@@ -242,7 +228,7 @@ def _whole_backwards(instructions: Sequence[Instruction]) -> list[Instruction]:
     return kept
 
 
-def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> list[Instruction]:
+def _sends_before_updates(instructions: list[do.Instruction], alone: Set[int]) -> list[do.Instruction]:
     """Return ``instructions`` with updates after the sends that follow them: others wait for those, not for these.
 
     Between them only receives are posted, so no pass and no exchange changes its place. Only updates of stages
@@ -250,13 +236,13 @@ def _sends_before_updates(instructions: list[Instruction], alone: Set[int]) -> l
     """
     for index in range(len(instructions) - 2, -1, -1):
         update = instructions[index]
-        if not isinstance(update, Update) or update.stage not in alone:
+        if not isinstance(update, do.Update) or update.stage not in alone:
             continue
         last = index
         for place in range(index + 1, len(instructions)):
-            if not isinstance(instructions[place], Send | Receive):
+            if not isinstance(instructions[place], do.Send | do.Receive):
                 break
-            if isinstance(instructions[place], Send):
+            if isinstance(instructions[place], do.Send):
                 last = place
         instructions.insert(last, instructions.pop(index))
     return instructions
