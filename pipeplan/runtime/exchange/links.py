@@ -42,15 +42,15 @@ Pair = tuple[int, int]  # sender, receiver
 class Links:
     """This rank's ways to the others: ``pairs`` are the groups of those that it exchanges messages with, with NCCL.
 
-    ``nearby`` leads to those on CPUs if all are on one machine, and messages come in order: otherwise threads exchange
-    them (:mod:`.threaded`). ``timeout`` is for groups that are made later.
+    ``nearby`` has wires to those on CPUs if all are on one machine, and messages come in order: otherwise threads
+    exchange them (:mod:`.threaded`). ``timeout`` is for groups that are made later.
     """
 
     exchange: Exchange
     device: torch.device
     timeout: timedelta
     pairs: Mapping[Pair, Group] = field(default_factory=dict)
-    nearby: Any = None
+    nearby: Mapping[int, Any] | None = None
 
     @property
     def by_threads(self) -> bool:
@@ -61,7 +61,7 @@ class Links:
         """Return what moves messages without threads."""
         if self.exchange == "nccl":
             return OrderedTransport(rank, specs, self.pairs, self.device, self.timeout)
-        return self.through_host(nearby_transport(self.nearby.wires, specs, ROOM if evaluates else None))
+        return self.through_host(nearby_transport(self.nearby, specs, ROOM if evaluates else None))
 
     def through_host(self, between_hosts: Transport) -> Transport:
         """Return what moves this device's messages over a transport between hosts."""
@@ -69,8 +69,8 @@ class Links:
 
     def close(self) -> None:
         """End what leads to processes nearby."""
-        if self.nearby is not None:
-            self.nearby.close()
+        for wire in (self.nearby or {}).values():
+            wire.close()
 
 
 def open_links(

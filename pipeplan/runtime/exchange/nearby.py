@@ -171,19 +171,7 @@ class Wire:
             raise TimeoutError(f"nothing for {self._timeout_s:g} s")
 
 
-class Nearby:
-    """The ``wires`` of a rank to its peers."""
-
-    def __init__(self, wires: Mapping[int, Wire]) -> None:
-        self.wires = wires
-
-    def close(self) -> None:
-        """End the wires."""
-        for wire in self.wires.values():
-            wire.close()
-
-
-def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timedelta) -> Nearby | None:
+def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timedelta) -> dict[int, Wire] | None:
     """Return the wires from ``rank`` to its ``peers``, None unless all ranks are on one ``machine`` that has such.
 
     All ranks call this together, and each is among its peers' peers. Each makes a pipe from every peer and memory to
@@ -206,7 +194,7 @@ def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timede
         everywhere = all(everybodys(has_them and len(wires) == len(peers)))
         for _, says, _ in made.values():  # the peer has its own by now, whose end is to be heard
             os.close(says)
-        return Nearby(wires) if everywhere else None
+        return wires if everywhere else None
 
 
 class NearbyTransport:

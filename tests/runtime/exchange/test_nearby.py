@@ -48,15 +48,15 @@ def opened(pairs, timeout=PATIENT):
 def both(timeout=PATIENT):
     """The two ends of a wire."""
     ends = opened([(0, 1), (1, 0)], timeout)
-    return ends[0].wires[1], ends[1].wires[0]
+    return ends[0][1], ends[1][0]
 
 
 def test_three_that_open_their_wires_in_a_circle_come_through():
     ends = opened([(0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
-    assert {rank: set(own.wires) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
+    assert {rank: set(own) for rank, own in ends.items()} == {0: {1, 2}, 1: {0, 2}, 2: {0, 1}}
     spec = TensorSpec((1,), torch.float32)
-    ends[2].wires[0].give((5, 5), torch.ones(1), spec)
-    assert ends[0].wires[2].take((5, 5), spec).item() == 1
+    ends[2][0].give((5, 5), torch.ones(1), spec)
+    assert ends[0][2].take((5, 5), spec).item() == 1
 
 
 @pytest.mark.parametrize(
