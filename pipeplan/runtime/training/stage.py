@@ -373,9 +373,11 @@ class StageModule:
         if not (counted or newest or self.splits):
             yield
             return
-        modules = [module for piece in self._pieces for module in piece.modules] if counted else []
-        tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
-        permanent = self.versions.storages() | {x.untyped_storage()._cdata for x in tensors}
+        permanent = set[int]()
+        if counted:
+            modules = (module for piece in self._pieces for module in piece.modules)
+            tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
+            permanent = self.versions.storages() | {x.untyped_storage()._cdata for x in tensors}
 
         def hold(tensor: Tensor) -> None:
             if tensor.untyped_storage()._cdata not in permanent:
