@@ -247,7 +247,10 @@ def begin_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int, int, int] | None:
-    """Return what ``measure.times.GpuBytes`` has of a GPU; None on a CPU, where nobody counts."""
+    """Return the most bytes of a GPU that a rank's tensors took, and that torch held for them; what was in use beside
+    that at the end, by CUDA's context, NCCL and whoever shares it; and how often torch had to give some back to get
+    others. None on a CPU, where nobody counts.
+    """
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -44,7 +44,6 @@ from pipeplan.runtime.device import (
 )
 from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.measure.report import make_report
-from pipeplan.runtime.measure.times import GpuBytes
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.network import chain_network, final_outputs
 from pipeplan.runtime.processes.launch import run_plan
@@ -221,8 +220,8 @@ def test_memory_of_gpus_is_told_as_allocated_reserved_and_used(monkeypatch):
     for name, value in {"max_memory_allocated": 20, "max_memory_reserved": 30, "memory_reserved": 25}.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
-    found = GpuBytes(*peak_bytes(torch.device("cuda")))
-    assert found == GpuBytes(allocated=20, reserved=30, others=15, retries=3)
+    found = peak_bytes(torch.device("cuda"))
+    assert found == (20, 30, 15, 3), "allocated, reserved, others, retries"
     script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 3)
     one, other = replayed(script, 1)
     (memory,) = make_report(script, [replace(one, gpu=found), other]).memory

@@ -21,7 +21,7 @@ from ..exchange.collective import gathered
 from ..exchange.transport import everybodys, exchanging
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
-from ..measure.times import GpuBytes, RankMeasurement, Reading, straightened
+from ..measure.times import RankMeasurement, straightened
 from ..model.trace.adapted import run_uncompiled
 from .executor import MiniBatchEnd, execute
 from .job import Job, Launcher
@@ -67,7 +67,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
 # --- the training ---------------------------------------------------------------------------------------------------
 
 
-def train(run: RankRun, held_out: HeldOut | None = None) -> tuple[Times, Reading | None]:
+def train(run: RankRun, held_out: HeldOut | None = None) -> tuple[Times, tuple[int, int] | None]:
     """Walk the rank's instructions; return when everything happened, and how reading went."""
     try:
         first = run.reader.begin()
@@ -121,10 +121,10 @@ def _inbox(run: RankRun) -> ThreadedTransport:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def report(run: RankRun, times: Times, reading: Reading | None) -> RunReport | None:
+def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunReport | None:
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
     job, rank, meeting, stages = run.job, run.rank, run.meeting, run.stages
-    runners, scaling, peak = stages.runners, stages.scaling, peak_bytes(rank.device)
+    runners, scaling = stages.runners, stages.scaling
     clock = compared_clocks(rank.number, meeting.recorder.lag_ns)
     measurements = gathered(
         rank.number,
@@ -137,7 +137,7 @@ def report(run: RankRun, times: Times, reading: Reading | None) -> RunReport | N
             device=label(rank.device),
             exchange=meeting.links.exchange,
             sums=meeting.sums,
-            gpu=None if peak is None else GpuBytes(*peak),
+            gpu=peak_bytes(rank.device),
             state_bytes=stages.states.device_bytes,
             host_bytes=stages.states.host_bytes,
             skipped=() if scaling is None else tuple(scaling.skipped),

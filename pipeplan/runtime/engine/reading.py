@@ -23,7 +23,7 @@ from ...errors import BadInput
 from ..data.loader import Loader, Span
 from ..data.loader_workers import Read
 from ..device import moved, new_stream
-from ..measure.times import Activity, Reading
+from ..measure.times import Activity
 from ..model.contract import Data
 from ..model.network import TensorSpec
 from ..model.randomness import DATA
@@ -120,15 +120,16 @@ class Reader:
                 tensor.record_stream(stream)
         return sample
 
-    def close(self) -> Reading | None:
-        """End the workers, whatever they do; return how reading went, None where it was no work of a loader's."""
+    def close(self) -> tuple[int, int] | None:
+        """End the workers, whatever they do; return so many, and the ns that each took for a
+        microbatch; None where that was no work of a loader's."""
         for process in set(active_children()) - self._others if self._workers else ():
             process.kill()
             process.join()
         spent = self._spent_ns[1:] or self._spent_ns  # the first one opens files, and imports
         if self._loader is None or not spent:
             return None
-        return Reading(self._loader.workers, round(fmean(spent)))
+        return self._loader.workers, round(fmean(spent))
 
     def _times(self, microbatch: int) -> int:
         """Return how often the rank's stages ask for a microbatch; torch's engine asks for all together."""

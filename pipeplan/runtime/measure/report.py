@@ -236,7 +236,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         loss_scale=first.loss_scale,
         forgotten=sum(x.forgotten for x in measurements),
         reading=tuple(
-            ReadingTime(device, rank, read.workers, read.read_ns)
+            ReadingTime(device, rank, *read)
             for rank, device in enumerate(lowered.devices)
             if (read := measurements[rank].reading) is not None
         ),
@@ -301,8 +301,8 @@ def _by_device(
         allowed = max(use.activation_bytes, lowered.most_activation_bytes(rank))
         activations.append(DeviceActivations(device, rank, use.activation_bytes, x.peak_activation_bytes, allowed))
         if x.gpu is not None:
-            used = x.gpu.reserved + x.gpu.others
-            gpu = x.gpu.allocated, x.gpu.reserved, used, x.gpu.retries
+            allocated, reserved, others, retries = x.gpu
+            gpu = allocated, reserved, reserved + others, retries
             memory.append(DeviceMemory(device, rank, _planned_bytes(lowered, rank, use), *gpu))
         if x.state_bytes:
             planned = use.weights_bytes + sum(_more_beside(lowered, rank, s) for s in own)

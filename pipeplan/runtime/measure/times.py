@@ -41,36 +41,16 @@ class OpTime:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuBytes:
-    """Most bytes of a GPU that a rank's tensors took, and that torch held for them; what was in use beside that at the
-    end, by CUDA's context, NCCL, and whoever shares the GPU; and how often torch had to give some back to get others.
-    """
-
-    allocated: int
-    reserved: int
-    others: int
-    retries: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a rank's loader read microbatches: by so many ``workers`` (0: the rank itself), which took ``read_ns`` for
-    one, each for itself."""
-
-    workers: int
-    read_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class RankMeasurement:
     """What one rank reports: its operations, losses by microbatch, and peak activations.
 
     ``versions`` maps its stages to the weight versions that were live at once. ``device``, ``exchange`` and ``sums``
-    name what it ran on and how messages and sums of gradients travelled; ``gpu`` is what it took of a GPU, None on a
-    CPU. ``state_bytes`` is the most that weights, gradients and optimizer state took on the device, ``host_bytes`` in
-    host memory. In mixed precision ``skipped`` are the versions whose updates overflowed, ``loss_scale`` is the last
-    one. ``forgotten`` operations in the middle of the run are not among ``times``. ``reading`` is None where no loader
-    reads. ``norms`` are those of all gradients, by version, where they are clipped.
+    name what it ran on and how messages and sums of gradients travelled; ``gpu`` has the figures of
+    :func:`..device.peak_bytes`, None on a CPU. ``state_bytes`` is the most that weights, gradients and optimizer state
+    took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are the versions whose updates
+    overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the run are not among
+    ``times``. ``reading`` has the workers of its loader (0: the rank itself) and the ns that each took for a
+    microbatch, None where no loader reads. ``norms`` are those of all gradients, by version, where they are clipped.
     """
 
     rank: int
@@ -81,13 +61,13 @@ class RankMeasurement:
     device: str = "cpu"
     exchange: str = "gloo"
     sums: str = "gloo"
-    gpu: GpuBytes | None = None
+    gpu: tuple[int, int, int, int] | None = None
     state_bytes: int = 0
     host_bytes: int = 0
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
     forgotten: int = 0
-    reading: Reading | None = None
+    reading: tuple[int, int] | None = None
     norms: dict[int, float] = field(default_factory=dict)
 
 
