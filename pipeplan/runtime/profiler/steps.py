@@ -38,40 +38,26 @@ class Others:
 class MeasureOptions:
     """How a model is measured: in how many steps of training, with what, on which device."""
 
-    steps: int = 10
-    """Measured steps, at least 1; times are their medians."""
-    warmup: int = 3
-    """Steps before them."""
-    seconds: float | None = None
-    """Of measuring, after which no further step begins."""
-    optimizer: MakeOptimizer | None = None
-    """What makes the optimizer of a layer from its parameters; None: plain SGD."""
-    split_backward: bool = False
-    """Whether the gradients of weights and of inputs are told apart, in further steps."""
-    device: str = "cpu"
-    """Where to measure."""
-    threads: int = 1
-    """CPU threads."""
-    dtype: torch.dtype | None = None
-    """What the model and its floating-point inputs are converted to; None: as built."""
-    autocast: Autocast | None = None
-    """What casts its operations."""
+    steps: int = 10  # measured steps, at least 1; times are their medians
+    warmup: int = 3  # steps before them
+    seconds: float | None = None  # of measuring, after which no further step begins
+    optimizer: MakeOptimizer | None = None  # makes the optimizer of a layer from its parameters; None: plain SGD
+    split_backward: bool = False  # whether the gradients of weights and of inputs are told apart, in further steps
+    device: str = "cpu"  # where to measure
+    threads: int = 1  # CPU threads
+    dtype: torch.dtype | None = None  # what the model and its floating-point inputs are converted to; None: as built
+    autocast: Autocast | None = None  # what casts its operations
     hold: Hold = "auto"
     """"all" has all layers on the device at once, "one" one at a time, "auto" one where all don't fit."""
-    clock: Clock | None = None
-    """None: the device's."""
+    clock: Clock | None = None  # None: the device's
     merge: Callable[[Chain], Chain] | None = None
     """What merges layers of a DAG, by no times: those that it makes one are timed as one. None: each is by itself."""
-    others: Others | None = None
-    """Processes that compute meanwhile."""
+    others: Others | None = None  # processes that compute meanwhile
     read: Callable[[], object] | None = None
     """What makes a microbatch's data, as those who have the first layer or the loss do; timed in each step."""
-    say: Callable[[str], None] = lambda text: None
-    """Hears what is being done."""
-    note: Callable[[str], None] = lambda text: None
-    """Hears what was decided."""
-    begun: Callable[[], None] = lambda: None
-    """Hears that the steps begin."""
+    say: Callable[[str], None] = lambda text: None  # hears what is being done
+    note: Callable[[str], None] = lambda text: None  # hears what was decided
+    begun: Callable[[], None] = lambda: None  # hears that the steps begin
 
     @property
     def make_optimizer(self) -> MakeOptimizer:
