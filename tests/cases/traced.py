@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer
+from pipeplan.runtime.engine.asked import under
 from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.lowering.otherwise import under
 from pipeplan.runtime.model.network import tied_layers
 from pipeplan.runtime.training.update.optimizers import optimizer_maker
 
