@@ -210,13 +210,19 @@ def _matched(model: LoadedModel, path: str | Path) -> dict[str, Any]:
 
 
 class OwnPart:
-    """Builds the model of ``spec`` on one rank, as :func:`load_model` does of ``given``; of large tensors
+    """Builds the model of ``spec`` on one rank, as :func:`load_model` does, with its ``options``; of large tensors
     :meth:`filled` makes those of its own part. ``small`` bytes is what isn't large."""
 
-    def __init__(self, spec: ModelSpec, *given: Any, small: int = SMALL, **options: Any) -> None:
-        self._load: Callable[[Deferred], LoadedModel] = lambda promised: load_model(
-            spec, *given, promised=promised, **options
-        )
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: int,
+        seed: int,
+        device: torch.device = CPU,
+        small: int = SMALL,
+        **options: Any,
+    ) -> None:
+        self._load: Callable[[Deferred], LoadedModel] = partial(load_model, spec, batch, seed, device, **options)
         self._name, self._promised = spec.build, Deferred(small)
 
     def load(self) -> LoadedModel:
