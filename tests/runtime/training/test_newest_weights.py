@@ -220,7 +220,7 @@ def test_activations_changed_in_place_are_noticed():
     x = torch.zeros(2, 4)
     stage = stage_of([ChangesInPlace()], x, passes={0: 2})
     out = stage.forward(0, 0, x, None, False)
-    with pytest.raises(RunFailed, match=r"a tensor of shape \(2, 4\) that the backward needs was changed in place"):
+    with pytest.raises(RunFailed, match=r"a tensor of shape \(2, 4\) that a backward needs was changed in place"):
         stage.backward(0, 0, torch.ones_like(out))
 
 
