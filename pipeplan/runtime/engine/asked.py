@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,15 +27,7 @@ from ..data.loader import Loader
 from ..lowering.lowered_run import lower_run
 from ..model.build.spec import ModelSpec, data_of, named_data
 from ..model.user_code import user_code
-from ..training.update.optimizers import (
-    correctable,
-    is_plain,
-    optimizer_maker,
-    planned_as,
-)
-
-if TYPE_CHECKING:
-    pass
+from ..training.update.optimizers import correctable, is_plain, optimizer_maker, planned_as
 from .job import HeldOutOptions, Job, RunOptions
 
 PREDICTED: Final = 1.0  # updates that a stage may be late, up to which predicted weights train better than sc alone
