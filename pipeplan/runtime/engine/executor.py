@@ -78,7 +78,9 @@ class _Walk:
         lowered = run.rank.lowered
         self._own, self._reader, self._end, self._transport, self._waits = run.stages, run.reader, end, transport, waits
         self._last, self._evaluates = len(lowered.plan.allocation.stages) - 1, lowered.evaluates
-        self._counted = lowered.first.microbatch + lowered.filled
+        # hooks that are there anyway can count everything
+        first = lowered.first.microbatch
+        self._counted = lowered.last.microbatch if lowered.reads_newest else first + lowered.filled
         self._made: dict[tuple[do.Edge, int], Tensor] = {}  # not sent or used yet
         self._mark, self._note = run.meeting.recorder.mark, run.meeting.recorder.note
         self.idle_since = self._mark()

@@ -145,6 +145,7 @@ class StageModule:
             {LOSS, *leaving, *(v for piece in pieces[i + 1 :] for v in piece.reads)} for i in range(len(pieces))
         ]
         self._reads_newest = reads_newest
+        self._fixed: set[int] = set()  # storages of what modules have
         self._in_flight: dict[int, InFlight] = {}
 
     @property
@@ -374,10 +375,12 @@ class StageModule:
             yield
             return
         permanent = set[int]()
-        if counted:
+        if counted and not (newest and self._fixed):
             modules = (module for piece in self._pieces for module in piece.modules)
             tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
-            permanent = self.versions.storages() | {x.untyped_storage()._cdata for x in tensors}
+            self._fixed = {x.untyped_storage()._cdata for x in tensors}
+        if counted:
+            permanent = self._fixed if newest else self._fixed | self.versions.storages()
 
         def hold(tensor: Tensor) -> None:
             if tensor.untyped_storage()._cdata not in permanent:
