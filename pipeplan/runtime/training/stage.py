@@ -378,7 +378,7 @@ class StageModule:
         if counted and not (newest and self._fixed):
             modules = (module for piece in self._pieces for module in piece.modules)
             tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
-            self._fixed = {x.untyped_storage()._cdata for x in tensors}
+            self._fixed = {x.untyped_storage()._cdata for x in tensors if not (newest and x.requires_grad)}
         if counted:
             permanent = self._fixed if newest else self._fixed | self.versions.storages()
 
