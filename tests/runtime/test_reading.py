@@ -94,14 +94,7 @@ def test_samples_are_read_where_their_passes_run(weights, accumulate):
     model = SimpleNamespace(read_by=lambda s: {} if s else {0: (0, None)}, data=SimpleNamespace(source=None))
     for rank, instructions in enumerate(lowered.instructions):
         stages = [s for s in (0, 1) if rank in lowered.ranks_of(s)]
-        own = {
-            "lowered": lowered,
-            "stages": stages,
-            "number": rank,
-            "stage": lambda s: s,
-            "model": model,
-            "device": CPU,
-        }
+        own = {"lowered": lowered, "stages": stages, "number": rank, "model": model, "device": CPU}
         reader = Reader(SimpleNamespace(options=RunOptions(1, 0.1)), SimpleNamespace(stage=lambda s: s, **own))
         read = [m for m in range(first.microbatch, lowered.last.microbatch) if reader._times(m)]
         assert read == sorted(x.microbatch for x in instructions if isinstance(x, Forward))
