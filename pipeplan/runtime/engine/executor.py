@@ -274,4 +274,6 @@ class MiniBatchEnd:
         found = tuple(losses[m] for m in range(begin, begin + lowered.interval) if m in losses)
         clipping = self._stages.clipping
         norm = None if clipping is None else clipping.norms.get(version)
-        self._run.launcher.done(StepDone(version, found, time.monotonic_ns(), norm, rate))
+        last = len(lowered.plan.allocation.stages) - 1  # its update may wait for others: the passes tell the pace
+        through = self._run.meeting.recorder.times.last_end_ns("B", last, range(begin, begin + lowered.interval))
+        self._run.launcher.done(StepDone(version, found, through or time.monotonic_ns(), norm, rate))

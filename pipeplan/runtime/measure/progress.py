@@ -106,7 +106,7 @@ class Audience:
 class StepDone:
     """The last stage has made update ``step``; ``losses`` are those of its microbatches that this rank had.
 
-    That was at ``at_ns``.
+    It was through with them at ``at_ns``; the update may have waited for other stages.
     ``norm`` is that of all gradients, where they are clipped, ``learning_rate`` that of the update.
     An evaluation behind it has ``metrics`` instead.
     """

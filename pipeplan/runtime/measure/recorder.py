@@ -42,6 +42,14 @@ class Times:
         """How many are not kept."""
         return self._count - len(self._first) - len(self._last)
 
+    def last_end_ns(self, activity: Activity, stage: int, within: range) -> int | None:
+        """Return when an activity of a stage ended for the last time on one of the microbatches ``within``."""
+        for times in (reversed(self._last), reversed(self._first)):
+            for x in times:
+                if x.activity == activity and x.stage == stage and x.microbatch in within:
+                    return x.end_ns
+        return None
+
     def __iter__(self) -> Iterator[OpTime]:
         yield from self._first
         yield from self._last
