@@ -207,9 +207,7 @@ def test_one_backward_of_several_microbatches_is_told_as_such():
     [
         ("sequences", [(0, 9)]),
         ("sequences", THREE),  # not TWO: without a pipeline the gradient at its cut isn't contiguous, as messages are
-        ("images", [(0, 9)]),
         ("images", TWO),
-        ("images", THREE),
     ],
 )
 def test_one_mini_batch_at_a_time_is_plain_training_to_the_bit(name, stages, tmp_path):

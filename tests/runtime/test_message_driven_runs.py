@@ -51,10 +51,7 @@ def driven(stages, microbatches, limit=None, *, chain=None, **options):
 
 TRAINING = {  # what a grid's stages do differently
     "stored, 2": {"stages": GRID, "limit": 2},
-    "stored, 3": {"stages": GRID, "limit": 3},
-    "recomputed, 2": {"stages": RECOMPUTED, "limit": 2},
-    "recomputed, 3": {"stages": RECOMPUTED, "limit": 3},
-    "stored, offloaded, 2": {"stages": GRID, "limit": 2, "offload": True},
+    "stored, offloaded, 3": {"stages": GRID, "limit": 3, "offload": True},
     "recomputed, offloaded, 3": {"stages": RECOMPUTED, "limit": 3, "offload": True},
 }
 

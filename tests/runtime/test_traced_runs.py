@@ -33,13 +33,9 @@ from pipeplan.runtime.model.pieces import message_spec, packed, unpacked
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import HalfOptions
 
-CHAINS = {}
-
 
 def chain(build):
-    if build not in CHAINS:
-        CHAINS[build] = chain_of(build, 4, data=DATA[build])
-    return CHAINS[build]
+    return chain_of(build, 4, data=DATA[build])
 
 
 def position(profile, name):
