@@ -8,6 +8,9 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
+from cases.patience import SECONDS
+
 from pipeplan.runtime import surroundings
 from pipeplan.version import __version__
 from scripts import site_pages
@@ -56,6 +59,18 @@ def test_the_metadata_names_what_is_there():
     limits = (ROOT / "docs" / "reference" / "limits.md").read_text()
     assert f"pipeplan takes torch {low} and later. All tests run with {pinned};" in limits
     assert pinned == surroundings.TRIED
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_of_the_classifiers_compiles_all_files(version):
+    assert f"Programming Language :: Python :: {version}" in PROJECT["project"]["classifiers"]
+    found = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"), Path(f"/usr/bin/python{version}")]
+    python = next((path for path in found if path.exists()), None)
+    if python is None:
+        pytest.skip(f"there is no Python {version} here")
+    code = "import pathlib, sys; [compile(x.read_text(), x, 'exec') for x in map(pathlib.Path, sys.argv[1:])]"
+    files = map(str, (ROOT / "pipeplan").rglob("*.py"))
+    subprocess.run([str(python), "-W", "error", "-c", code, *files], check=True, timeout=SECONDS)
 
 
 def test_another_torch_is_called_untried():

@@ -71,6 +71,8 @@ def calibrate(
     """
     if measured is None and not traces:
         raise BadInput("say what was measured: --measured FILE.csv, or --trace PLAN TRACE")
+    if per_server is not None and not 1 <= per_server <= MOST_COUNT:
+        raise BadInput(f"--per-server: {per_server} is not between 1 and {MOST_COUNT}")
     device = accelerator(gpu)
     chains = {str(path): read_profile(str(path)) for path in profiles}
     policy = Policy(weights=DRAINED, optimizer=optimizer, precision=precision)

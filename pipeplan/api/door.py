@@ -22,6 +22,7 @@ from ..names import shown
 from ..problem import Chain, Platform
 from .asked import LEAST_SIZE, WORDS
 
+MOST = 10**18  # of anything
 P = ParamSpec("P")
 R = TypeVar("R")
 OPTION = re.compile(r"(?:--|-O (?=\w))([a-z][a-z-]*[a-z])")
@@ -104,9 +105,11 @@ def _check(name: str, value: Any, kind: Any) -> None:
     word = WORDS.get(name)
     if not _fits(value, kind):
         raise BadInput(f"{name}: '{shown(str(value), 40)}' is not {_written(kind)}")
-    if word is not None and isinstance(value, int | float) and not isinstance(value, bool):
-        if not isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not isfinite(value) or abs(value) > MOST:
             raise BadInput(f"{name}: {value} is not a number to compute with")
+        if word is None:
+            return
         if word.unit.startswith(("SIZE", "RATE")):
             if value < LEAST_SIZE:
                 unit = "B/s" if word.unit == "RATE" else "B"

@@ -175,6 +175,8 @@ def exported(
 
     if target not in WRITERS:
         raise BadInput(f"--to: '{shown(target)}' is not one of {', '.join(WRITERS)}")
+    if not PurePath(path).name:
+        raise BadInput(f"path: '{shown(path)}' names no file")
     refuse_unknown([] if schedule is None else [schedule])
     renames = parsed_renames(tuple(rename))
     name = schedule or own_schedule(plan)

@@ -35,8 +35,9 @@ def read_text(path: str, most_bytes: int = MOST_BYTES) -> str:
             with open(path, encoding="utf-8", opener=_open) as file:
                 text = file.read(most_bytes + 1)
         size = len(text.encode())  # in some locales standard input lets other bytes through as lone surrogates
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:  # of a name with a NUL, too
+        plain = "it is not UTF-8 text" if isinstance(error, UnicodeError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else plain
         raise BadInput(f"{path}: cannot be read: {reason}") from error
     if size > most_bytes:
         raise BadInput(f"{path}: is longer than {most_bytes / 1e6:g} MB, the most that is read")
@@ -98,8 +99,8 @@ def replaced(path: str) -> Iterator[IO[bytes]]:
     Links are followed; what isn't a regular file, such as a pipe or ``/dev/null``, is written to and not replaced.
     BadInput when it cannot be written.
     """
-    target = Path(os.path.realpath(path))
     with _told(path):
+        target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
             with target.open("wb") as file:
                 yield file
@@ -123,8 +124,8 @@ def check_writable(path: str) -> None:
     """Raise BadInput unless a file can be written to ``path``: better before there is something to write than after."""
     if path == "-":
         return
-    target = Path(os.path.realpath(path))
     with _told(path):
+        target = Path(os.path.realpath(path))
         if not target.parent.is_dir():
             raise BadInput(f"{path}: cannot be written: there is no folder {target.parent}")
         if target.is_dir():
@@ -142,8 +143,8 @@ def _told(path: str) -> Iterator[None]:
     """Turn what the system says against writing to ``path`` into BadInput."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        said = error if isinstance(error, OSError) else error.__context__  # torch says it in words of its own
-        if not isinstance(said, OSError):
+    except (OSError, RuntimeError, ValueError) as error:
+        said = error.__context__ if isinstance(error, RuntimeError) else error  # torch says it in words of its own
+        if not isinstance(said, OSError) and "null byte" not in str(said):
             raise
-        raise BadInput(f"{path}: cannot be written: {said.strerror or said}") from error
+        raise BadInput(f"{path}: cannot be written: {getattr(said, 'strerror', None) or said}") from error
