@@ -30,7 +30,7 @@ from ..measure.held_bytes import HeldBytes
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.loading import OwnPart
-from ..model.contract import Data, sample_of
+from ..model.contract import sample_of
 from ..model.loaded import LoadedModel, constants_of
 from ..model.network import own_loss
 from ..model.pieces import Piece
@@ -152,7 +152,8 @@ def compared(
         converted(nn.ModuleList(modules), half, constants_of(whole))
     place(modules, device)
     first = lowered.first.microbatch
-    given = _first(job, first, whole.data.source)
+    with user_code("data"):
+        given = next(reads_of(whole.data.source, Span(job.options.seed, first, first + 1, job.options.epoch))).given
     x, target = sample_of(given, None if whole.loss is own_loss else whole.loss, whole.inputs)
     x = mapped(lambda tensor: _at(tensor, device, half), x)
     target = mapped(lambda tensor: _at(tensor, device, None), target)
@@ -177,9 +178,3 @@ def _lacks_values(model: LoadedModel) -> bool:
 def _at(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """Return a copy on ``device``, which a forward may change."""
     return own_memory(x.to(device, dtype if x.is_floating_point() else None))
-
-
-def _first(job: Job, first: int, source: Data) -> Any:
-    """Return what ``source`` gives for the first microbatch."""
-    with user_code("data"):
-        return next(reads_of(source, Span(job.options.seed, first, first + 1, job.options.epoch))).given

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import call
 from types import MappingProxyType
 from typing import Any
 
@@ -90,10 +91,6 @@ class InFlight:
 Through = Callable[[Sequence[InFlight], Sequence[dict[int, Tensor]]], None]  # a backward, which adds to gradients
 
 
-def _at_once(action: Callable[[], None]) -> None:
-    action()
-
-
 class StageModule:
     """The ``pieces`` of a stage, the one with the loss last, between two ``cuts``; there is none behind the loss.
 
@@ -119,7 +116,7 @@ class StageModule:
         divisor: int,
         reads_newest: bool = False,
         device: torch.device = CPU,
-        later: Callable[[Callable[[], None]], None] = _at_once,
+        later: Callable[[Callable[[], None]], None] = call,
         draws: Draws | None = None,
         data: FromData = NO_DATA,
         trained: Set[int] | None = None,
