@@ -159,14 +159,16 @@ class Chart {
     pen.strokeRect(0, bottom + 0.5, width, 0);
   }
   row(pen, row, top, width) {
-    const { group } = this, first = this.after(row, group.from), sizes = [];
-    let drawn = -1, longest = 0;
+    const { group } = this, first = this.after(row, group.from), seen = {};
+    let drawn = -1;
     for (let i = first; i < row.length && row[i][4] < group.to; i++)
-      if (PASSES.has(row[i][1])) {
-        sizes.push(this.x(row[i][4] + row[i][5]) - this.x(row[i][4]));
-        longest = Math.max(longest, this.label(row[i]).length);
-      }
-    const labelled = sizes.sort((a, b) => a - b)[sizes.length >> 1] > pen.measureText('0'.repeat(longest)).width + 4;
+      if (PASSES.has(row[i][1])) (seen[row[i][1]] = seen[row[i][1]] || []).push(row[i]);
+    // passes of a kind have their numbers if most have room for the longest one of the lane
+    const labelled = Object.fromEntries(Object.entries(seen).map(([kind, ops]) => {
+      const sizes = ops.map(op => this.x(op[4] + op[5]) - this.x(op[4])).sort((a, b) => a - b);
+      const longest = Math.max(...ops.map(op => this.label(op).length));
+      return [kind, sizes[sizes.length >> 1] > pen.measureText('0'.repeat(longest)).width + 4];
+    }));
     for (let i = first; i < row.length && row[i][4] < group.to; i++) {
       const op = row[i], left = Math.max(0, this.x(op[4])), right = Math.min(width, this.x(op[4] + op[5]));
       const mine = group.microbatch !== null && this.of(op, group.microbatch);
@@ -177,7 +179,7 @@ class Chart {
       pen.fillStyle = colours[op[1] + (op[6] ? '2' : '')] || colours.OTHER;
       pen.fillRect(left, top + 2, size > 3 ? size - 0.75 : size, ROW - 4);
       const text = this.label(op);
-      if (labelled && PASSES.has(op[1]) && size > pen.measureText(text).width + 4) {
+      if (labelled[op[1]] && size > pen.measureText(text).width + 4) {
         pen.fillStyle = op[6] ? '#ffffff' : '#10161c';
         pen.fillText(text, left + size / 2, top + ROW / 2 + 0.5);
         this.labels.push(text);
