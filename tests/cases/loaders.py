@@ -117,11 +117,11 @@ def here(batch):
 
 
 def spawned(batch):
-    return DataLoader(Vectors(1000), batch, shuffle=True, num_workers=2, multiprocessing_context="spawn")
+    return DataLoader(Vectors(1000), batch, shuffle=True, num_workers=1, multiprocessing_context="spawn")
 
 
 def killing(whom):
-    """Run, and end the run, one of its ranks or one of their workers once all are at work; print what is told."""
+    """Run, and end the run or one of its ranks once all are at work; print what is told."""
     plan = plan_of(chain_of(healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], accumulate=2)
     model = ModelSpec("cases.runtime:healthy", f"{__name__}:spawned")
     server = multiprocessing.forkserver._forkserver
@@ -129,10 +129,9 @@ def killing(whom):
     def killed(step):
         if step.step != 2:
             return
-        ranks = children(server._forkserver_pid)
         if whom == "run":
             raise PipeplanError("the run is stopped")
-        os.kill(ranks[0] if whom == "rank" else children(ranks[0])[-1], signal.SIGKILL)
+        os.kill(children(server._forkserver_pid)[0], signal.SIGKILL)
 
     try:
         run_plan(plan, model, RunOptions(steps=10**6, lr=1e-12), killed)

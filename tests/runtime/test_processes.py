@@ -201,16 +201,7 @@ def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
     assert found is not None
     assert 0 < found.position.step < 100000
     assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
-    step = found.position.step + 2
-    if whom == "agent":
-        assert resumed("cases.runtime:announcing", folder, 2) == step
-    else:
-        again = subprocess.run(
-            [*command, *script("cases.runtime:announcing"), str(step), str(folder)],
-            capture_output=True, text=True, env=environment(), timeout=SECONDS, check=True,
-        )  # fmt: skip
-        assert again.stdout.count("loss") == 1  # rank 0 has the report
-        assert newest(str(folder)).position.step == step
+    assert resumed("cases.runtime:announcing", folder, 2) == found.position.step + 2
 
 
 def test_torchrun_must_start_as_many_processes_as_the_plan_has_devices(monkeypatch):
