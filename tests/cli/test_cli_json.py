@@ -21,7 +21,13 @@ from cases.patience import SECONDS
 from pipeplan.cli import COMMANDS, group
 
 FIELDS = Path(__file__).parents[2] / "docs" / "reference" / "json-fields.json"
-NAMED = ("options", "constants", "settings")  # objects whose keys depend on what was asked, not on the format
+NAMED = (
+    "options",
+    "constants",
+    "settings",
+    "tflops",
+    "rates",
+)  # objects whose keys depend on what was asked, not on the format
 MACHINE = "--gpus 2 --mem 1GB --bandwidth 12GB/s"
 LINES = {  # in order: what is written is read by those below
     "plan": f"profile.json {MACHINE} --split 4,4 --weights flush --batch 16",
@@ -71,11 +77,22 @@ def files(folder: Path) -> None:
 def shape(value: Any) -> dict[str, Any]:
     """The JSON Schema of a value: objects have these keys at least."""
     if isinstance(value, dict):
-        return {"type": "object", "properties": {key: {} if key in NAMED else shape(x) for key, x in value.items()}}
+        keys = [key for key in value if not key.isdigit()]  # others count stages or GPUs
+        return {"type": "object", "properties": {key: {} if key in NAMED else shape(value[key]) for key in keys}}
     if isinstance(value, list):
-        return {"type": "array"} | ({"items": shape(value[0])} if value else {})
+        return {"type": "array"} | ({"items": common([shape(x) for x in value])} if value else {})
     kinds = {bool: "boolean", int: "number", float: "number", str: "string", type(None): "null"}
     return {"type": kinds[type(value)]}
+
+
+def common(shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The schema of all items: what only some have may be missing."""
+    found = shapes[0]
+    if "properties" in found:
+        names = [x for x in found["properties"] if all(x in each.get("properties", {}) for each in shapes)]
+        every = {name: common([each["properties"][name] for each in shapes]) for name in names}
+        return {"type": "object", "properties": every}
+    return found if all(each == found for each in shapes) else {"type": found["type"]} if found else {}
 
 
 def misfits(value: Any, said: dict[str, Any], place: str = "$") -> list[str]:
