@@ -93,11 +93,11 @@ def test_data_parallel_claims_what_its_stage_graph_says(seed: int) -> None:
     problem = random_problem(
         rng, rng.randint(1, 5), rng.randint(1, 6), levels=True, speeds=True, optimizer=True, checkpointing="segments"
     )
-    plain, recomputing = data_parallel(problem)
-    everything = tuple(range(len(problem.platform)))
-    assert plain.stages == (Stage(0, len(problem.chain), everything),)
-    assert recomputing.stages == (Stage(0, len(problem.chain), everything, ((0, len(problem.chain)),)),)
-    for allocation in (plain, recomputing):
+    plans = list(data_parallel(problem))
+    everything, count = tuple(range(len(problem.platform))), len(problem.chain)
+    ways = (), ((0, count),), tuple((i, i + 1) for i in range(count))
+    assert [x.stages for x in plans] == [(Stage(0, count, everything, way),) for way in ways]
+    for allocation in plans:
         graph = stage_graph(problem.chain, problem.platform, problem.policy, allocation.stages)
         assert allocation.claimed_period_ns == graph.period_floor_ns
 
