@@ -320,7 +320,7 @@ def _kind(said: str) -> str:
     if "not installed" in said:
         return "never: its library isn't installed"
     whys = {"no list of layers": "no list of layers", "megatron: ": "no decoder"}
-    return f"never: {next((why for sign, why in whys.items() if sign in said), 'refused by its profile')}"
+    return f"never: {next((why for sign, why in whys.items() if sign in said), 'its profile refuses it')}"
 
 
 def main() -> None:

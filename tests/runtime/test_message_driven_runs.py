@@ -311,7 +311,7 @@ class FakeUpdate:
 class FakeStage:
     """A stage that takes a random moment and counts what it holds."""
 
-    takes_targets = reads = False
+    takes_targets = reads = splits = False
 
     def __init__(self, chance):
         self.chance, self.held, self.most = chance, set(), 0
