@@ -38,7 +38,7 @@ FAULTS = (  # file, words, other words, what is wrong then
      "_called,\n                tuple(numbers[n] for n in needed[::-1])", "a layer reads its values in another order"),
     ("trace", "part.output(tuple(copies[n] for n in makes))", "part.output(tuple(copies[n] for n in makes[::-1]))",
      "a layer puts its values out in another order"),
-    ("loaded", "{v: inputs[place] for v,", "{v: inputs[0] for v,", "one input stands for all"),
+    ("loaded", "{v: (self._data[v], self.specs[v])", "{v: (0, self.specs[v])", "one input stands for all"),
     ("trace", "seen.add(node)", "seen.add(node)\n        if node.op == 'placeholder' and index > 4:\n"
      "            continue", "late layers lack the network's inputs"),
     ("exported", "output = loss_in(module, output)", "output = 1.5 * loss_in(module, output)", "the loss is another"),

@@ -128,14 +128,6 @@ class Facts:
             entering[home:, layer] += size
         return np.asarray(np.triu(np.maximum(self.kept - entering, 0)))
 
-    @cached_property
-    def least_recomputed(self) -> Ints:
-        """The least of :attr:`while_recomputed` of each layer, wherever its segment begins."""
-        entering = np.zeros(self.count, dtype=np.int64)
-        for layer, _, size in self._entering():
-            entering[layer] += size
-        return np.asarray(np.maximum(self.kept - entering, 0))
-
     def _entering(self) -> Iterator[tuple[int, int, int]]:
         """Yield (layer, where it comes from, bytes) of what a layer uses and its segment may have as its input."""
         facts = storages(self.problem.chain).facts

@@ -101,10 +101,6 @@ class LoadedModel:
         handed_on = (code for layer in self.layers for code in layer.codes if code.of_data)
         return {v: v for v in range(self.inputs)} | {code.makes[0]: code.reads[0] for code in handed_on}
 
-    def entering(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return all values that come from the data, for the network's ``inputs``."""
-        return {v: inputs[place] for v, place in self._data.items()}
-
     def read_by(self, stage: Stage) -> dict[int, tuple[int, TensorSpec]]:
         """Return the values that ``stage`` reads from the data, which input each of them is, and its shape and type."""
         codes = [code for layer in self.of(stage) for code in layer.codes if not code.of_data]

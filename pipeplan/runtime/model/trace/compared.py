@@ -146,11 +146,9 @@ def compare(
         own = author.modules if replicated is None else replicated
         parted = _parted(author, plain, own, lambda: _plain(author, loss, inputs, target, follows))
         with user_code(f"the layers of {author.name}"):
-            apart = [
-                piece.modules for piece in pieces
-            ]  # they may come to different processes, with buffers of their own
             by_layers = partial(_by_layers, author, pieces, target) if step is None else lambda _: step()
-            parts = _step(author, apart, inputs, follows, by_layers)
+            # pieces may come to different processes, where each has buffers of its own
+            parts = _step(author, [piece.modules for piece in pieces], inputs, follows, by_layers)
     wrong = _first_difference(author, plain, parts, pieces)
     if wrong is not None:
         raise BadInput(f"{author.name} would not train as its own code says: {wrong}; {ADVICE}")
