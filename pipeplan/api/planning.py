@@ -27,7 +27,7 @@ from ..status import Status
 from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
 from .plans import own_export
-from .problems import ANY, as_held, deadline_of, on_groups, problem_of, with_zero
+from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, on_groups, problem_of, with_zero
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
 from .tensor import OfDegree, Worth, best_degree, parts
@@ -132,7 +132,7 @@ def plan(
             return _for_target(question, as_held(problem, said["for_"])[0], tell, beat_ns)
 
         if said["zero"] == ANY:
-            return _best_sharing(part.problem, of, beat_ns)
+            return _best_sharing(part.problem, bytes_per_parameter(said["bytes_per_parameter"]), of, beat_ns)
         found, problem = of(part.problem, beat_ns), part.problem
         if OPTIMIZERS[problem.policy.optimizer].elementwise and problem.policy.bytes_per_parameter is None:
             found = with_unpipelined(problem.with_policy(with_zero(problem.policy, problem.chain, 3)), found)
@@ -157,12 +157,18 @@ def plan(
     return _timed(found, degree.assumptions, began)
 
 
-def _best_sharing(problem: Problem, plan: Callable[[Problem, int | None], Planned], beat_ns: int | None) -> Planned:
-    """Return the best of the plans that ``plan`` makes where replicas share more and more, which says what each takes;
-    Infeasible where there is none."""
+def _best_sharing(
+    problem: Problem,
+    size: tuple[int, int | None] | None,
+    plan: Callable[[Problem, int | None], Planned],
+    beat_ns: int | None,
+) -> Planned:
+    """Return the best of the plans that ``plan`` makes where replicas share more and more, of as many bytes per
+    parameter as ``size`` says, which says what each takes; Infeasible where there is none."""
     taken, best, why = dict[str, int | None](), list[Planned](), list[PipeplanError]()
     for zero in list(SHARING)[: None if problem.replicas else 1]:
-        part = problem.with_policy(with_zero(problem.policy, problem.chain, zero))
+        policy = with_zero(problem.policy, problem.chain, zero)
+        part = problem.with_policy(policy if size is None else holding(policy, *size))
         if not part.policy.goes_with(part.policy.weights):
             continue
         taken[str(zero)] = None

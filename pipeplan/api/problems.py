@@ -118,9 +118,7 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
         raise BadInput(f"{option} and --no-replicas contradict each other: there is nobody to share with")
     if zero and chain.changed:
         raise BadInput(f"{option}: {chain.one_of_each}")
-    if zero == 3 and size is not None:
-        size = size[0], size[0]
-    if zero and size is not None and size[1] is None:
+    if zero and SHARING[zero].weights is None and size is not None and size[1] is None:
         raise BadInput(
             f"{option}: say how many of the {size[0]} --bytes-per-parameter are shared, such as 6+12 of "
             "Megatron-LM's 18"
@@ -137,25 +135,28 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
         if not policy.predictable:
             raise BadInput(f"--predicted: {NOT_PREDICTED}")
         policy = replace(policy, predict=True)
-    if size is None:
-        return policy
-    return replace(policy, bytes_per_parameter=size[0], shared_bytes_per_parameter=size[1] if zero else None)
+    return policy if size is None else holding(policy, *size)
+
+
+def holding(policy: Policy, size: int, shared: int | None) -> Policy:
+    """Return the policy that holds so many bytes per parameter, of which replicas that share the state share so many,
+    and those that share weights all."""
+    if not policy.zero:
+        shared = None
+    elif SHARING[policy.zero].weights is not None:
+        shared = size
+    return replace(policy, bytes_per_parameter=size, shared_bytes_per_parameter=shared)
 
 
 def as_held(problem: Problem, target: str) -> tuple[Problem, list[str]]:
     """Return a problem that says no bytes per parameter with those that a target holds, and what is assumed so."""
     policy = problem.policy
     said = TARGETS[target].holds.get((policy.optimizer, policy.precision))
-    if said is None or policy.bytes_per_parameter is not None or policy.offload:
+    size = bytes_per_parameter(said)
+    if size is None or policy.bytes_per_parameter is not None or policy.offload:
         return problem, []
-    size, shared = bytes_per_parameter(said) or (0, None)
-    held = replace(
-        policy,
-        bytes_per_parameter=size,
-        shared_bytes_per_parameter=None if not policy.zero else size if policy.zero == 3 else shared,
-    )
     words = f"bytes per parameter {said} as {TARGETS[target].what} has them; --bytes-per-parameter says others"
-    return problem.with_policy(held), [words]
+    return problem.with_policy(holding(policy, *size)), [words]
 
 
 def with_zero(policy: Policy, chain: Chain, zero: Zero) -> Policy:

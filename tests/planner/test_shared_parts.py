@@ -144,13 +144,16 @@ def test_a_plan_says_what_takes_no_pipeline(capsys):
     assert "--zero 3 --algorithm data-parallel plans it" in shown
 
 
-def test_any_sharing_is_the_best_of_all(capsys):
-    found = pp.plan(decoder(), **ASKED, zero="any")
+@pytest.mark.parametrize("size", [None, "6+12"])
+def test_any_sharing_is_the_best_of_all(size, capsys):
+    words = ASKED | {"bytes_per_parameter": size}
+    found = pp.plan(decoder(), **words, zero="any")
     taken = found.plan.provenance.options["zero"]
     assert set(taken) == {"0", "1", "2", "3"}
     assert found.period_ns == min(x for x in taken.values() if x is not None) == taken[str(found.plan.policy.zero)]
-    each = pp.plan(decoder(), **ASKED, zero=3)
-    assert taken["3"] == each.period_ns
+    own = (3,) if size is None else (1, 3)
+    each = {zero: pp.plan(decoder(), **words, weights="flush", zero=zero) for zero in own}
+    assert all(taken[str(zero)] == one.period_ns for zero, one in each.items())
     found.show()
     assert "shared      --zero" in capsys.readouterr().out
 
