@@ -21,6 +21,8 @@ from pipeplan.runtime.model.trace import eager_calls, exported, trace
 from pipeplan.runtime.model.trace.compared import Author, apart, compare
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.model.trace.traced import traced_model, with_state_of
+from pipeplan.runtime.profiler.measure import measure_model
+from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.split_stage import SplitStage
 
 
@@ -185,6 +187,16 @@ def test_inputs_of_one_tensor_get_values_of_their_own(monkeypatch):
     monkeypatch.setattr(exported, "own_memory", lambda x: x)
     with pytest.raises(BadInput, match="Pair would not train as its own code says"):
         checked(Pair(), {"tokens": zeros, "labels": zeros})
+
+
+def test_a_loss_that_a_model_computes_in_16_bits_is_read_in_32_on_both_sides():
+    class Scored(Own):
+        def forward(self, x):
+            return functional.mse_loss(super().forward(x), x)
+
+    options = MeasureOptions(steps=1, dtype=torch.bfloat16)
+    profile = measure_model(lambda batch: (Scored(), torch.ones(batch, 4)), 4, options, name="scored", date="-")
+    assert sum(layer.weight_bytes for layer in profile.chain.layers) == 2 * 40
 
 
 def test_constants_that_are_written_through_a_view(monkeypatch):

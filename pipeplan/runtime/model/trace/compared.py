@@ -24,7 +24,7 @@ from ....errors import BadInput, PipeplanError
 from ...device import random_state
 from ..autocast import Autocast, autocasting
 from ..loaded import LOSS_ROOT
-from ..network import LOSS, Loss, Network, TensorSpec, buffers_kept, loss_layer, loss_value, own_loss, trained_loss
+from ..network import LOSS, Loss, Network, TensorSpec, buffers_kept, loss_layer, loss_value, trained_loss
 from ..pieces import Piece, pieces_of
 from ..randomness import OwnRandomness, others
 from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, refilling, tensors_in
@@ -206,7 +206,7 @@ def _plain(author: Author, loss: Loss, inputs: Sequence[Tensor], target: Any, fo
 
     def run(leaves: Sequence[Tensor]) -> Ran:
         output = author.output([x.clone() for x in leaves])
-        value = output if loss is own_loss else loss_value(loss, output, target)
+        value = loss_value(loss, output, target)
         if not value.requires_grad:
             raise BadInput("loss does not depend on anything that can be trained")
         known = {id(x) for x in (*leaves, *(x for _, x, _ in weights))}
