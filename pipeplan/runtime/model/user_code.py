@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -20,12 +21,22 @@ INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
-IN_WORDS = (  # what torch says, and what that means for who has written the code
+IN_WORDS = (  # what torch says, and what that means for who has written the code; {} is what torch says
     (
         "don't yet support saved tensor hooks",
         "torch.func.grad, vjp, jacrev and hessian can't run in a forward here, which counts what is saved for the "
         "backward; use torch.autograd.grad(..., create_graph=True)",
     ),
+    (
+        r"(same dtype|scalar type|dtypes? match).*(BFloat16|Half)",
+        "{}; the code makes tensors of a type of its own, which --dtype doesn't convert: try --dtype autocast-bfloat16",
+    ),
+    ("Could not guard on data-dependent expression", "it branches on the values of a tensor"),
+    (
+        "higher order operator doesn't work unless",
+        "torch.cond, scan and while_loop need torch.compile; an if or a loop of Python's runs as it is written",
+    ),
+    ("Could not extract specialized integer from data-dependent", "it takes a number out of a tensor"),
 )
 
 
@@ -49,10 +60,14 @@ def said(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         what = f"it ended the program by sys.exit({words})"
     else:
-        known = next((ours for torchs, ours in IN_WORDS if torchs in words), None)
-        what = known or (f"{type(error).__name__}: {words}" if words else type(error).__name__)
+        what = in_words(words) or (f"{type(error).__name__}: {words}" if words else type(error).__name__)
     place = line_of(error)
     return what if place is None else f"{what} ({place})"
+
+
+def in_words(torchs: str) -> str | None:
+    """Return what an error of torch's means for who has written the code; None where nothing better is known."""
+    return next((ours.format(torchs) for pattern, ours in IN_WORDS if re.search(pattern, torchs)), None)
 
 
 def line_of(error: BaseException) -> str | None:

@@ -46,7 +46,7 @@ from ..model.network import (
 )
 from ..model.pieces import grouped
 from ..model.structure import converted, mapped, tensors_in
-from ..model.trace.adapted import compiled_lines, no_reentry, run_uncompiled, with_dense_gradients
+from ..model.trace.adapted import compiled_lines, made_whole, no_reentry, run_uncompiled, with_dense_gradients
 from ..model.trace.compared import Author, apart, compare
 from .beside import at_work
 from .saved import saved_values, sized_layers, whole_bytes, working_bytes
@@ -128,9 +128,11 @@ def built_network(built: Built, data: Data | None, options: MeasureOptions) -> t
     layers, dtype = built.layers, options.dtype
     example_input, target = example_of(built, data) if is_whole(layers) or data is not None else (built.example, None)
     if dtype is not None:
+        whole = layers if isinstance(layers, nn.Module) else nn.Sequential(*(m for _, m in named_layers(layers)))
+        made_whole(whole, example_input)
         example_input, target = _converted(example_input, dtype), _converted(target, dtype)
         refuse_converted(built.loss, dtype)
-        converted(layers if isinstance(layers, nn.Module) else nn.ModuleList(m for _, m in named_layers(layers)), dtype)
+        converted(whole, dtype)
     if is_whole(layers):
         options.say("tracing")
         from ..model.trace.trace import trace_module

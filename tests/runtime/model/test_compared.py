@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.engine import comparison
 from pipeplan.runtime.model.contract import sample_of
 from pipeplan.runtime.model.network import loss_layer
@@ -197,6 +197,20 @@ def test_a_loss_that_a_model_computes_in_16_bits_is_read_in_32_on_both_sides():
     options = MeasureOptions(steps=1, dtype=torch.bfloat16)
     profile = measure_model(lambda batch: (Scored(), torch.ones(batch, 4)), 4, options, name="scored", date="-")
     assert sum(layer.weight_bytes for layer in profile.chain.layers) == 2 * 40
+
+
+def test_lazy_models_are_converted_and_code_that_keeps_its_own_type_is_told_of_autocast():
+    def made(between):
+        return nn.Sequential(nn.LazyLinear(4), Own(lambda _, x: between(x)))
+
+    def profiled(model):
+        options = MeasureOptions(steps=1, dtype=torch.bfloat16)
+        build = lambda batch: (model, torch.ones(batch, 4), functional.mse_loss)  # noqa: E731
+        return measure_model(build, 4, options, name="made", date="-").chain
+
+    assert sum(layer.weight_bytes for layer in profiled(made(lambda x: x)).layers) == 2 * 60
+    with pytest.raises(CodeFailed, match=r"Float and BFloat16; the code makes .*: try --dtype autocast-bfloat16 \("):
+        profiled(made(lambda x: x + torch.eye(4)))
 
 
 def test_constants_that_are_written_through_a_view(monkeypatch):

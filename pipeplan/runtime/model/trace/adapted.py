@@ -9,7 +9,7 @@ would be lost, and more would be saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.fx.node import has_side_effect
+from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from ..structure import refilling, tensors_in
@@ -266,3 +267,20 @@ def as_operation(name: str, called: Callable[[Sequence[Tensor]], Any], given: Se
     has_side_effect(called_as.default)  # nobody knows what it does, so no trace may leave it out
     outputs = called_as(list(given))
     return made[0](outputs)
+
+
+def made_whole(module: nn.Module, example: Any) -> None:
+    """Let lazy parts of ``module`` get their weights, by an evaluation of the ``example``."""
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        training = module.training
+        module.eval()
+        with torch.no_grad():
+            called(module, example)
+        module.train(training)
+
+
+def called(module: nn.Module, value: Any) -> Any:
+    """Call ``module`` with keywords, with arguments, or with the one that ``value`` is."""
+    if isinstance(value, Mapping):
+        return module(**value)
+    return module(*value) if isinstance(value, tuple | list) else module(value)

@@ -29,8 +29,8 @@ from ..pieces import Piece, pieces_of
 from ..randomness import OwnRandomness, others
 from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, refilling, tensors_in
 from ..user_code import RAISED, code_failed, user_code
-from .adapted import no_reentry, run_uncompiled
-from .exported import OF_MODULE, called, loss_in, refuse_changed
+from .adapted import called, no_reentry, run_uncompiled
+from .exported import OF_MODULE, loss_in, refuse_changed
 
 KEY: Final = 20  # of the random numbers that both draw
 ROUNDINGS: Final = 2**6  # by which equal sums may differ, in the order in which they are added

@@ -19,18 +19,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.parameter import is_lazy
 
 from ....errors import BadInput
 from ..deferred import is_random
 from ..network import kind_of
 from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
-from ..user_code import defined_at, line_of, place_of, user_code
+from ..user_code import defined_at, in_words, line_of, place_of, user_code
 from .adapted import (
     SPACE,
     as_in_eager,
     assigned_in_place,
+    called,
     compiled_lines,
+    made_whole,
     own_gradients,
     plainly_called,
     run_uncompiled,
@@ -45,15 +46,6 @@ OF_MODULE = f"{ROOT}."  # what the places of the module's own tensors in its tra
 ADVICE = (
     "Return its layers as an nn.Sequential or a list of modules, or write the part without branches on tensor values, "
     "tensors of data-dependent shape and .item()"
-)
-
-IN_WORDS = (  # what torch says, and what that means for who has written the forward
-    ("Could not guard on data-dependent expression", "it branches on the values of a tensor"),
-    (
-        "higher order operator doesn't work unless",
-        "torch.cond, scan and while_loop need torch.compile; an if or a loop of Python's runs as it is written",
-    ),
-    ("Could not extract specialized integer from data-dependent", "it takes a number out of a tensor"),
 )
 
 
@@ -90,7 +82,7 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
     if isinstance(inner, torch.jit.ScriptModule):
         raise BadInput(f"{name}: torch.jit has compiled the whole model; give it as it was before")
     with user_code(name), run_uncompiled([module]):
-        _made_whole(inner, example_input)
+        made_whole(inner, example_input)
         root, seen = _flat(inner, example_input, loss_alone)
         with attributes_kept(inner.modules()):  # forwards leave tensors of the trace in them
             known = {x for x, _ in inner.named_parameters()}
@@ -121,16 +113,6 @@ def refuse_changed(module: nn.Module, weight: str, place: str = "", training: bo
         f"{type(module).__name__} changes its weight {weight} in its forward, which several updates at once would lose"
         f"{place}; {step}"
     )
-
-
-def _made_whole(module: nn.Module, example: Any) -> None:
-    """Let lazy parts of ``module`` get their weights, by an evaluation of the ``example``."""
-    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-        training = module.training
-        module.eval()
-        with torch.no_grad():
-            called(module, example)
-        module.train(training)
 
 
 def _read_directly(graph: fx.GraphModule) -> None:
@@ -207,13 +189,6 @@ def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module,
     )
     root.forward = forward
     return root, seen
-
-
-def called(module: nn.Module, value: Any) -> Any:
-    """Call ``module`` with keywords, with arguments, or with the one that ``value`` is."""
-    if isinstance(value, Mapping):
-        return module(**value)
-    return module(*value) if isinstance(value, tuple | list) else module(value)
 
 
 def _refuse_closed(module: nn.Module, output: Any) -> None:
@@ -331,8 +306,7 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     place = line_of(error)
-    first = next((ours for torchs, ours in IN_WORDS if torchs in first), first.rstrip("."))
-    return f"{first}{f' ({place})' if place else ''}"
+    return f"{in_words(first) or first.rstrip('.')}{f' ({place})' if place else ''}"
 
 
 def line_of_node(node: fx.Node) -> str:
