@@ -1,25 +1,87 @@
-"""How good is a plan? Period, makespan and memory per device, recomputed from its stages and starts alone."""
+"""How good is a plan? Period, makespan and memory per device, recomputed from its stages and starts alone.
+
+And how late are its gradients, by the updates that its stages' forwards miss, and which stages' replicas sum gradients
+while passes go on?
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 
 from ..cost import memory_model
+from ..cost.memory_model import gradient_bytes
+from ..cost.shared_weights import summed_stages
 from ..cost.stage_graph import StageGraph
 from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
-from ..plan import Bound, Plan, Schedule
-from ..problem import Platform
-from ..schedule.kinds import KINDS, graph_of, kind_of, simulated_run
-from ..schedule.memory import run_uses
+from ..plan import Bound, Pattern, Plan, Schedule
+from ..problem import Platform, Policy
+from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind, simulated_run
 from ..schedule.pattern import DeviceUse, Group, device_uses, groups, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
 from ..schedule.registered import SteadyRun
 from ..schedule.simulate import STEP_S, simulate
-from ..schedule.timeline import flush_makespan_ns
-from ..schedule.update_sums import summed_period_ns
-from .replica_sums import sums_beside
+from ..schedule.timeline import flush_makespan_ns, run_uses
+from ..schedule.update_sums import MOST_STEPS, summed_period_ns, summing
+from ..schedule.weight_versions import PROMPT, Delay, Waits, delays, pattern_delays, used
+
+COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
+
+
+def under_way_bytes(policy: Policy, gradient: int, parameters: int) -> int:
+    """Return the most bytes beside a ``gradient`` that its exchange takes: those of two chunks, with ``zero`` of three,
+    or as much again."""
+    chunk = (policy.coarsening or COARSENING) * policy.bucket_parameters * ceil_div(gradient, max(1, parameters))
+    return min(gradient, (3 if policy.zero else 2) * chunk)
+
+
+def may_sum_beside(graph: StageGraph, tied: object) -> list[int]:
+    """Return the stages with replicas that may sum gradients while passes go on, if their devices have the memory."""
+    if tied or not graph.policy.updates_together:
+        return []
+    return [s for s, stage in enumerate(graph.stages) if graph.resources[stage.resource].replicas > 1]
+
+
+def sums_beside(graph: StageGraph, tied: object, uses: Sequence[DeviceUse]) -> dict[int, int]:
+    """Return the stages whose replicas sum gradients while passes go on, with the bytes of the second gradient that
+    each takes of what its devices, by their ``uses``, have free.
+
+    Under 2bw an update has a whole round to be made in: there it is those whose GPUs have room for a second gradient,
+    which clipping has anyway, and for what is under way. Where a batch drains it is those that other stages, or the
+    agreement of all ranks, come behind; they need none. Stages of models with shared weights, whose ``tied`` isn't
+    empty, are left alone.
+    """
+    policy, on = graph.policy, [stage.resource for stage in graph.stages]
+    replicated = may_sum_beside(graph, tied)
+    if not replicated:
+        return {}
+    if policy.drains:
+        several = [s for s in replicated if policy.precision != "fp32" or on.count(on[s]) > 1]
+        return {} if policy.clip else dict.fromkeys(several, 0)
+    if policy.waits_for_norm:
+        return dict.fromkeys(replicated, 0)
+    free = [use.memory_bytes - use.peak_bytes for use in uses]
+    chosen: dict[int, int] = {}
+    for s in replicated:
+        cost, devices = graph.stages[s], graph.resources[on[s]].devices
+        size = int(gradient_bytes(policy, cost.weight_bytes, cost.parameters))
+        needed = size + under_way_bytes(policy, size, int(cost.parameters))
+        if all(free[d] >= needed for d in devices):
+            chosen[s] = size
+            for d in devices:
+                free[d] -= needed
+    return chosen
+
+
+def waiting_period_ns(graph: StageGraph, tied: object, pattern: Pattern, platform: Platform) -> int:
+    """Return the time per microbatch (ns) of a ``pattern`` that never drains, with what its updates wait for."""
+    if not summing(graph):
+        return pattern.period_ns
+    uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform) if graph.policy.updates_together else []
+    return summed_period_ns(graph, pattern, sums_beside(graph, tied, uses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +199,43 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
 def gap(period_ns: int, bound: Bound) -> float:
     """Return how far ``period_ns`` is above ``bound``: period / bound - 1."""
     return period_ns / bound.period_ns - 1
+
+
+def waits_of(plan: Plan, graph: StageGraph, beside: Iterable[int]) -> Waits:
+    """Return what updates of ``plan`` wait for while passes go on, ``beside`` which these stages sum gradients; nothing
+    where it drains."""
+    if plan.policy.drains:
+        return PROMPT
+    sums = {s: graph.stages[s].sync_period_ns * plan.interval for s in beside}
+    every = [range(len(graph.stages))] if plan.policy.waits_for_norm else []
+    together = plan.policy.updates_together
+    return Waits(sums, every or (summed_stages(plan.chain, plan.allocation.stages) if together else ()))
+
+
+def plan_delays(plan: Plan, graph: StageGraph) -> list[Delay]:
+    """Return how many updates the gradients of each stage miss in the steady state of ``plan``; none where it drains.
+
+    They are those of the run as it is lowered. Where replicas or waiting updates make its order another than the
+    pattern's, and simulating it takes long, they are those in the pattern's own time.
+    """
+    if plan.policy.drains:
+        return [Delay(0.0, 0) for _ in graph.stages]
+    policy, interval, kind = plan.policy.rules, plan.interval, kind_of(plan)
+    if plan.pattern is None:
+        assert kind.steady is not None, "what never drains has a pattern or a steady state"
+        timeline = kind.steady(graph, interval, plan.schedule.limit or len(graph.stages)).timeline
+        first = timeline.program.microbatches // interval // 2 * interval
+        window = range(first, timeline.program.microbatches - interval)
+        return delays(used(timeline, policy, interval), timeline, interval, window)
+    waits = waits_of(plan, graph, summed_beside(plan, graph))
+    held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
+    again = lcm(interval, *(resource.replicas for resource in graph.resources))
+    count = 4 * held + again
+    count += again - count % again
+    steps = (count + again + held) * len(graph.operations)
+    if steps > MOST_STEPS or (waits == PROMPT and all(x.replicas == 1 or x.is_link for x in graph.resources)):
+        return pattern_delays(graph, plan.pattern, plan.policy, interval, waits)
+    program = program_of_kind(graph, plan.schedule, plan.pattern, count + again + held).first_come()
+    timeline = simulate(program)
+    found = used(timeline, policy, interval, waits=waits)
+    return delays(found, timeline, interval, range(count, count + again))

@@ -17,6 +17,7 @@ from ..cost.resources import Resource
 from ..cost.shared_weights import borrowed_weights
 from ..cost.stage_graph import Operation, StageGraph
 from ..errors import InvalidPlan
+from ..names import shown
 from ..plan import Allocation, Bound, Pattern, Plan, Stage, TimedOp
 from ..problem import CLIPPED_TOGETHER, Chain, Platform, Policy
 from ..registry import Late
@@ -24,7 +25,37 @@ from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
 from ..units import format_bytes
 from .evaluate import Evaluation, evaluate
-from .shared_weights import tied_violations
+
+
+def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:
+    """Return which layers share weights although their stages, on different devices, would let copies drift apart."""
+    if policy.updates_together:
+        return []
+    found = []
+    for one, other in chain.tied:
+        holders = [
+            next((s for s, stage in enumerate(stages) if stage.start <= layer < stage.stop), None)
+            for layer in (one, other)
+        ]
+        if None in holders or len({stages[s].devices for s in holders if s is not None}) > 1:
+            names = [f"{layer} ({shown(chain.layers[layer].name)})" for layer in (one, other)]
+            found.append(
+                f"layers {names[0]} and {names[1]} share weights but are in stages {holders[0]} and {holders[1]} on "
+                "different GPUs; only --weights 2bw and flush can keep copies equal"
+            )
+    return found
+
+
+def kept_together(chain: Chain, policy: Policy) -> str | None:
+    """Return in a sentence which layers the policy keeps on one GPU because they share weights; None for none."""
+    if policy.updates_together or not chain.tied:
+        return None
+    widest = max(chain.tied, key=lambda pair: (pair[1] - pair[0], pair))
+    one, other = (f"{i} ({shown(chain.layers[i].name)})" for i in widest)
+    more = len(chain.tied) - 1
+    others = f" (and {more} more pair{'s' if more > 1 else ''})" if more else ""
+    return f"layers {one} and {other}{others} share weights and must stay on one GPU under --weights {policy.weights}"
+
 
 TARGET_VIOLATIONS = Late("check.targets:target_violations")
 

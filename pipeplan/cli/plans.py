@@ -54,9 +54,9 @@ def check(
         raise click.UsageError(
             "say a PLAN, or --schedule FILE.csv" if plan is None else "--semantics go with --schedule"
         )
-    from ..check.delays import plan_delays
+    from ..check.evaluate import plan_delays
     from ..files.plans import read_plan
-    from ..planner.what_if.derived import derived
+    from ..planner.what_if.target import derived
     from ..report.tables.plan import headline
     from ..report.words import bound_figures
     from ..schedule.deadlock import plan_deadlock
@@ -139,7 +139,7 @@ def show(plan: str, width: int | None, links: bool, output: str | None, as_json:
 
     loaded = load_plan(plan)
     if output is not None:
-        from ..report.figures import save_pattern
+        from ..report.gantt import save_pattern
 
         save_pattern(loaded, output)
     if as_json:
@@ -227,7 +227,7 @@ def simulate(
         loaded = load_plan(plan)
         found, refused = simulations(loaded, names, microbatches, deadline=deadline, status=status(), **options)
     if output is not None:
-        from ..report.figures import save_timeline
+        from ..report.gantt import save_timeline
 
         save_timeline(found[0], output)
     if trace is not None:

@@ -159,7 +159,7 @@ def _heard_by_others() -> Iterator[None]:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that has gone is no reason for a page of C++
     with watching() as watch:
-        watch.tell_signal = Late("runtime.processes.torchrun:told_of_signal")
+        watch.tell_signal = Late("runtime.processes.launch:told_of_signal")
         try:
             yield
         except (RunStopped, click.exceptions.Exit):
@@ -167,7 +167,7 @@ def _heard_by_others() -> Iterator[None]:
         except Exception as error:
             told = BadInput(error.format_message()) if isinstance(error, click.ClickException) else error
             with suppress(ImportError):  # without torch there are no others
-                Late("runtime.processes.torchrun:tell_others")(told, watch)
+                Late("runtime.processes.launch:tell_others")(told, watch)
             raise
 
 

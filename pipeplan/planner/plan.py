@@ -30,7 +30,7 @@ from .periodic.portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, pro
 AUTO = "auto"
 STATED = "stated"
 plan_drained, plan_nf1b = Late("planner.drained.plan:plan_drained"), Late("planner.drained.plan:plan_nf1b")
-synced, stated = Late("planner.drained.proposals:synced"), Late("planner.periodic.stated:stated")
+synced, stated = Late("planner.drained.plan:synced"), Late("planner.periodic.stated:stated")
 claimed = Late("planner.periodic.explain:claimed")
 why_infeasible: Callable[..., str] = Late("planner.periodic.explain:why_infeasible")
 why_not_admitted: Callable[..., str] = Late("planner.periodic.explain:why_not_admitted")

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, connected
+from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, SharedSums, Sums, Variant, connected
 from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
@@ -19,15 +19,15 @@ from .policy import (
     MICROBATCHES_PER_DEVICE,
     NOT_PREDICTED,
     SHARING,
+    WEIGHTS,
     Engine,
     Policy,
     Precision,
+    WeightRules,
     Zero,
     matrix_state,
     small_matrices,
 )
-from .sums import SharedSums, Sums
-from .weights import WEIGHTS, WeightRules
 
 __all__ = [
     "AUTOCAST",

@@ -21,10 +21,9 @@ from ..runtime.measure.report import RunReport
 from ..runtime.measure.times import OpTime
 from ..runtime.measure.trace_file import figures_of
 from ..schedule.kinds import plan_program, shown_microbatches
-from ..schedule.memory import Change, activation_steps, run_uses, step_changes
 from ..schedule.pattern import DeviceUse
 from ..schedule.program import PASSES, Program, Step
-from ..schedule.timeline import Timeline
+from ..schedule.timeline import Change, Timeline, activation_steps, run_uses, step_changes
 
 TRACKS = 10**5  # of a process: its threads are numbered from the process's number times this
 

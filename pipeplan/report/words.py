@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..check.bounds import bounded
-from ..check.delays import plan_delays
-from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.evaluate import Evaluation, evaluate, gap, plan_delays
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
-from ..partition.contiguous.easier import coarseness
+from ..partition.contiguous.claims import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
 from ..problem import Chain, Level, Platform, Policy

@@ -23,8 +23,7 @@ from cases.drained import LOOPS, VEES, drained_instance, soonest, soonest_placed
 from cases.target_plans import every_plan, target_instance
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.bounds.drained.proofs import proved
-from pipeplan.check.bounds.drained.separate import drained_bound
+from pipeplan.check.bounds.drained.proofs import drained_bound, proved
 from pipeplan.check.targets import TARGETS, Shape
 from pipeplan.plan import ScheduleKind
 from pipeplan.planner.drained.block_search import BlockSearch

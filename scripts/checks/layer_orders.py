@@ -23,7 +23,7 @@ from cases.dags import best_of_all_orders, free_problem
 
 from pipeplan.files.profiles import read_profile
 from pipeplan.partition.contiguous.contiguous import smallest_period
-from pipeplan.partition.layer_orders import other_orders, several_orders
+from pipeplan.planner.layer_orders import other_orders, several_orders
 from pipeplan.problem import Platform, Policy, Problem
 
 GPUS, BANDWIDTHS = (2, 4, 8), (12, 1.25, 0.3)  # GB/s

@@ -85,7 +85,7 @@ def main() -> None:
 
 def picture(found: Synthesis, known: Timeline, path: str) -> None:
     """Draw a synthesised order above a known one."""
-    from pipeplan.report.figures import save_runs
+    from pipeplan.report.gantt import save_runs
 
     spans = longest_span_ns(found.timeline), longest_span_ns(known)
     save_runs(

@@ -11,7 +11,7 @@ from cases.chains import random_chain, saying_what_is_saved
 from oracles.partition import contiguous_optimum
 
 from pipeplan.cost.saved import saved_bytes
-from pipeplan.partition.layer_orders import several_orders
+from pipeplan.planner.layer_orders import several_orders
 from pipeplan.problem import Chain, Device, Platform, Policy, Problem
 
 

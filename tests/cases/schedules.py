@@ -7,8 +7,7 @@ from dataclasses import replace
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.schedule.memory import lane_use
-from pipeplan.schedule.timeline import Timeline
+from pipeplan.schedule.timeline import Timeline, lane_use
 
 
 def balanced(

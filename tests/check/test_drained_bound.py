@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from cases.drained import drained_instance, soonest
 
-from pipeplan.check.bounds.drained.proofs import quoted
-from pipeplan.check.bounds.drained.separate import drained_bound
+from pipeplan.check.bounds.drained.proofs import drained_bound, quoted
 from pipeplan.deadline import NEVER, Deadline, OutOfTime
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Stage

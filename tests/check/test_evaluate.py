@@ -9,14 +9,13 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy, SharedWeights
-from pipeplan.schedule.memory import run_uses
 from pipeplan.schedule.pattern import device_uses, make_pattern, most_in_flight, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.programs import deciding as steady
 from pipeplan.schedule.programs.deciding import nf1b
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import flush_makespan_ns
+from pipeplan.schedule.timeline import flush_makespan_ns, run_uses
 from pipeplan.schedule.update_sums import summing
 
 

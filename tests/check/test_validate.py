@@ -6,8 +6,7 @@ import pytest
 from cases.changes import only, with_memory, with_op, with_policy, with_stage, with_stages, with_starts
 from cases.plans import graph_of
 
-from pipeplan.check.shared_weights import kept_together
-from pipeplan.check.validate import check, label, violations
+from pipeplan.check.validate import check, kept_together, label, violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import InvalidPlan
 from pipeplan.plan import Allocation, Bound, Pattern, Plan, Provenance, Schedule, Stage, TimedOp

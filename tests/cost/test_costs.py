@@ -15,7 +15,7 @@ from pipeplan.choices import OPTIMIZERS
 from pipeplan.cost import memory_model, time_model
 from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.partition.in_flight import fixed_bytes, memory_counts
+from pipeplan.partition.cuts import fixed_bytes, memory_counts
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 

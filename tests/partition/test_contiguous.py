@@ -17,8 +17,8 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.integers import NEVER
 from pipeplan.partition.contiguous.claims import longest_period_ns, on_lowest_devices
 from pipeplan.partition.contiguous.contiguous import contiguous, feasible, smallest_period
+from pipeplan.partition.cuts import UNLIMITED, in_flight_limit
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.partition.in_flight import UNLIMITED, in_flight_limit
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star

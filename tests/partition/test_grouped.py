@@ -7,7 +7,7 @@ import pytest
 from cases.chains import random_chain
 
 from pipeplan.integers import ceil_div
-from pipeplan.partition.contiguous import contiguous, easier
+from pipeplan.partition.contiguous import claims, contiguous
 from pipeplan.partition.contiguous.claims import claimed
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
 from pipeplan.partition.cuts import near_cuts
@@ -25,8 +25,8 @@ def problem_of(seed, layers=6, devices=8, checkpointing="none"):
 @pytest.fixture
 def few_places(monkeypatch):
     """Eight devices and seven cuts are too many."""
-    monkeypatch.setattr(easier, "MOST_PLACES", 4 * 4 * 7)
-    monkeypatch.setattr(easier, "_FEWEST", 2)
+    monkeypatch.setattr(claims, "MOST_PLACES", 4 * 4 * 7)
+    monkeypatch.setattr(claims, "_FEWEST", 2)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -34,7 +34,7 @@ def test_what_groups_take_all_their_devices_take_in_that_part_of_the_time(size):
     found = 0
     for seed in range(8):
         problem = problem_of(seed, devices=4 * size)
-        groups = easier.grouped(problem, size)
+        groups = claims.grouped(problem, size)
         best = smallest_period(groups.problem)
         if best is None:
             continue
@@ -49,11 +49,11 @@ def test_a_search_among_groups_is_valid_never_below_the_optimum_and_bounded_by_w
     found = 0
     for seed in range(8):
         problem = problem_of(seed)
-        assert easier.group_sizes(problem)
+        assert claims.group_sizes(problem)
         some = smallest_period(problem)
         met = None if some is None else feasible(problem, some.claimed_period_ns)
         with monkeypatch.context() as patch:
-            patch.setattr(easier, "MOST_PLACES", 10**6)
+            patch.setattr(claims, "MOST_PLACES", 10**6)
             exact = smallest_period(problem)
         if some is None:
             continue
@@ -70,25 +70,25 @@ def test_groups_keep_to_units_and_are_as_good_as_their_least_device():
     levels = (Level(8, 10**10), Level(4, 10**9, 5))
     platform = Platform(tuple(Device(100 + d // 16) for d in range(32)), levels)
     problem = Problem(problem_of(0).chain, platform, Policy(accumulate=33))
-    fours, servers = (easier.grouped(problem, size).problem for size in (4, 16))
+    fours, servers = (claims.grouped(problem, size).problem for size in (4, 16))
     assert [level.count for level in fours.platform.levels] == [2, 4]
     assert [device.memory_bytes for device in fours.platform.devices] == [100] * 4 + [101] * 4
     assert fours.policy.accumulate == 9
     assert servers.platform.levels == (Level(2, 10**9, 5),)
-    assert [easier._size(platform, most) for most in (31, 16, 8, 7, 3, 1)] == [2, 2, 4, 8, 16, 32]
-    assert easier._size(Platform.flat(1021, 1), 200) == 6
+    assert [claims._size(platform, most) for most in (31, 16, 8, 7, 3, 1)] == [2, 2, 4, 8, 16, 32]
+    assert claims._size(Platform.flat(1021, 1), 200) == 6
 
 
 def test_what_is_left_out_is_told():
-    assert easier.coarseness(problem_of(0)) is None
+    assert claims.coarseness(problem_of(0)) is None
     many = replace(problem_of(0, layers=3000), platform=Platform.flat(1024, 1, 1))
     words = "GPUs in groups of 16 or 8; about 1000 of 2999 cuts, then those near the best; bounds are of all"
-    assert easier.coarseness(many).startswith(words)
+    assert claims.coarseness(many).startswith(words)
 
 
 def test_few_devices_and_single_ones_stay_themselves(few_places):
-    assert easier.group_sizes(problem_of(0, devices=4)) == []
-    assert easier.group_sizes(replace(problem_of(0), replicas=False)) == []
+    assert claims.group_sizes(problem_of(0, devices=4)) == []
+    assert claims.group_sizes(replace(problem_of(0), replicas=False)) == []
 
 
 def test_where_tables_have_some_cuts_alone_the_others_are_found_by_moving(monkeypatch):

@@ -7,7 +7,7 @@ from cases.chains import published
 from cases.dags import all_orders, best_of_all_orders, free_problem, random_dag
 
 from pipeplan.partition.contiguous.contiguous import smallest_period
-from pipeplan.partition.layer_orders import other_orders, several_orders
+from pipeplan.planner.layer_orders import other_orders, several_orders
 from pipeplan.problem import Platform, Policy, Problem
 
 CHOSEN = (7, 34, 41, 47, 51, 58, 66, 73, 84, 90, 94, 96, 98, 100, 109, 119, 128)  # order matters in most of them

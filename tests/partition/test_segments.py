@@ -26,9 +26,9 @@ from pipeplan.partition.recompute.labels import Units, labels_from, lowest_peaks
 from pipeplan.partition.recompute.pareto import Resolution, pareto, unbeaten
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
-from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import lane_use
 
 WHOLE = Resolution(exact=2**40)
 

@@ -16,8 +16,7 @@ from cases.chains import random_chain, random_platform
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.errors import Infeasible
 from pipeplan.plan import ScheduleKind, Stage
-from pipeplan.planner.drained.recompute import fitting_run
-from pipeplan.planner.drained.run import any_run, drained_run, retimed
+from pipeplan.planner.drained.run import any_run, drained_run, fitting_run, retimed
 from pipeplan.planner.drained.search import search_stages, searches
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan

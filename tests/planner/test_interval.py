@@ -18,7 +18,7 @@ from pipeplan.planner.periodic.interval import at_interval
 from pipeplan.planner.plan import make_plan, with_interval
 from pipeplan.planner.what_if.alternatives import with_alternatives
 from pipeplan.planner.what_if.compare import compare
-from pipeplan.planner.what_if.derived import derived
+from pipeplan.planner.what_if.target import derived
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 RESNET = str(Path(__file__).parents[2] / "profiles" / "resnet50-1000-b8-v100.json")

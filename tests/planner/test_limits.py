@@ -23,10 +23,9 @@ from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.periodic.limits import LimitSearch, cost_and_excess
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
-from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.programs.deciding import message_driven, steady_nf1b
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import flush_makespan_ns
+from pipeplan.schedule.timeline import flush_makespan_ns, in_flight
 
 
 def even(layers=8, gpus=4, memory=10**6, weights="latest", accumulate=None, output=1, **allowed):

@@ -17,8 +17,8 @@ from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.kinds import schedules
-from pipeplan.schedule.memory import activation_steps, in_flight, lane_use
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import activation_steps, in_flight, lane_use
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from pipeplan.partition.moves.wander import _Changes
 from pipeplan.plan import Stage
 from pipeplan.planner.grids.pipelines import batch_time
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
-from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import flush_makespan_ns
+from pipeplan.schedule.timeline import flush_makespan_ns, in_flight, lane_use
 
 
 def random_split(rng, layers, groups):

@@ -13,7 +13,7 @@ from pipeplan.deadline import Deadline
 from pipeplan.integers import ceil_div
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.what_if.derived import derived
+from pipeplan.planner.what_if.target import derived
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 

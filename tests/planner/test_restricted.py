@@ -17,8 +17,15 @@ from pipeplan.plan import Schedule
 from pipeplan.planner.drained.block_search import BlockSearch
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.what_if.derived import derived
-from pipeplan.planner.what_if.target import as_run_by, make_target_plan, priced, target_bound, unrestricted, with_price
+from pipeplan.planner.what_if.target import (
+    as_run_by,
+    derived,
+    make_target_plan,
+    priced,
+    target_bound,
+    unrestricted,
+    with_price,
+)
 from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem, SharedWeights
 from pipeplan.report.words import restriction
 

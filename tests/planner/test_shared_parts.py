@@ -11,7 +11,7 @@ from cases.drained import soonest
 
 import pipeplan as pp
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.bounds.drained.separate import drained_bound
+from pipeplan.check.bounds.drained.proofs import drained_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model

@@ -7,7 +7,7 @@ from cases.plans import straight
 
 from pipeplan.errors import BadInput
 from pipeplan.planner.simulated.simulation import simulate_plan
-from pipeplan.report.figures import MOST_BARS, save_pattern, save_timeline
+from pipeplan.report.gantt import MOST_BARS, save_pattern, save_timeline
 
 
 def test_a_pattern_as_svg_names_rows_and_operations_and_is_the_same_again(tmp_path):

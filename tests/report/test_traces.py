@@ -19,9 +19,9 @@ from pipeplan.report.traces import ChromeTrace, measured_trace, microseconds, si
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
 from pipeplan.schedule.kinds import schedules
-from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import lane_use
 
 
 def test_microseconds_cut_off_are_the_ns_again():

@@ -27,10 +27,9 @@ from pipeplan.runtime.model.build.loading import chain_model, load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes import agreement, rendezvous
 from pipeplan.runtime.processes.agreement import Statement, difference, model_items, run_items, unreachable, writing_to
-from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.launch import is_under_torchrun, run_plan
 from pipeplan.runtime.processes.messages import StorePeers
 from pipeplan.runtime.processes.rendezvous import check_reachable
-from pipeplan.runtime.processes.torchrun import is_under_torchrun
 from pipeplan.runtime.training.state.checkpoint import FileSum, begin, file_of, finish, newest
 
 MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")

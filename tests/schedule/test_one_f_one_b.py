@@ -14,11 +14,11 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.memory import in_flight
 from pipeplan.schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.programs.one_f_one_b import gpipe, noam, one_f_one_b
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.timeline import in_flight
 
 
 def replicated(*counts):

@@ -14,12 +14,12 @@ from pipeplan.deadline import NEVER
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.kinds import drained_programs
-from pipeplan.schedule.memory import activation_steps, lane_use
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.problem import NoRoom, order_problem
 from pipeplan.schedule.synthesis.recomputing import recomputing_apart
 from pipeplan.schedule.synthesis.synthesize import synthesize
+from pipeplan.schedule.timeline import activation_steps, lane_use
 from pipeplan.schedule.written import incomplete, order_of_program, unfit, written_of, written_program
 
 ALONE = ("0F0,0F1,0R0,0B0,0R1,0B1", "1F0,1R0,1B0,1F1,1R1,1B1")

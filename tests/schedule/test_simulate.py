@@ -10,7 +10,6 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
-from pipeplan.schedule.memory import activation_changes, activation_steps, in_flight, lane_use
 from pipeplan.schedule.pattern import make_pattern, resource_use, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from pipeplan.schedule.periodic.retime import order_of, retime
@@ -18,7 +17,14 @@ from pipeplan.schedule.program import Step, make_program, unroll
 from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.programs.one_f_one_b import gpipe
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import Timeline, flush_makespan_ns
+from pipeplan.schedule.timeline import (
+    Timeline,
+    activation_changes,
+    activation_steps,
+    flush_makespan_ns,
+    in_flight,
+    lane_use,
+)
 
 
 def straight(stages, f=1, b=2, transfer=0, *, replicas=1, weights=0, policy=None):

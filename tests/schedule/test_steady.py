@@ -19,10 +19,9 @@ from pipeplan.integers import ceil_div
 from pipeplan.plan import Schedule, Stage
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
 from pipeplan.schedule.kinds import MOST_STEPS, graph_of, plan_program, plan_timeline, shown_microbatches, too_long
-from pipeplan.schedule.memory import in_flight, lane_use
 from pipeplan.schedule.programs.deciding import nf1b, steady_nf1b
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import flush_makespan_ns
+from pipeplan.schedule.timeline import flush_makespan_ns, in_flight, lane_use
 
 UNLIMITED = 100
 

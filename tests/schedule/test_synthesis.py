@@ -15,7 +15,6 @@ from pipeplan.deadline import NEVER, Deadline
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.kinds import drained_programs
-from pipeplan.schedule.memory import lane_use
 from pipeplan.schedule.periodic.ilp import SolverLimits
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis import synthesize as searching
@@ -24,6 +23,7 @@ from pipeplan.schedule.synthesis.justify import Orders, justified, shake
 from pipeplan.schedule.synthesis.problem import order_problem
 from pipeplan.schedule.synthesis.synthesize import synthesize, worth
 from pipeplan.schedule.synthesis.time_indexed import Slots, ask
+from pipeplan.schedule.timeline import lane_use
 
 
 def stages(homes, forward, backward, weight, transfer=0, **more):

@@ -9,12 +9,11 @@ from cases.schedules import balanced, held, picture, staircase, vee
 
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.memory import activation_steps
 from pipeplan.schedule.programs import zero_bubble
 from pipeplan.schedule.programs.vees import zbv
 from pipeplan.schedule.programs.zero_bubble import zb1p, zb2p
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import longest_span_ns
+from pipeplan.schedule.timeline import activation_steps, longest_span_ns
 
 # the 1.5B model of the paper: hidden 2304, 24 heads, sequence 1024; activations needed by B and W per token
 FORWARD, INPUT, WEIGHT, TRANSFER = 18522, 18086, 9337, 601

@@ -25,8 +25,7 @@ import numpy as np
 from ...cost import memory_model
 from ...integers import Ints
 from .facts import Facts, Floats
-from .pooled import cheapest
-from .runs import ROUNDING, Runs
+from .runs import ROUNDING, Runs, cheapest
 
 PARTS = (1, 2, 3, 4, 5)
 

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from ...integers import NEVER, Ints
 from .facts import Facts, Floats
-from .pooled import Segments
-from .runs import ROUNDING, Runs
+from .runs import ROUNDING, Runs, Segments
 
 MOST_COVERED = 128  # layers
 CELLS = 64  # of work, and of memory

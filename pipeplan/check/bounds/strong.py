@@ -17,8 +17,7 @@ from ...problem import Problem
 from .blocks import Blocks, needs_more_devices, work_overflows
 from .covers import MOST_COVERED, uncovered
 from .facts import Facts
-from .pooled import Segments, too_much
-from .runs import LONGEST, runs_at
+from .runs import LONGEST, Segments, runs_at, too_much
 
 Part = Literal["work", "fill", "layer", "averages", "runs", "packing", "blocks", "pooled", "covers"]
 PARTS: dict[Part, str] = {

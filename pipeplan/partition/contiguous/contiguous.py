@@ -24,9 +24,20 @@ from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from ..tables.device_counts import device_counts
 from ..tables.stages import SearchTables, stage_tables, thinned
-from .claims import claim, claimed, claimed_ns, longest_period_ns, plain_delays, shortest_between
+from .claims import (
+    best_with_sums,
+    claim,
+    claimed,
+    claimed_ns,
+    first_within,
+    group_sizes,
+    grouped,
+    longest_period_ns,
+    plain_delays,
+    shortest_between,
+    sums_bound_periods,
+)
 from .decision import decide
-from .easier import best_with_sums, first_within, group_sizes, grouped, sums_bound_periods
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _REFINED = 4  # times that cuts are moved where tables have only some
@@ -55,8 +66,8 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
     ``claimed_period_ns`` is the smallest integer period, and exact where it equals ``lower_bound_ns``: always, but with
     segments only while the ways to recompute a stage (:mod:`.labels`) stay few enough to be kept whole, as they do for
     chains of up to about 80 layers; beyond, a heuristic plan comes with a weaker bound (:func:`_with_segments`). So
-    does one of a chain with too many cuts for tables of all (:func:`.tables.stage_tables`), one on devices of too many
-    kinds (:mod:`.orders`), and one whose replicas sum the gradients of weights that stages share (:mod:`.easier`). The
+    does one of a chain with too many cuts for tables of all (:func:`.stages.stage_tables`), one on devices of too many
+    kinds (:mod:`.orders`), and one whose replicas sum the gradients of weights that stages share (:mod:`.claims`). The
     decision for one period is a dynamic program over (first layer, what is left of the devices), with replicas O(L^2
     P^2) for L layers and P equal devices before pruning.
     """

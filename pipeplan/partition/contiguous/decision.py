@@ -17,8 +17,7 @@ from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...plan import Stage
 from ..devices.states import Flags, Step, places
 from ..tables.device_counts import Counts, device_counts
-from ..tables.options import Ranges
-from ..tables.stages import SearchTables, closed, largest_synced_gradients, longest_delay
+from ..tables.stages import Ranges, SearchTables, closed, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 

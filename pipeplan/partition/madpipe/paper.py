@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ...integers import Ints, ceil_div, extend_array
 from ...plan import Allocation
 from ...problem import Problem
-from .tables import MadPipeTables, Stages, allocation_of, merged, tables_of, worst_of
+from .exact import MadPipeTables, Stages, allocation_of, merged, tables_of, worst_of
 
 LOADS, MEMORIES, DELAYS = 101, 11, 51  # values on the grid for t_P, m_P and V (MadPipe section 5.1)
 ITERATIONS = 10  # K of Algorithm 1

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...cost import memory_model
 from ...integers import IntLike, Ints
 from ...problem import Chain
-from ..tables.options import Ranges
+from ..tables.stages import Ranges
 from .pareto import Resolution, unbeaten
 
 Flags = npt.NDArray[np.bool_]

@@ -20,10 +20,9 @@ from ...cost import time_model
 from ...cost.stage_tables import StageTables
 from ...integers import NEVER, IntLike, Ints, ceil_div
 from ...problem import Chain, Device, LayerTimes, Problem
-from ..in_flight import fixed_bytes, in_flight_limit, memory_counts
+from ..cuts import fixed_bytes, in_flight_limit, memory_counts
 from ..tables.device_counts import device_counts
-from ..tables.options import Ranges, Work, replica_counts, with_replicas
-from ..tables.stages import SearchTables
+from ..tables.stages import Ranges, SearchTables, Work, replica_counts, with_replicas
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .pareto import Resolution
 

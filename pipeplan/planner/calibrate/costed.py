@@ -19,10 +19,9 @@ from ...errors import BadInput
 from ...plan import Stage
 from ...problem import Chain, Platform, Policy, Problem
 from ...schedule.kinds import schedules
-from ...schedule.memory import run_uses
 from ...schedule.program import PASSES, Program, Step
 from ...schedule.simulate import simulate
-from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
+from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns, run_uses
 from ..periodic.stated import replicated, stated
 
 

@@ -3,28 +3,34 @@
 And by many sets of durations, if every device and link keeps its order? All sets are timed at once, in a few operations
 for each level of the steps. Of the durations of a simulated run that is what was simulated; of others near them a
 guess, which a search confirms by simulating what comes first.
+
+And which layers do stages recompute, so that the run fits and takes little more? A schedule holds most of some stages
+at an instant at which it holds little of others on the same GPU, so what each may keep is seen only in a run. Where a
+GPU lacks memory the stage on it recomputes more that wins most bytes for its time, until all fit, and then each as much
+less as still fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from ...check.validate import structure_violations
+from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import Ints
+from ...partition.tables.stages import Ranges
 from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage
 from ...problem import Platform, Problem
 from ...schedule.kinds import KINDS, program_of_kind, refused
-from ...schedule.memory import run_uses
 from ...schedule.pattern import DeviceUse, in_flight, starts_of
 from ...schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ...schedule.program import Step
 from ...schedule.simulate import STEP_S, simulate
-from ...schedule.timeline import Timeline, flush_makespan_ns
+from ...schedule.timeline import Timeline, flush_makespan_ns, run_uses
 from ..periodic.incumbent import Scheduled
 
 
@@ -180,3 +186,117 @@ def _levels(path: Sequence[int], lane: Sequence[int]) -> list[int]:
             if not waiting[other]:
                 ready.append(other)
     return levels
+
+
+_ROUNDS = 8  # of simulated runs in which more is recomputed
+_WAYS = 24  # to recompute a stage that are looked at
+
+Simulate = Callable[[tuple[Stage, ...]], Run | None]  # None: no such run, or no more of them
+
+
+def fitting_run(
+    problem: Problem, stages: Sequence[Stage], ways: Sequence[Sequence[Ranges]], run: Simulate
+) -> Run | None:
+    """Return a run of ``stages`` that fits the memory, each recomputing one of its ``ways``, quickest first; None where
+    none is found. A heuristic."""
+    if not all(ways):
+        return None
+    return _Choice(problem, tuple(stages), ways, run).found()
+
+
+class _Choice:
+    """One of the ways of each stage, by ``rungs``."""
+
+    def __init__(
+        self, problem: Problem, stages: tuple[Stage, ...], ways: Sequence[Sequence[Ranges]], run: Simulate
+    ) -> None:
+        self.stages, self.ways, self.run = stages, [_fewer(own) for own in ways], run
+        self.rungs = [0] * len(stages)
+        most = max(map(len, self.ways))
+        ladder = (self._at([min(rung, len(own) - 1) for own in self.ways]) for rung in range(most))
+        graphs = [stage_graph(problem.chain, problem.platform, problem.policy, x) for x in ladder]
+        self.costs: list[list[StageCost]] = [[x.stages[s] for x in graphs] for s in range(len(stages))]
+
+    def found(self) -> Run | None:
+        """Return the best run that is found."""
+        for _ in range(_ROUNDS):
+            run = self.run(self._at(self.rungs))
+            if run is None or run.fits:
+                return run and self._with_less(run)
+            for lane, use in uses_by_group(run):
+                if not self._recompute_more(lane, use):
+                    return None
+        return None
+
+    def _at(self, rungs: Sequence[int]) -> tuple[Stage, ...]:
+        rows = zip(self.stages, self.ways, rungs, strict=True)
+        return tuple(replace(stage, checkpoint=own[rung]) for stage, own, rung in rows)
+
+    def _saves(self, s: int, held: int, rung: int) -> int:
+        """Return about how many bytes a stage of which so many microbatches are held takes less a rung higher."""
+        low, high = self.costs[s][rung], self.costs[s][rung + 1]
+        return (
+            held * (low.kept_bytes - high.kept_bytes)
+            + (low.peak_bytes - low.kept_bytes)
+            - (high.peak_bytes - high.kept_bytes)
+        )
+
+    def _recompute_more(self, stages: Sequence[int], use: DeviceUse) -> bool:
+        """Recompute more of the ``stages`` of a device, about as much as it lacks; return whether anything was left."""
+        before, lacks = list(self.rungs), use.peak_bytes - use.memory_bytes
+        held = dict(zip(stages, use.in_flight, strict=True))
+        while lacks > 0:
+            left = [s for s in stages if self.rungs[s] + 1 < len(self.ways[s])]
+            if not left:
+                break
+            best = max(left, key=lambda s: (self._ratio(s, held[s]), -s))
+            lacks -= max(1, self._saves(best, held[best], self.rungs[best]))
+            self.rungs[best] += 1
+        return lacks <= 0 or self.rungs != before
+
+    def _ratio(self, s: int, held: int) -> float:
+        rung = self.rungs[s]
+        longer = self.costs[s][rung + 1].backward_ns - self.costs[s][rung].backward_ns
+        return self._saves(s, held, rung) / max(1, longer)
+
+    def _with_less(self, run: Run) -> Run:
+        """Return the run of stages that recompute less where that fits, too."""
+        spare = {
+            s: (use.memory_bytes - use.peak_bytes, count)
+            for stages, use in uses_by_group(run)
+            for s, count in zip(stages, use.in_flight, strict=True)
+        }
+        for s in sorted(spare, key=lambda s: (-self.costs[s][self.rungs[s]].backward_ns, s)):
+            while self.rungs[s]:
+                room, count = spare[s]
+                if self._saves(s, count, self.rungs[s] - 1) > 2 * room:
+                    break
+                self.rungs[s] -= 1
+                less = self.run(self._at(self.rungs))
+                if less is None or not less.fits or less.makespan_ns > run.makespan_ns:
+                    self.rungs[s] += 1
+                    break
+                run = less
+                spare |= {
+                    t: (use.memory_bytes - use.peak_bytes, n)
+                    for stages, use in uses_by_group(run)
+                    for t, n in zip(stages, use.in_flight, strict=True)
+                }
+        return run
+
+
+def uses_by_group(run: Run) -> list[tuple[list[int], DeviceUse]]:
+    """Return the stages of each group of devices, and what its fullest device holds in a run."""
+    graph, found = run.graph, []
+    for index, resource in enumerate(graph.resources):
+        if not resource.is_link:
+            uses = (run.uses[device] for device in resource.devices)
+            found.append((graph.stages_on(index), max(uses, key=lambda x: x.peak_bytes - x.memory_bytes)))
+    return found
+
+
+def _fewer(ways: Sequence[Ranges]) -> Sequence[Ranges]:
+    """Return some of the ways, the first and the last among them."""
+    if len(ways) <= _WAYS:
+        return ways
+    return [ways[i * (len(ways) - 1) // (_WAYS - 1)] for i in range(_WAYS)]

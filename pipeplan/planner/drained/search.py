@@ -25,8 +25,7 @@ from ...plan import Allocation, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS
 from ..periodic.incumbent import Incumbent
-from .recompute import fitting_run
-from .run import Run, any_run
+from .run import Run, any_run, fitting_run
 from .tables import Layout, Split, Tables, tables_of
 
 Groups = tuple[tuple[int, ...], ...]  # the GPUs of each stage

@@ -19,9 +19,8 @@ from ...integers import NEVER, Ints, ceil_div
 from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
 from ...partition.cuts import round_trips_ns
-from ...partition.tables.options import Ranges, StageOptions, held_times
 from ...partition.tables.split_paths import first_split, least_longest, short_splits, up_to
-from ...partition.tables.stages import SearchTables
+from ...partition.tables.stages import Ranges, SearchTables, StageOptions, held_times
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Policy, Problem
 from ...schedule.programs.one_f_one_b import forwards_ahead

@@ -23,11 +23,10 @@ from ...integers import NEVER, ceil_div
 from ...partition.tables.split_paths import near, soonest_split
 from ...plan import Stage
 from ...problem import Problem
-from ...schedule.memory import run_uses
 from ...schedule.program import side_by_side
 from ...schedule.programs.deciding import message_driven
 from ...schedule.simulate import simulate
-from ...schedule.timeline import flush_makespan_ns
+from ...schedule.timeline import flush_makespan_ns, run_uses
 from ..drained.search import climbed
 from ..drained.tables import Layout, Tables, tables_of_pipelines
 

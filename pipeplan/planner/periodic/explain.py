@@ -12,15 +12,14 @@ from typing import Any
 
 from ...check.bounds import IMPOSSIBLE, proof
 from ...check.evaluate import evaluate_simulated, fits
-from ...check.shared_weights import kept_together
+from ...check.validate import kept_together
 from ...cost import memory_model
 from ...cost.saved import storages
 from ...cost.stage_graph import stage_graph
 from ...integers import smallest
 from ...names import shown
-from ...partition.contiguous.claims import longest_period_ns
+from ...partition.contiguous.claims import coarseness, longest_period_ns
 from ...partition.contiguous.contiguous import feasible
-from ...partition.contiguous.easier import coarseness
 from ...partition.devices.orders import Orders
 from ...plan import Allocation, Schedule, ScheduleKind, Stage
 from ...problem import WEIGHTS, Level, Platform, Problem

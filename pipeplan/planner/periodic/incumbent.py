@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ...check.replica_sums import may_sum_beside, waiting_period_ns
+from ...check.evaluate import may_sum_beside, waiting_period_ns
 from ...check.validate import structure_violations
 from ...cost.group_bound import group_bound, may_reach
 from ...cost.stage_cost import Known, least_load_ns

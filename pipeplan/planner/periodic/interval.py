@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...check.replica_sums import waiting_period_ns
+from ...check.evaluate import waiting_period_ns
 from ...cost.group_bound import may_reach
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import smallest

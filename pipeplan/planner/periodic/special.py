@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ...check.bounds import proof
 from ...partition.cuts import legal_cuts
-from ...partition.madpipe.exact import Charge, decide, one_special_bound, smallest_period
-from ...partition.madpipe.tables import MOST_CUTS
+from ...partition.madpipe.exact import MOST_CUTS, Charge, decide, one_special_bound, smallest_period
 from ...plan import Allocation
 from ...problem import Problem
 from .incumbent import Incumbent

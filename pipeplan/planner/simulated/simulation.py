@@ -9,20 +9,18 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from ...check.delays import plan_delays
-from ...check.evaluate import Evaluation, evaluate
+from ...check.evaluate import Evaluation, evaluate, plan_delays
 from ...choices import BEST, DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...plan import Plan
 from ...schedule.kinds import kind_of, plan_timeline, schedules
-from ...schedule.memory import in_flight, most_held, run_uses
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import Program
 from ...schedule.registered import SteadyRun
 from ...schedule.simulate import jittered_ns, simulate
 from ...schedule.synthesis.synthesize import Synthesis
-from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns
+from ...schedule.timeline import Timeline, flush_makespan_ns, in_flight, longest_span_ns, most_held, run_uses
 from ...schedule.weight_versions import Delay, kept_by_stages, weight_policy
 from ...schedule.written import Written
 from ...status import Status

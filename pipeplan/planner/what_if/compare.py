@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ...check.bounds import any_bound
-from ...check.delays import plan_delays
+from ...check.evaluate import plan_delays
 from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...errors import Infeasible
@@ -16,10 +16,9 @@ from ...integers import ceil_div
 from ...partition.balance import balance
 from ...problem import MICROBATCHES_PER_DEVICE, Device, Problem
 from ...schedule.kinds import endless
-from ...schedule.memory import run_uses
 from ...schedule.programs.one_f_one_b import gpipe
 from ...schedule.simulate import simulate
-from ...schedule.timeline import flush_makespan_ns
+from ...schedule.timeline import flush_makespan_ns, run_uses
 from ...schedule.weight_versions import average_delay
 from ..least_late import drained_quickly, fresher, least_late
 from ..periodic.incumbent import Settings

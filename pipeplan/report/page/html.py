@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ...check.delays import plan_delays
-from ...check.evaluate import Evaluation, evaluate, gap
+from ...check.evaluate import Evaluation, evaluate, gap, plan_delays
 from ...cost.memory_model import weights_of
 from ...files.plans import gpus_of
 from ...names import SENTENCE, shown
@@ -19,7 +18,7 @@ from ...planner.simulated.simulation import Refused, Simulation
 from ...runtime.measure.times import OpTime
 from ...runtime.measure.trace_file import MeasuredRun
 from ...schedule.kinds import kind_of
-from ...schedule.memory import activation_steps
+from ...schedule.timeline import activation_steps
 from ...schedule.weight_versions import average_delay
 from ...units import format_bytes, format_devices, format_ns, gpu_name
 from ..gantt import Window, plan_window, working_devices

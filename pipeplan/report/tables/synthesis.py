@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...schedule.memory import lane_use, most_held
 from ...schedule.synthesis.synthesize import Synthesis
-from ...schedule.timeline import flush_makespan_ns, longest_span_ns
+from ...schedule.timeline import flush_makespan_ns, lane_use, longest_span_ns, most_held
 from ...units import format_bytes, format_ns
 from ..gantt import print_panels, timeline_rows, working_devices
 from ..looks import console

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ...check.replica_sums import COARSENING
+from ...check.evaluate import COARSENING
 from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...files.text import check_writable

@@ -12,19 +12,17 @@ from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 
-from ...check.delays import plan_delays
-from ...check.evaluate import evaluate, summed_beside
-from ...check.shared_weights import tied_violations
+from ...check.evaluate import evaluate, plan_delays, summed_beside
+from ...check.validate import tied_violations
 from ...cost.shared_weights import first_on_devices
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of
-from ...schedule.memory import in_flight, lane_use, most_held
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
-from ...schedule.timeline import Timeline, flush_makespan_ns
+from ...schedule.timeline import Timeline, flush_makespan_ns, in_flight, lane_use, most_held
 from ...schedule.weight_versions import Delay
 from .instructions import Instruction, Message, Save, StagePass
 from .segments import Repeat, Repeated, Segments, forwards

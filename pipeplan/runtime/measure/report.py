@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...check.replica_sums import under_way_bytes
+from ...check.evaluate import under_way_bytes
 from ...cost.memory_model import gradient_bytes
-from ...schedule.memory import run_uses
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import PASSES
 from ...schedule.simulate import simulate
+from ...schedule.timeline import run_uses
 from ..lowering.instructions import Forward, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates

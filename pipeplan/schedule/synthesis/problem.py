@@ -17,10 +17,10 @@ from math import gcd
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
-from ..memory import step_changes
 from ..program import Program, Work, needs_of, operations_of, unequal
 from ..programs.slots import Pass, homes, listed
 from ..simulate import simulate
+from ..timeline import step_changes
 
 NEVER_COUNTS = -(2**50)  # the tail of what has no part in the value
 Word = tuple[int, ...]  # kinds of passes of one machine, in order

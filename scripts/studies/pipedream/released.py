@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.partition.granularity import articulation_cuts
-from pipeplan.partition.pipedream.levels import (
+from pipeplan.partition.pipedream.paper import (
     Solved,
     StageRange,
     Table,

@@ -20,12 +20,11 @@ from pipeplan.errors import BadInput
 from pipeplan.integers import smallest
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy, Weights
-from pipeplan.schedule.memory import most_held
 from pipeplan.schedule.program import Step
 from pipeplan.schedule.programs.deciding import nf1b
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import Timeline
+from pipeplan.schedule.timeline import Timeline, most_held
 from pipeplan.schedule.weight_versions import Use, kept, used, weight_policy
 
 MOST_PASSES = 300_000  # of microbatches through workers; simulating takes many seconds beyond

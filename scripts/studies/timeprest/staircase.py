@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.patches import Patch, Rectangle
 
-from pipeplan.report.figures import COLOURS, LATER, make_figure, save_figure
+from pipeplan.report.gantt import COLOURS, LATER, make_figure, save_figure
 
 from .analysis import Analysis
 from .report import cells

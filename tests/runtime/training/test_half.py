@@ -20,7 +20,7 @@ from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.half import AS_PROFILED, HalfOptions, first_scale, half_type
 from pipeplan.runtime.training.update.factors import LossScale, overflow
 from pipeplan.runtime.training.update.optimizers import parse_choice, schedule_maker
-from pipeplan.schedule.memory import lane_use
+from pipeplan.schedule.timeline import lane_use
 
 SCHEDULER = parse_choice("StepLR,step_size=2,gamma=0.5", "here")
 EXPLODING = ModelSpec("cases.half:exploding", "cases.half:exploding_vectors")

@@ -24,9 +24,8 @@ from ....integers import Ints
 from ....plan import Schedule, ScheduleKind, Stage
 from ....problem import Chain, Device, Layer, Platform, Policy, Problem
 from ....schedule.kinds import KINDS, program_of_kind, too_long, vee
-from ....schedule.memory import in_flight
 from ....schedule.simulate import simulate
-from ....schedule.timeline import Timeline
+from ....schedule.timeline import Timeline, in_flight
 from ...targets import Shape
 
 NEVER = 2**58  # several of them fit into an int64
