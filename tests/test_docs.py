@@ -19,7 +19,7 @@ from cases.patience import SECONDS
 
 from pipeplan.cli import COMMANDS
 from scripts import make_cli_docs
-from scripts.studies import weights
+from scripts.studies import pictures
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -140,10 +140,11 @@ def test_no_word_of_ours_comes_before_its_meaning(page: Path) -> None:
     assert set(OWN) <= {anchor for anchor, _, _ in GLOSSARY}
 
 
-def test_the_pictures_of_weights_are_what_plans_do() -> None:
-    for name in weights.INTERVALS:
-        assert (DOCS / "images" / f"weights-{name}.svg").read_text() == weights.picture(name)
-        assert f"images/weights-{name}.svg" in (DOCS / "reference" / "weights.md").read_text()
+def test_pictures_are_what_plans_do_and_stand_in_pages() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    for name, text in pictures.pictures().items():
+        assert (DOCS / "images" / name).read_text() == text, "python -m scripts.studies.pictures docs/images"
+        assert f"images/{name})" in pages
 
 
 def prose(text: str) -> str:
