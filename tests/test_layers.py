@@ -228,7 +228,7 @@ def test_no_two_modules_import_each_other():
 
 OUTER_OF_RUNS = (  # what a run may need, but not every run: reached by rows alone
     "runtime.model.trace.traced runtime.model.trace.trace runtime.model.trace.compared runtime.exchange.nearby "
-    "runtime.exchange.threaded runtime.engine.torch_engine runtime.engine.held_out runtime.engine.comparison "
+    "runtime.exchange.threaded runtime.engine.held_out runtime.engine.comparison "
     "runtime.engine.arrival_order runtime.training.state runtime.measure.report"
 )
 

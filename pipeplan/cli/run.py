@@ -125,8 +125,6 @@ RUN = """
     After failures.
 --log-dir DIR               Write loss, time per microbatch and memory here, for TensorBoard.
 --trace OUT                 Write every operation's times for ui.perfetto.dev and pipeplan diff.
---engine own|torch = own
-    torch: torch.distributed.pipelining, for plans that drain.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
 --against flush|PLAN
     Then train the same from a plan that drains, or from this plan, and compare losses and times.
@@ -306,8 +304,6 @@ def _refuse(trace: str | None, log_dir: Path | None, against: str | None, given:
         raise click.UsageError("say either --steps or --epochs")
     if given["epoch_length"] is not None and given["epochs"] is None:
         raise click.UsageError("--epoch-length goes with --epochs")
-    if trace is not None and given["engine"] == "torch":
-        raise click.UsageError("--trace: torch's engine doesn't tell when its operations run")
     if log_dir is not None and given["evaluates"]:
         raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
     for name in ("eval_every", "eval_batches", "metrics", "patience"):

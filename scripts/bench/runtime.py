@@ -5,7 +5,7 @@
 periods: measured period over the prediction with the run's own times, for a balanced, an uneven and a non-contiguous
          plan of each model.
 cuts:    every cut of a model into two stages, planned and measured: is the planner's best cut the measured best?
-torch:   throughput with 2bw and stash against torch's own runtime with 1F1B, 8 microbatches per step, same cut and
+torch:   throughput with 2bw and stash against torch's own pipelining with 1F1B, 8 microbatches per step, same cut and
          model, in pairs that take turns. In the ideal 2bw wins (m + p - 1) / m = 1.125.
 chunks:  two stages a process: torch's ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on torch's runtime, and ours on
          the same stages, in pairs that take turns.
@@ -19,10 +19,16 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from pipeplan import zoo
@@ -111,11 +117,51 @@ def best_cut(chain: Chain) -> int:
     return min((plan_of(chain, stages).pattern.period_ns, cut) for cut, stages in two_stages(chain))[1]  # type: ignore[union-attr]  # plan_of makes one
 
 
-def trained(name: str, plan: Plan, steps: int, engine: str = "own") -> RunReport:
+def trained(name: str, plan: Plan, steps: int) -> RunReport:
     """Run ``plan`` and return its report."""
-    report = run_plan(plan, ModelSpec(name), RunOptions(steps=steps, lr=1e-3, engine=engine))  # type: ignore[arg-type]  # one of two
+    report = run_plan(plan, ModelSpec(name), RunOptions(steps=steps, lr=1e-3))
     assert report is not None, "this is no rank of torchrun"
     return report
+
+
+def on_torch(name: str, plan: Plan, steps: int, schedule: str) -> float:
+    """Train the stages of ``plan`` under one of torch's schedules, on its own runtime; return ns per microbatch."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = f"file://{folder}/meet", name, plan, steps, schedule, Path(folder, "period")
+        torch.multiprocessing.spawn(_torchs_rank, given, nprocs=len(plan.platform))  # type: ignore[attr-defined, no-untyped-call]  # torch has no types there
+        return float(Path(folder, "period").read_text())
+
+
+def _torchs_rank(rank: int, store: str, name: str, plan: Plan, steps: int, schedule: str, out: Path) -> None:
+    """Play one rank; the median of the steps but for the first few goes to ``out``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store, rank=rank, world_size=len(plan.platform))
+    model, own = zoo.load(name), []
+    layers, example, loss = model(plan.chain.microbatch)
+    for s, stage in enumerate(plan.allocation.stages):
+        here = nn.Sequential(*list(layers)[stage.start : stage.stop])  # the loss, the last of the chain, is no module
+        takes, example = example, here(example).detach().requires_grad_()
+        if stage.devices == (rank,):
+            args = takes, example
+            own.append(pipelining.PipelineStage(here, s, len(plan.allocation.stages), torch.device("cpu"), *args))
+    kind: Any = getattr(pipelining, f"Schedule{schedule}")
+    runtime = kind(own if len(own) > 1 else own[0], MICROBATCHES, loss_fn=loss)
+    optimizer = torch.optim.SGD([p for stage in own for p in stage.submod.parameters()], lr=1e-3)
+    data, took, last = model.data(plan.chain.microbatch), [], len(plan.allocation.stages) - 1
+    for step in range(steps):
+        samples = [data(m, 0) for m in range(step * MICROBATCHES, (step + 1) * MICROBATCHES)]
+        inputs, targets = (torch.cat(x) for x in zip(*samples, strict=True))
+        first = any(stage.stage_index == 0 for stage in own)
+        ends = {"target": targets} if any(stage.stage_index == last for stage in own) else {}
+        begin = time.perf_counter_ns()
+        runtime.step(*([inputs] if first else []), **ends)
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append((time.perf_counter_ns() - begin) / MICROBATCHES)
+    if rank == 0:
+        out.write_text(str(statistics.median(took[min(5, steps // 2) :])))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def periods(name: str, chain: Chain, arguments: argparse.Namespace) -> None:
@@ -170,8 +216,7 @@ def against_torch(name: str, chain: Chain, arguments: argparse.Namespace) -> Non
     classic = plan_of(chain, stages, "flush", MICROBATCHES, 0)  # 1F1B as torch's Schedule1F1B orders it
     ratios: dict[str, list[float]] = {kind: [] for kind in plans}
     for _ in range(arguments.pairs):
-        torchs = trained(name, classic, arguments.steps, "torch").measured_period_ns
-        assert torchs is not None, "--steps are too few for a steady state"
+        torchs = on_torch(name, classic, arguments.steps, "1F1B")
         for kind, plan in plans.items():
             steps = arguments.steps * (MICROBATCHES if kind == "stash" else 1)
             period = trained(name, plan, steps).measured_period_ns
@@ -195,10 +240,9 @@ def beside_chunks(name: str, chain: Chain, arguments: argparse.Namespace) -> Non
         plans["its own order"] = theirs
         ratios: dict[str, list[float]] = {kind: [] for kind in plans}
         for _ in range(arguments.pairs):
-            before = trained(name, theirs, arguments.steps, "torch").measured_period_ns
+            before = on_torch(name, theirs, arguments.steps, torchs)
             for kind, mine in plans.items():
                 period = trained(name, mine, arguments.steps).measured_period_ns
-                assert before is not None, "--steps are too few for a steady state"
                 assert period is not None, "--steps are too few for a steady state"
                 ratios[kind].append(before / period)
         for kind, values in ratios.items():

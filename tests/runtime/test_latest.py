@@ -460,9 +460,3 @@ def test_a_failing_backward_names_all_its_microbatches():
     plan = nf1b_plan(chain, [(0, 3), (3, len(chain))], 3)
     with pytest.raises(RunFailed, match=r"in the backward of microbatches 3 to 5 on stage 1: ArithmeticError: no way"):
         run_plan(plan, ModelSpec("cases.faults:backward_raising", "cases.runtime:vectors"), uncorrected(steps=9, lr=LR))
-
-
-def test_torchs_engine_refuses():
-    plan = nf1b_plan(chain_of(images, 4), TWO, 2)
-    with pytest.raises(BadInput, match="torch's engine drains before every update; weights are 'latest'"):
-        run_plan(plan, spec("images"), uncorrected(steps=2, lr=LR, engine="torch"))

@@ -324,35 +324,6 @@ def test_weights_that_do_not_fit_are_bad_input(damage, tmp_path):
         run_plan(faulty_plan(cut=3), model, uncorrected(steps=1, lr=0.01, load=path))
 
 
-@pytest.mark.parametrize("stages", [TWO_STAGES, SHARED])
-def test_torchs_engine_trains_the_same(stages, tmp_path):
-    plan = plan_of(zoo_chain("gpt-tiny", 2), stages, weights="flush", accumulate=4, optimizer="momentum")
-    saved, clip = tmp_path / "state.pt", 0.5 if stages == TWO_STAGES else None
-    options = uncorrected(steps=4, lr=0.02, seed=1, save=saved, engine="torch", clip_norm=clip)
-    report = run_plan(plan, ModelSpec("gpt-tiny"), options)
-    losses, state = serial("gpt-tiny", 2, steps=4, accumulate=4, optimizer="momentum", lr=0.02, seed=1, clip=clip)
-    assert report.losses == pytest.approx(losses, abs=1e-5)
-    assert largest_difference(torch.load(saved), state) <= 1e-5
-    assert report.measured_period_ns > 0
-    assert report.calibrated_period_ns is None
-    assert report.activations == ()
-
-
-@pytest.mark.parametrize(
-    ("stages", "weights", "words"),
-    [
-        (TWO_STAGES, "2bw", "weights are '2bw'"),
-        ([(0, 3, (0, 1)), (3, 8, (2,))], "flush", "stage 0 has 2 replicas"),
-        ([Stage(0, 3, (0,), ((1, 2),)), Stage(3, 8, (1,))], "flush", "stage 0 recomputes"),
-        ([(0, 7, (0,)), (7, 8, (1,))], "flush", "the loss alone"),
-    ],
-)
-def test_what_torchs_engine_cannot_run_is_bad_input(stages, weights, words):
-    plan = plan_of(zoo_chain("gpt-tiny", 2), stages, weights=weights)
-    with pytest.raises(BadInput, match=words):
-        run_plan(plan, ModelSpec("gpt-tiny"), uncorrected(steps=1, lr=0.02, engine="torch"))
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [("killed=False", "failed in update 3 of stage {}: ArithmeticError: no third time"),

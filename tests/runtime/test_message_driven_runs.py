@@ -160,8 +160,6 @@ def test_only_plans_that_drain_can_be_message_driven():
     plan = plan_of(zoo_chain(GPT, 2), [(0, 2, (0,)), (2, 6, (1,))], weights="2bw")
     with pytest.raises(BadInput, match="drains every mini-batch, which is for weights flush; the policy is 2bw"):
         under(plan, "message-driven", 3)
-    with pytest.raises(BadInput, match="torch's engine runs a fixed order"):
-        run_plan(driven([(0, 2, (0,)), (2, 6, (1,))], 4), ModelSpec(GPT), RunOptions(steps=1, lr=0.1, engine="torch"))
 
 
 def test_the_command_runs_a_drained_plan_by_messages(tmp_path):

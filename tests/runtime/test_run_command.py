@@ -177,7 +177,6 @@ def test_usage_errors(plan):
         (["run", plan, "--steps", "2", "--epochs", "1"], "either --steps or --epochs"),
         (["run", plan, "--epoch-length", "5"], "--epoch-length goes with --epochs"),
         (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven"),
-        (["run", plan, "--trace", "x.json", "--engine", "torch"], "--trace: torch's engine"),
         (["run", plan, "--log-dir", "x", "--evaluate"], "--log-dir is told of updates, and an evaluation makes none"),
         (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),
     ):
@@ -200,8 +199,6 @@ def test_usage_errors(plan):
         (["--checkpoint-every", "2"], "no folder is named"),
         (["--resume"], "no folder is named"),
         (["--evaluate", "--checkpoint", "c", "--resume", "--checkpoint-every", "2"], "an evaluation changes nothing"),
-        (["--engine", "torch"], "torch's engine drains before every update"),
-        (["--engine", "torch", "--link-delay", "5ms"], "so they cannot be delayed"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(plan, options, words):

@@ -359,12 +359,6 @@ def test_updates_at_different_times_refuse_copies_on_several_devices(weights, ch
     assert violations(plan), "nor is it a valid plan"
 
 
-def test_torchs_engine_refuses(chain):
-    plan = plan_of(chain, APART, weights="flush", accumulate=2)
-    with pytest.raises(BadInput, match="stages 0 and 1 share weights, whose gradients torch's engine doesn't sum"):
-        run_plan(plan, ModelSpec(GPT), uncorrected(steps=1, lr=0.1, engine="torch"))
-
-
 def test_model_and_profile_must_share_the_same(chain):
     other = GPT.replace("tied=true", "tied=false")
     untied = replace(plan_of(replace(chain, tied=(), shared=None), APART, weights="flush", accumulate=2))

@@ -396,24 +396,6 @@ def test_data_must_be_like_the_example():
         model.data(0, 0)
 
 
-def test_torchs_engine_runs_stages_of_a_graph(tmp_path):
-    """The skip connection crosses both cuts; what has no gradient can cross none."""
-    build = traced_cases.residual
-    profile = chain(build)
-    plan = plan_of(profile, stages_of(profile, CUTS[build], SHAPES["alternating"]), accumulate=4)
-    report, state = run(plan, build, tmp_path, engine="torch")
-    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
-    assert equal(report.losses, losses)
-    assert largest_difference(state, expected) < 1e-6
-    model, profile = load_model(spec_of(traced_cases.transformer), 4, 0), chain(traced_cases.transformer)
-    from pipeplan.runtime.engine.torch_engine import refuse_crossing  # its imports take seconds, for this test alone
-
-    with pytest.raises(
-        BadInput, match=r"plan: bool \(4, 1, 5, 5\) crosses the cut before layer \d+ without a gradient"
-    ):
-        refuse_crossing(model, [position(profile, "blocks.1.mix")])
-
-
 def test_mixed_precision_runs_the_trace_of_the_module_in_16_bits(tmp_path):
     """With masters in 32 bits; a part of it that computes in 32 bits whatever comes still does."""
     build = traced_cases.widening

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from ...check.evaluate import COARSENING
 from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...files.text import check_writable
 from ...plan import Plan
-from ...registry import Late
 from ..device import Choice as DeviceChoice
 from ..device import kind_of
 from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
@@ -27,11 +26,9 @@ from ..training.update.stepper import check_elementwise, is_elementwise
 if TYPE_CHECKING:
     from ..training.state.checkpoint import Checkpoint
 
-refuse_for_torch = Late("runtime.engine.torch_engine:refuse_for_torch")
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
-Engine = Literal["own", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +94,6 @@ class RunOptions:
     """Whether a report is wanted of a run that a signal ends, too: it then ends as one with checkpoints does."""
     max_restarts: int = 0
     """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
-    engine: Engine = "own"
-    """"torch" runs a drained schedule on torch's own pipeline runtime, which measures updates alone."""
     device: DeviceChoice = "auto"
     """CPUs over gloo, or GPUs over NCCL, or through the host where ranks share one; ``auto`` takes GPUs if torch sees
     any and the plan's profile isn't of a CPU."""
@@ -131,8 +126,6 @@ class RunOptions:
         writes = self.every is not None or self.keep is not None
         if self.checkpoint is None and (self.resume or writes):
             raise BadInput("checkpoint: no folder is named to resume from or to write to")
-        if self.engine == "torch" and self.checkpoint is not None:
-            raise BadInput("checkpoint: torch's engine writes none")
         if self.checkpoint is not None and self.evaluates and (not self.resume or writes):
             raise BadInput("checkpoint: an evaluation changes nothing; it can only resume from one")
         if self.optimizer is not None:
@@ -146,8 +139,6 @@ class RunOptions:
         follows = self.scheduler is not None and self.scheduler.name == PLATEAU
         if follows and self.held_out is None and not self.evaluates:
             raise BadInput(f"scheduler: {PLATEAU} follows evaluations; say --eval-data and --eval-every")
-        if self.held_out is not None and self.engine == "torch":
-            raise BadInput("evaluation: torch's engine makes none while it trains")
         if self.groups is not None:
             find(self.groups)
             if self.no_decay:
@@ -242,8 +233,6 @@ class Job:
         self._check()
         if any(map(lowered.waits, range(len(self.plan.allocation.stages)))):
             check_elementwise(self.make_optimizer, f"--weights {self.plan.policy.weights} where stages share some")
-        if options.engine == "torch":
-            refuse_for_torch(lowered)
         return lowered
 
     def timeout_s(self, lowered: LoweredRun) -> float:
@@ -275,9 +264,6 @@ class Job:
             check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
         if options.coarsening is not None and not self.sums:
             raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
-        if options.engine == "torch" and options.slows_links:
-            what = "link delay" if options.link_delay_ns else "link rate"
-            raise BadInput(f"{what}: torch's engine exchanges its messages itself, so they cannot be delayed")
 
 
 class Launcher:

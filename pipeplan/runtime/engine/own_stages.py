@@ -164,7 +164,7 @@ class _Building:
         instructions = lowered.instructions[self._rank.number]
         versions = Versions(
             modules,
-            None if self._job.options.engine == "torch" else instructions.uses(s, self._borrowing[s]),
+            instructions.uses(s, self._borrowing[s]),
             lowered.first.step,
             lowered.reads_newest,
             tied,

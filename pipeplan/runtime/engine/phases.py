@@ -39,7 +39,6 @@ save_config, save_model = (Late(f"runtime.training.state.saved_model:save_{what}
 assembled, averaged, trained_state = (
     Late(f"runtime.training.state.state:{name}") for name in ("assembled", "averaged", "trained_state")
 )
-execute_on_torch = Late("runtime.engine.torch_engine:execute_on_torch")
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
 threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
 OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
@@ -84,8 +83,7 @@ def train(run: RankRun, held_out: HeldOut | None = None) -> tuple[Times, tuple[i
 def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     rank, meeting = run.rank, run.meeting
     lowered, number, links = rank.lowered, rank.number, meeting.links
-    on_torch = run.job.options.engine == "torch"
-    inbox = _inbox(run) if links.by_threads and not on_torch else None
+    inbox = _inbox(run) if links.by_threads else None
     end.scale_losses()
     gc.collect()
     gc.freeze()  # nothing made so far will be garbage, so collections during the run stay short
@@ -93,14 +91,11 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     begin_peak(rank.device)
     with exchanging("the barrier before the run"):
         dist.barrier()
-    if on_torch:
-        times: Times = execute_on_torch(run, end)
-    else:
-        order, evaluates = None, lowered.evaluates
-        transport = links.through_host(inbox) if inbox else links.transport(number, meeting.specs, evaluates)
-        if inbox is not None and lowered.limit is not None:
-            order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
-        times = execute(run, end, transport, order)
+    order, evaluates = None, lowered.evaluates
+    transport = links.through_host(inbox) if inbox else links.transport(number, meeting.specs, evaluates)
+    if inbox is not None and lowered.limit is not None:
+        order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
+    times = execute(run, end, transport, order)
     end.save_if_refused()
     return times
 

@@ -45,7 +45,6 @@ from .job import Job, Launcher
 COMPARED: Final = "compared"  # what rank 0 puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
 compared = Late("runtime.engine.comparison:compared")
-refuse_crossing = Late("runtime.engine.torch_engine:refuse_crossing")
 refuse_copies = Late("runtime.model.trace.weight_copies:refuse_copies")
 Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full precision
 
@@ -70,8 +69,6 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     model = fitted(model, plan.chain)
     if number == 0 and job.compares and not model.chain:
         model = compared(job, lowered, model, device, half, autocast)
-    if options.engine == "torch":
-        refuse_crossing(model, cuts)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
     source = options.load or model.source
@@ -181,7 +178,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     # when all messages are through, need not
     threads = lowered.limit is not None or job.options.slows_links
     messages: Exchange = "staged" if threads and sums == "nccl" else sums
-    nearby = None if threads or job.options.engine == "torch" else this_machine()
+    nearby = None if threads else this_machine()
     links = open_links(lowered, number, messages, device, timeout, nearby)
     groups = replica_groups(lowered, sums, timeout)
     for s in rank.stages:

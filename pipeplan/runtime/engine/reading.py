@@ -70,7 +70,7 @@ class Reader:
 
     def __init__(self, job: Job, rank: Rank) -> None:
         lowered, options, source = rank.lowered, job.options, rank.model.data.source
-        self._rank, self._stream, self._once = rank, new_stream(rank.device), options.engine == "torch"
+        self._rank, self._stream = rank, new_stream(rank.device)
         last = len(lowered.plan.allocation.stages) - 1
         self._inputs = [s for s in rank.stages if rank.model.read_by(rank.stage(s))]
         self._targets = last in rank.stages
@@ -132,10 +132,9 @@ class Reader:
         return self._loader.workers, round(fmean(spent))
 
     def _times(self, microbatch: int) -> int:
-        """Return how often the rank's stages ask for a microbatch; torch's engine asks for all together."""
+        """Return how often the rank's stages ask for a microbatch."""
         turn = self._rank.lowered.turn(microbatch)
-        times = sum(ranks[turn % len(ranks)] == self._rank.number for ranks in self._takers)
-        return min(times, 1) if self._once else times
+        return sum(ranks[turn % len(ranks)] == self._rank.number for ranks in self._takers)
 
     def _next(self) -> _Ready:
         ready = next(self._reads)

@@ -209,9 +209,8 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     steps = len(losses) // lowered.interval
     measured, mean = _periods(lowered, measurements)
     assert all(x.times for x in measurements), "a run has operations"
-    passes = any(t.activity == "F" for x in measurements for t in x.times)  # torch's engine doesn't tell of them
     spans = [max(t.end_ns for t in x.times) - min(t.start_ns for t in x.times) for x in measurements]
-    stages, transfers, again = _by_stage(lowered, measurements, passes)
+    stages, transfers, again = _by_stage(lowered, measurements)
     activations, memory, states = _by_device(lowered, measurements)
     return RunReport(
         steps=steps,
@@ -224,7 +223,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         mean_period_ns=mean,
         losses=tuple(losses[m] for m in sorted(losses)),
         stages=stages,
-        activations=activations if passes else (),
+        activations=activations,
         transfers=transfers,
         times=tuple(x.times for x in measurements),
         memory=memory,
@@ -247,9 +246,9 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
 
 
 def _by_stage(
-    lowered: LoweredRun, measurements: Sequence[RankMeasurement], passes: bool
+    lowered: LoweredRun, measurements: Sequence[RankMeasurement]
 ) -> tuple[tuple[StageTimes, ...], tuple[TransferTime, ...], float | None]:
-    """Return the times of stages and messages, and the period by these where all ``passes`` were told of."""
+    """Return the times of stages and messages, and the period by these."""
     graph, stages = lowered.graph, range(len(lowered.graph.stages))
     durations, busy = _durations(lowered, measurements), occupied(lowered, measurements)
     handed = handed_over(lowered, measurements)
@@ -284,8 +283,6 @@ def _by_stage(
         )
         for edge, took in sorted(handed.items())
     )
-    if not passes:
-        return found, transfers, None
     again = calibrated(lowered, busy | {("F", s): busy["F", s] + waits[s] for s in stages}, handed, kept_waiting)
     return found, transfers, None if again is None else lowered.period_of(simulate(again))
 

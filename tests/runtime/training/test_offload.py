@@ -146,21 +146,6 @@ def test_offloading_changes_no_bit(layout, optimizer, sizes, tmp_path):
         assert largest_difference(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")) == 0
 
 
-def test_torchs_engine_steps_buckets_too(tmp_path):
-    plan = plan_of(chain_of(runtime_cases.healthy, 4), **LAYOUTS["flush"] | {"stages": [(0, 2, (0,)), (2, 6, (1,))]})
-    model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
-    options = {"steps": 3, "lr": 0.05, "optimizer": Choice("AdamW")}
-    plain = run_plan(plan, model, uncorrected(engine="torch", save=tmp_path / "plain.pt", **options))
-    offloaded = run_plan(
-        kept(plan, offload=True, bucket_parameters=100),
-        model,
-        uncorrected(engine="torch", save=tmp_path / "offloaded.pt", **options),
-    )
-    assert offloaded.losses == plain.losses
-    assert largest_difference(torch.load(tmp_path / "plain.pt"), torch.load(tmp_path / "offloaded.pt")) == 0
-    assert [x.measured_host_bytes for x in offloaded.states] == [8 * 544, 8 * 3 * 272]
-
-
 def wide(batch):
     return [nn.Linear(16, 200), nn.Linear(200, 200), nn.Linear(200, 16)], torch.zeros(batch, 16), nn.functional.mse_loss
 
