@@ -362,11 +362,6 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(name)
-    if loaded.chain.tensor > 1:
-        raise BadInput(
-            f"{name}: {loaded.chain.tensor} GPUs run each layer together, which pipeplan plans but doesn't run; "
-            "pipeplan export gives the plan to Megatron-LM or torchtitan"
-        )
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..runtime.engine.asked import clipping, run_otherwise
@@ -431,7 +426,7 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
     from ..runtime.surroundings import untried
     from ..schedule.kinds import KINDS
 
-    ranks = len({device for stage in plan.allocation.stages for device in stage.devices})
+    ranks = len({device for stage in plan.allocation.stages for device in stage.devices}) * plan.chain.tensor
     by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links
     kind = kind_of(options.device, plan.chain)
     notes = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads), untried(version("torch"))

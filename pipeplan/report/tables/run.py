@@ -17,7 +17,7 @@ from ...names import shown
 from ...plan import Plan
 from ...problem import Chain
 from ...schedule.kinds import kind_of
-from ...units import format_bytes, format_ns
+from ...units import format_bytes, format_ns, gpu_name
 from ..looks import console, make_table, print_fitted
 
 WAITS = 0.02  # of a period; what is waited for less is noise
@@ -247,7 +247,7 @@ def _devices(report: RunReport) -> Iterator[str]:
     for memory in report.memory:
         short = f"; memory was short {memory.retries} times" if memory.retries else ""
         yield (
-            f"GPU {memory.device}: {format_bytes(memory.measured_bytes)} allocated at most, "
+            f"{gpu_name(memory.device, report.width)}: {format_bytes(memory.measured_bytes)} allocated at most, "
             f"{format_bytes(memory.planned_bytes)} predicted; torch held {format_bytes(memory.reserved_bytes)}, in use "
             f"with CUDA's context and exchanges were {format_bytes(memory.used_bytes)}{short}"
         )
@@ -255,15 +255,15 @@ def _devices(report: RunReport) -> Iterator[str]:
         more = held.allowed_bytes > held.planned_bytes
         otherwise = f", {format_bytes(held.allowed_bytes)} if messages came otherwise" if more else ""
         yield (
-            f"GPU {held.device}: activations at most {format_bytes(held.measured_bytes)} measured, "
+            f"{gpu_name(held.device, report.width)}: activations at most {format_bytes(held.measured_bytes)} measured, "
             f"{format_bytes(held.planned_bytes)} predicted{otherwise}"
         )
     for state in report.states:
         figures = state.measured_host_bytes, state.planned_host_bytes
         host = "; in host memory {} measured, {} predicted".format(*map(format_bytes, figures)) if any(figures) else ""
         yield (
-            f"GPU {state.device}: weights, gradients and optimizer at most {format_bytes(state.measured_bytes)} "
-            f"measured, {format_bytes(state.planned_bytes)} predicted{host}"
+            f"{gpu_name(state.device, report.width)}: weights, gradients and optimizer at most "
+            f"{format_bytes(state.measured_bytes)} measured, {format_bytes(state.planned_bytes)} predicted{host}"
         )
 
 
@@ -285,7 +285,7 @@ def _reading(report: RunReport) -> Iterator[str]:
     """Yield how long reading takes, and what of that stages wait for: then it is in the prediction, too."""
     for read in (read for read in report.reading if read.workers):
         several = f"each of {read.workers} workers" if read.workers > 1 else "a worker"
-        yield f"GPU {read.device}: {several} reads a microbatch in {format_ns(read.read_ns)}"
+        yield f"{gpu_name(read.device, report.width)}: {several} reads a microbatch in {format_ns(read.read_ns)}"
     period = report.measured_period_ns or 0
     for stage in report.stages:
         if stage.data_ns:

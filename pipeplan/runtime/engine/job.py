@@ -12,6 +12,7 @@ from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...files.text import check_writable
 from ...plan import Plan
+from ...schedule.kinds import kind_of as kind_of_schedule
 from ..device import Choice as DeviceChoice
 from ..device import kind_of
 from ..lowering.lowered_run import FROM_THE_START, LoweredRun, lower_run
@@ -257,6 +258,8 @@ class Job:
                 f"--zero {policy.zero}: run shares the optimizer's state alone (--zero 1); export the plan to "
                 "torchtitan, DeepSpeed or Megatron-LM"
             )
+        if self.plan.chain.tensor > 1:
+            self._check_together()
         if policy.zero and self.sums:
             check_elementwise(self.make_optimizer, "sharing its state between replicas (--zero 1)")
         coarsening = policy.coarsening if options.coarsening is None else options.coarsening
@@ -264,6 +267,16 @@ class Job:
             check_elementwise(self.make_optimizer, f"a coarsening of {coarsening}")
         if options.coarsening is not None and not self.sums:
             raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
+
+    def _check_together(self) -> None:
+        """Raise BadInput for what several GPUs that run each layer together don't do."""
+        if self.plan.chain.sequence_parallel:
+            raise BadInput("the plan has layers parted along the sequence, too, which run doesn't; export it")
+        if kind_of_schedule(self.plan).by_arrival:
+            raise BadInput(
+                f"{self.plan.schedule.kind}: GPUs that run a layer together need one order, which messages would decide"
+            )
+        check_elementwise(self.make_optimizer, "running each layer on several GPUs")
 
 
 class Launcher:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...registry import Late
 from ..device import CPU
-from ..exchange.collective import SumGroup, any_rank
+from ..exchange.collective import SumGroup
 from ..exchange.transport import EmulatedLink
 from ..measure.held_bytes import HeldBytes, StateBytes
 from ..measure.progress import Trial
@@ -116,10 +116,11 @@ class _Building:
         self.scaling, self.clipping = None, None
         half = half_type(job.plan, options.half)
         if half is not None:
-            self.scaling = Scaling(first_scale(job.plan, half, options.half), any_rank if lowered.drains else None)
+            self.scaling = Scaling(first_scale(job.plan, half, options.half), meeting.any if lowered.drains else None)
         if options.clip_norm is not None:
             home = rank.device if meeting.sums == "nccl" else CPU
-            self.clipping = Clipping(options.clip_norm, meeting.everybody, home, meeting.recorder, self.scaling)
+            about = meeting.recorder, self.scaling, meeting.together
+            self.clipping = Clipping(options.clip_norm, meeting.everybody, home, *about)
         self._borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
         self._gradients: dict[int, Gradients] = {}
 
@@ -138,6 +139,10 @@ class _Building:
             on_host = meeting.sums == "gloo"
             way = OnThread(exchange) if on_host else OnStream(exchange, rank.device)
         counted = [i for tie, i in places if tie.stages[0] == s in rank.first_of]
+        if not meeting.leads:
+            names = rank.names(s)
+            parts = {i for i, x in enumerate(gradients.versions.installed) if names.get(x) in rank.model.shards}
+            exchange.answers, counted = parts.__contains__, [i for i in counted if i in parts]
         added = copies_added(lowered, s, self._ties)
         found = StageUpdate(way, meeting.recorder, self.scaling, self.clipping, added, counted)
         self.states.watch(found.tensors)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 make_report = Late("runtime.measure.report:make_report")
 save_config, save_model = (Late(f"runtime.training.state.saved_model:save_{what}") for what in ("config", "model"))
-assembled, averaged, trained_state = (
-    Late(f"runtime.training.state.state:{name}") for name in ("assembled", "averaged", "trained_state")
+assembled, averaged, trained_state, wholes = (
+    Late(f"runtime.training.state.state:{name}") for name in ("assembled", "averaged", "trained_state", "wholes")
 )
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
 threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
@@ -45,7 +45,15 @@ OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a u
 
 
 def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
-    """Play rank ``number`` in the run of ``job``; return the report on rank 0, None elsewhere."""
+    """Play process ``number`` of the run of ``job``; return the report on the first, None elsewhere.
+
+    Where several run each layer together, these are one rank, and each has its part of the model.
+    """
+    together = job.plan.chain.tensor
+    number, place = divmod(number, together)
+    if together > 1:
+        job = replace(job, model=job.model.part(together, place))
+        job.model.exchanges_by(lambda x, _: x.clone())  # which has the right shape, until others are met
     torch.set_num_threads(job.options.threads)
     held_out = None
     if job.options.held_out is not None and not job.options.evaluates:
@@ -120,21 +128,25 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
     job, rank, meeting, stages = run.job, run.rank, run.meeting, run.stages
     runners, scaling = stages.runners, stages.scaling
-    clock = compared_clocks(rank.number, meeting.recorder.lag_ns)
+    clock, together = compared_clocks(rank.number, meeting.recorder.lag_ns), meeting.together
+    most = [stages.activations.peak_bytes, stages.states.device_bytes, stages.states.host_bytes]
+    gpu = peak_bytes(rank.device)
+    if together is not None:
+        most, gpu = together.most(most), None if gpu is None else tuple(together.most(gpu))
     measurements = gathered(
         rank.number,
         RankMeasurement(
             rank=rank.number,
             times=tuple(straightened(times, meeting.clock, clock)),
             losses={m: loss for runner in runners.values() for m, loss in runner.losses.items()},
-            peak_activation_bytes=stages.activations.peak_bytes,
+            peak_activation_bytes=most[0],
             versions={s: runner.versions.most for s, runner in runners.items()},
             device=label(rank.device),
             exchange=meeting.links.exchange,
             sums=meeting.sums,
-            gpu=peak_bytes(rank.device),
-            state_bytes=stages.states.device_bytes,
-            host_bytes=stages.states.host_bytes,
+            gpu=gpu,
+            state_bytes=most[1],
+            host_bytes=most[2],
             skipped=() if scaling is None else tuple(scaling.skipped),
             loss_scale=None if scaling is None else scaling.current.scale,
             forgotten=times.forgotten,
@@ -148,12 +160,15 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
             trained = trained_state(rank, rank.first_of, stages.updates)
             if job.options.averaged and not job.options.evaluates:
                 trained |= averaged(rank, stages.updates)
-            save_model(rank.number, trained, rank.model, job.options.save, meeting.patient)
-        if rank.number == 0:
+            if together is not None:
+                trained = wholes(trained, rank.model.shards, together)
+            if meeting.leads:
+                save_model(rank.number, trained, rank.model, job.options.save, meeting.patient)
+        if rank.number == 0 and meeting.leads:
             save_config(job.options.save, job.model)
     meeting.links.close()
     dist.destroy_process_group()
-    if measurements is None:
+    if measurements is None or not meeting.leads:
         return None
     notes = (*job.notes, *rank.model.notes, *of_schedule(rank.lowered))
     made: RunReport = make_report(rank.lowered, measurements)

@@ -18,6 +18,7 @@ from ..device import Exchange, exchange_of, gpu_of, kind_of, own_device, place, 
 from ..exchange.collective import (
     PATIENCE,
     agree,
+    any_rank,
     clock_offset,
     greet,
     replica_groups,
@@ -25,6 +26,7 @@ from ..exchange.collective import (
     stage_groups,
     this_machine,
 )
+from ..exchange.layer_group import LayerGroup
 from ..exchange.links import Links, open_links
 from ..exchange.transport import Group, everybodys, exchanging, spare_sockets
 from ..lowering.instructions import Edge
@@ -142,7 +144,7 @@ class Meeting:
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
     each edge. ``clock`` is the comparison of clocks before the run. Where
     gradients are clipped ``everybody`` is the group that sums for their norm. ``patient`` is one of all hosts for what
-    may take long.
+    may take long. ``together`` are those that run each layer with this one, if any do.
     """
 
     links: Links
@@ -154,6 +156,16 @@ class Meeting:
     clock: Compared
     everybody: Group = None
     patient: Group = None
+    together: LayerGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process tells, and writes, what all that run its layers have."""
+        return self.together is None or self.together.place == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set in any process; all ask together."""
+        return any_rank(flag if self.together is None else self.together.most([int(flag)]) > [0])
 
 
 def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters: Masters) -> Meeting:
@@ -165,6 +177,11 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     spare_sockets()
     with exchanging("the meeting of the ranks"):
         store = launcher.meet()
+        group, together = job.model.group, None
+        if group.index is not None:
+            together = LayerGroup(store, number, group.index, group.ranks, device, timeout)
+            job.model.exchanges_by(together.exchange)
+            store = dist.PrefixStore(f"part {group.index}", store)  # type: ignore[attr-defined]  # torch exports it not
         if job.compares and not rank.model.chain:
             if number == 0:
                 store.set(COMPARED, "")
@@ -199,7 +216,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     recorder = recorder_of(device, clock.offset_ns, timeout)
     with exchanging("the making of groups"):
         patient = dist.new_group(timeout=PATIENCE, backend="gloo")
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient, together)
 
 
 def compared_clocks(number: int, lag_ns: int = 0) -> Compared:

@@ -74,6 +74,11 @@ class LoweredRun:
         return self.steps * self.interval
 
     @property
+    def processes(self) -> int:
+        """How many processes run it: each rank is as many as run its layers together, one after the other."""
+        return len(self.devices) * self.plan.chain.tensor
+
+    @property
     def last(self) -> Position:
         """Where the run ends."""
         return self.at(self.first.step + self.steps)

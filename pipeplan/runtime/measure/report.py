@@ -156,7 +156,7 @@ class RunReport:
     say what the author's module gave up to be run by stages, ``reading`` is that of loaders. What stages wait for it is
     in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has that of each update before, None
     where it was skipped. ``evaluations`` on held-out data are by update, that after ``best_step`` is the best; the run
-    has ``ended_early`` where they got no better.
+    has ``ended_early`` where they got no better. Of ``width`` GPUs that run each layer together bytes are the most.
     """
 
     steps: int
@@ -187,6 +187,7 @@ class RunReport:
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     best_step: int | None = None
     ended_early: bool = False
+    width: int = 1
 
     @property
     def samples_per_s(self) -> float:
@@ -213,6 +214,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
     stages, transfers, again = _by_stage(lowered, measurements)
     activations, memory, states = _by_device(lowered, measurements)
     return RunReport(
+        width=plan.chain.tensor,
         steps=steps,
         microbatches=len(losses),
         batch=plan.chain.microbatch,

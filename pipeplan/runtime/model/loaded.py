@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import LOSS_NAME
+from ...zoo.text.rank_part import Shard
 from .contract import Samples
 from .network import TARGET, LayerCode, Loss, TensorSpec
 from .pieces import Cut, Piece, message_spec, pieces_of
@@ -69,7 +70,8 @@ class LoadedModel:
     the author's module gave up to be run by stages. ``source`` has its state, where it has been built without. A traced
     model is that of its ``training``, or of its evaluation; ``constants`` are what its forward makes of numbers, by
     their places in the modules of codes. ``versions`` are those of the modules' states, which torch keeps beside a
-    state. ``compared`` says how it was compared with plain training, or why not, where that was tried.
+    state. Where several run each layer together ``shards`` says by name which part of a tensor is here. ``compared``
+    says how it was compared with plain training, or why not, where that was tried.
     """
 
     chain: bool
@@ -88,6 +90,7 @@ class LoadedModel:
     constants: frozenset[str] = frozenset()
     versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     compared: str = ""
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
     @property
     def boundaries(self) -> list[TensorSpec]:
@@ -127,6 +130,17 @@ class LoadedModel:
         leaving = self.cut(stage.stop).values
         codes = [[code for code in layer.codes if not code.of_data] for layer in self.of(stage)]
         return pieces_of(stage.start, codes, stage.checkpoint, leaving)
+
+
+def with_shards(model: LoadedModel) -> LoadedModel:
+    """Return ``model`` with the parts of tensors that its modules have."""
+    shards = {
+        prefix + (f"{path}.{name}" if path else name): shard
+        for prefix, root in model.roots
+        for path, module in root.named_modules(remove_duplicate=False)
+        for name, shard in getattr(module, "shards", {}).items()
+    }
+    return replace(model, shards=shards)
 
 
 def constants_of(model: LoadedModel) -> list[Tensor]:

@@ -31,7 +31,8 @@ class GPTConfig:
     ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own, or
     ``again``: those, which the backward runs again (selective recomputation; Korthikanti et al. 2022, section 5).
     ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
-    (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too.
+    (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that
+    isn't negative.
     """
 
     blocks: int
@@ -46,11 +47,12 @@ class GPTConfig:
     loss: str = "same"
     tensor: int = 1
     sequence_parallel: bool = False
+    part: int = -1
 
     @property
     def group(self) -> Group:
         """The ranks that run each layer together."""
-        return Group(self.tensor, self.sequence_parallel)
+        return Group(self.tensor, self.sequence_parallel, None if self.tensor == 1 or self.part < 0 else self.part)
 
 
 class _Again(torch.autograd.Function):
@@ -103,11 +105,14 @@ class Block(nn.Module):
         if config.attention not in ("fused", "unfused", "again"):
             raise BadInput(f"attention: {config.attention!r} is neither fused, nor unfused, nor again")
         self.group = config.group
+        if self.group.index is not None and config.dropout and config.attention != "fused":
+            raise BadInput("dropout: of the scores of attention each rank would draw the same; say attention=fused")
         self.heads = self.group.share(config.heads, "heads")
         width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")
         self.how = config.attention
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = nn.Linear(config.hidden, 3 * width)
+        self.attention.blocks = 3  # type: ignore[assignment]  # no module
         self.project = nn.Linear(width, config.hidden)
         self.norm2 = nn.LayerNorm(config.hidden)
         self.widen = nn.Linear(config.hidden, inner)
@@ -131,9 +136,9 @@ class Block(nn.Module):
             attended = self._unfused(query, key, value)
         else:
             attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.dropout(self.group.summed(self.project(attended.transpose(1, 2).reshape(batch, sequence, -1))))
+        x = x + self.dropout(self.group.added(attended.transpose(1, 2).reshape(batch, sequence, -1), self.project))
         (widened,) = self.group.products(self.norm2(x), [self.widen])
-        out: Tensor = x + self.dropout(self.group.summed(self.narrow(functional.gelu(widened, approximate="tanh"))))
+        out: Tensor = x + self.dropout(self.group.added(functional.gelu(widened, approximate="tanh"), self.narrow))
         return out
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -151,7 +156,7 @@ class Block(nn.Module):
 def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
     parts = partial(Embedding, config), partial(Block, config), partial(nn.LayerNorm, config.hidden)
-    return decoder(config, seed, *parts)
+    return decoder(config, seed, parts, network)
 
 
 def _model(name: str) -> Model[GPTConfig]:

@@ -18,12 +18,14 @@ from ..model import Loss, Model
 from .rank_part import Group, PartEmbedding, decoder
 from .sizes import TRANSFORMERS, Llama
 
+GROUPS = "groups of heads"
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
     """Sizes of a Llama; ``groups`` is the number of key-value heads, which divides ``heads``; ``loss`` one of
     :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part (:mod:`.rank_part`), with
-    ``sequence_parallel`` along the sequence, too."""
+    ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that isn't negative."""
 
     blocks: int
     hidden: int
@@ -38,11 +40,12 @@ class LlamaConfig:
     loss: str = "same"
     tensor: int = 1
     sequence_parallel: bool = False
+    part: int = -1
 
     @property
     def group(self) -> Group:
         """The ranks that run each layer together."""
-        return Group(self.tensor, self.sequence_parallel)
+        return Group(self.tensor, self.sequence_parallel, None if self.tensor == 1 or self.part < 0 else self.part)
 
 
 class Block(nn.Module):
@@ -61,7 +64,7 @@ class Block(nn.Module):
         self.width, self.group = width, config.group
         heads = self.group.share(config.heads, "heads")
         groups = max(1, config.groups // config.tensor)  # of more ranks than groups each has one of its own
-        self.group.share(max(config.groups, config.tensor), "groups of heads")
+        self.group.share(config.groups if self.group.index is not None else max(config.groups, config.tensor), GROUPS)
         inner = self.group.share(config.feed_forward, "columns")
         self.norm1 = nn.RMSNorm(config.hidden, eps=config.epsilon)
         self.query = _linear(config.hidden, heads * width)
@@ -85,9 +88,9 @@ class Block(nn.Module):
         attended = functional.scaled_dot_product_attention(
             self._rotated(query), self._rotated(key), value, is_causal=True, enable_gqa=True
         )
-        x = x + self.group.summed(self.project(attended.transpose(1, 2).flatten(2)))
+        x = x + self.group.added(attended.transpose(1, 2).flatten(2), self.project)
         gate, up = self.group.products(self.norm2(x), [self.gate, self.up])
-        out: Tensor = x + self.group.summed(self.down(functional.silu(gate) * up))
+        out: Tensor = x + self.group.added(functional.silu(gate) * up, self.down)
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ def _embedding(config: LlamaConfig) -> nn.Embedding:
 def network(config: LlamaConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
     parts = partial(_embedding, config), partial(Block, config), partial(nn.RMSNorm, config.hidden, eps=config.epsilon)
-    return decoder(config, seed, *parts)
+    return decoder(config, seed, parts, network)
 
 
 def _model(name: str) -> Model[LlamaConfig]:

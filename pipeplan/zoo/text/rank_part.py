@@ -1,13 +1,16 @@
 """What does one rank of a tensor-parallel group have of a layer? Its products, and marks where the group exchanges.
 
-Such a part has the shapes of one of ``tensor`` ranks and is there to be estimated: an exchange changes shapes, and only
-a clock that counts work takes note of it. Sources: Shoeybi et al., Megatron-LM (2019), section 3, for tensor
-parallelism; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2, for sequence parallelism.
+Such a part has the shapes of one of ``tensor`` ranks. Of no rank in particular it is there to be estimated: an exchange
+changes shapes, and only a clock that counts work takes note of it. In a run a rank has its own part of the weights of
+the whole layer, and exchanges are what the run says (:func:`exchange_by`). Sources: Shoeybi et al., Megatron-LM (2019),
+section 3, for tensor parallelism; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2, for
+sequence parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +21,22 @@ from ...errors import BadInput
 from ..model import Factory, Loss, chain
 from .token_losses import token_loss_named
 
+IGNORED = -100  # the target of a token that has no loss, as torch has it
+_by: list[Callable[[Tensor, str], Tensor]] = []  # what exchanges in this process
+
+
+def exchange_by(does: Callable[[Tensor, str], Tensor]) -> None:
+    """Let exchanges of this process be what ``does`` returns for a tensor and a kind, in new memory."""
+    _by[:] = [does]
+
 
 @torch.library.custom_op("pipeplan::exchange", mutates_args=())
 def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
     """Return ``x`` (batch, sequence, ..) as an exchange among so many ``ranks`` leaves it: ``all-reduce``, or along the
-    sequence ``all-gather`` or ``reduce-scatter``. A ``hidden`` one goes on beside products of the same pass."""
+    sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too. A ``hidden`` one goes on beside
+    products of the same pass."""
+    if _by:
+        return _by[0](x, kind)
     raise RuntimeError(f"this is the part of one of {ranks} tensor-parallel ranks; it is there to be estimated")
 
 
@@ -72,12 +86,98 @@ class _GatheredProducts(torch.autograd.Function):
         return of_input, None, *of_weights
 
 
+class Shard(NamedTuple):
+    """Which part of a tensor rank ``index`` of so many ``ranks`` has: ``own`` of each of the ``blocks`` that lie in a
+    row along ``axis``, which has ``length`` in all. What the last ranks have more than there is are zeros."""
+
+    axis: int
+    length: int
+    own: int
+    blocks: int
+    ranks: int
+    index: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of ``whole``, in memory of its own."""
+        split = whole.detach().unflatten(self.axis, (self.blocks, -1))
+        first = min(self.index * self.own, split.shape[self.axis + 1])
+        part = split.narrow(self.axis + 1, first, min(self.own, split.shape[self.axis + 1] - first))
+        missing = list(part.shape)
+        missing[self.axis + 1] = self.own - missing[self.axis + 1]
+        return torch.cat([part, part.new_zeros(missing)], self.axis + 1).flatten(self.axis, self.axis + 1)
+
+    def own_of(self, given: Tensor) -> Tensor:
+        """Return the part of what has the length of a whole, and what has another as it is."""
+        return self.of(given) if given.dim() > self.axis and given.shape[self.axis] == self.length else given
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return what all ranks have the ``parts`` of."""
+        split = torch.cat([x.unflatten(self.axis, (self.blocks, -1)) for x in parts], self.axis + 1)
+        return split.narrow(self.axis + 1, 0, self.length // self.blocks).flatten(self.axis, self.axis + 1)
+
+
+class _LookedUp(torch.autograd.Function):
+    """The rows of tokens in a part of a table that begins at row ``first``, zeros for the tokens of others."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first: int, unused: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.first, ctx.rows, ctx.unused = first, len(weight), unused
+        own, others = _of_part(tokens, first, len(weight))
+        return functional.embedding(own, weight).masked_fill_(others.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        own, others = _of_part(*ctx.saved_tensors, ctx.first, ctx.rows)
+        gradient = gradients[0].masked_fill(others.unsqueeze(-1), 0)
+        made = torch.ops.aten.embedding_dense_backward(gradient, own, ctx.rows, ctx.unused, False)
+        return None, made, None, None
+
+
+class _PartLoss(torch.autograd.Function):
+    """The mean cross-entropy of a rank's columns of logits, of which ``first`` is the first and ``count`` are tokens'.
+
+    The softmax is kept. Source: Megatron-LM, tensor_parallel/cross_entropy.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ranks: int, first: int, count: int) -> Tensor:
+        ctx.save_for_backward(softmax := logits.float().clone(), target)
+        ctx.first, ctx.dtype = first, logits.dtype
+        softmax[:, count:] = float("-inf")
+        softmax -= exchange(softmax.amax(-1), "greatest", ranks).unsqueeze(-1)
+        own, others = _of_part(target, first, softmax.shape[1])
+        chosen = softmax.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(others, 0)
+        chosen = exchange(chosen, "all-reduce", ranks)
+        whole = exchange(softmax.exp_().sum(-1), "all-reduce", ranks)
+        softmax /= whole.unsqueeze(-1)
+        counted = target != IGNORED
+        return ((whole.log() - chosen) * counted).sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        softmax, target = ctx.saved_tensors
+        own, others = _of_part(target, ctx.first, softmax.shape[1])
+        counted = target != IGNORED
+        softmax.scatter_add_(-1, own.unsqueeze(-1), others.to(softmax.dtype).unsqueeze(-1) - 1)
+        softmax *= (counted * (gradients[0] / counted.sum())).unsqueeze(-1)
+        return softmax.to(ctx.dtype), None, None, None, None
+
+
+def _of_part(numbers: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the places of ``numbers`` in a part of so many ``rows``, and which of them are others' (at place 0)."""
+    own = numbers - first
+    others = (own < 0) | (own >= rows)
+    return own.masked_fill(others, 0), others
+
+
 class Group(NamedTuple):
     """A group of ``ranks`` that run each layer together; with ``sequence_parallel`` what is between products is spread
-    along the sequence as well."""
+    along the sequence as well. A part is that of rank ``index`` in a run, or of none in particular, to be estimated."""
 
     ranks: int = 1
     sequence_parallel: bool = False
+    index: int | None = None
 
     def share(self, count: int, what: str) -> int:
         """Return a rank's share of ``count`` columns, heads or rows; BadInput where they don't divide."""
@@ -109,10 +209,27 @@ class Group(NamedTuple):
             return self._exchanged(x, "reduce-scatter", "all-gather")
         return self._exchanged(x, "all-reduce", "")
 
-    def loss(self, loss: Loss) -> Loss:
+    def added(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Return what all ranks' rows of ``layer`` make of what each has of ``x``."""
+        if self.index is None or layer.bias is None:
+            return self.summed(layer(x))
+        return self.summed(functional.linear(x, layer.weight)) + layer.bias
+
+    def looked_up(self, tokens: Tensor, table: nn.Embedding) -> Tensor:
+        """Return the sum over all ranks of what each finds of ``tokens`` in its rows of the ``table``."""
+        if self.index is None:
+            return self.summed(functional.embedding(tokens, table.weight, table.padding_idx))
+        first, rows = self.index * len(table.weight), len(table.weight)
+        unused = -1 if table.padding_idx is None else table.padding_idx - first
+        found = _LookedUp.apply(tokens, table.weight, first, unused if 0 <= unused < rows else -1)  # type: ignore[no-untyped-call]
+        return self.summed(found)
+
+    def loss(self, loss: Loss, vocabulary: int) -> Loss:
         """Return the loss on a rank's columns of the logits: the greatest, the sum and the target's are exchanged."""
         if self.ranks == 1:
             return loss
+        if self.index is not None:
+            return lambda output, target: self.token_loss(output.flatten(0, 1), target.flatten(), vocabulary)
 
         def of_part(output: Tensor, target: Tensor) -> Tensor:
             with torch.no_grad():
@@ -121,6 +238,43 @@ class Group(NamedTuple):
             return loss(output, target)
 
         return of_part
+
+    def token_loss(self, logits: Tensor, target: Tensor, vocabulary: int) -> Tensor:
+        """Return the mean cross-entropy of all ranks' columns of logits (tokens, columns); of a ``vocabulary``."""
+        assert self.index is not None, "only in a run are there values"
+        first, columns = self.index * logits.shape[1], logits.shape[1]
+        count = max(0, min(columns, vocabulary - first))
+        loss: Tensor = _PartLoss.apply(logits, target, self.ranks, first, count)  # type: ignore[no-untyped-call]  # torch's
+        return loss
+
+    def take(self, part: nn.Module, whole: nn.Module) -> None:
+        """Give ``part`` its own of the weights of ``whole``, and say in ``shards`` of its modules which that is.
+
+        Of a module whose ``blocks`` lie in a row it is as much of each.
+        """
+        wholes = dict(whole.named_modules(remove_duplicate=False))
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for path, module in part.named_modules(remove_duplicate=False):
+            shards: dict[str, Shard] = {}
+            for name, own in list(module._parameters.items()):
+                given = wholes[path]._parameters[name]
+                if own is None or given is None:
+                    continue
+                axis = next((i for i, size in enumerate(own.shape) if size != given.shape[i]), None)
+                if axis is not None:
+                    blocks: Any = getattr(module, "blocks", 1)
+                    size = own.shape[axis] // blocks
+                    shards[name] = self.shard(given, axis, size, blocks)
+                if given not in made and axis is not None:
+                    made[given] = nn.Parameter(shards[name].of(given), given.requires_grad)
+                module._parameters[name] = made.setdefault(given, given)
+            if shards:
+                module.shards = shards  # type: ignore[assignment]  # no module
+
+    def shard(self, whole: Tensor, axis: int, own: int, blocks: int = 1) -> Shard:
+        """Return which part of ``whole`` the rank has that has ``own`` of each block along ``axis``."""
+        assert self.index is not None, "only in a run are there values"
+        return Shard(axis, whole.shape[axis], own, blocks, self.ranks, self.index)
 
     def _exchanged(self, x: Tensor, forward: str, backward: str) -> Tensor:
         if self.ranks == 1:
@@ -138,7 +292,7 @@ class PartEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors of ``tokens`` (batch, sequence)."""
-        return self.group.summed(super().forward(tokens))
+        return self.group.looked_up(tokens, self)
 
 
 class PartHead(nn.Linear):
@@ -153,8 +307,13 @@ class PartHead(nn.Linear):
         return self.group.products(x, [self])[0]
 
 
-def decoder(config: Any, seed: int, embedding: Factory, block: Factory, norm: Factory) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration."""
+def decoder(
+    config: Any, seed: int, parts: tuple[Factory, Factory, Factory], network: Callable[[Any, int], Any]
+) -> tuple[nn.Sequential, Loss]:
+    """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration.
+
+    ``parts`` make an embedding, a block and a norm; of a rank in a run they get its part of a whole ``network``."""
+    embedding, block, norm = parts
 
     def head() -> PartHead:
         linear = PartHead(config.hidden, config.vocabulary, config.group)
@@ -165,4 +324,6 @@ def decoder(config: Any, seed: int, embedding: Factory, block: Factory, norm: Fa
     layers: Any = chain([("embedding", embedding), *blocks, ("norm", norm), ("head", head)], seed)
     if config.tied:
         layers.head.weight = getattr(layers.embedding, "tokens", layers.embedding).weight
-    return layers, config.group.loss(token_loss_named(config.loss))
+    if config.group.index is not None:
+        config.group.take(layers, network(replace(config, tensor=1), seed)[0])
+    return layers, config.group.loss(token_loss_named(config.loss), config.vocabulary)

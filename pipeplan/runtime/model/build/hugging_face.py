@@ -83,8 +83,9 @@ def _generator(index: int, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed_seed(seed, index))
 
 
-def named(text: str) -> HuggingFace:
-    """Return the model that ``text`` names; BadInput if there is none, or transformers isn't installed."""
+def named(text: str, part: Group = ALONE) -> HuggingFace:
+    """Return the model that ``text`` names, or a ``part`` of it; BadInput if there is none, or transformers isn't
+    installed."""
     what, *options = re.split(r",(?![^\[]*\])", text)  # a list is one value: depths=[2,2]
     library = _library()
     given = dict(_option(option) for option in options)
@@ -97,7 +98,8 @@ def named(text: str) -> HuggingFace:
         kind, config = _from_class(library, what, given)
     found = path if path.is_dir() and any(next(path.glob(x), None) for x in WEIGHTS) else None
     longest = getattr(_text(config), "max_position_embeddings", None) or LONGEST
-    return HuggingFace(text, kind, config, found, int(asked) if asked is not None else min(LONGEST, longest), group)
+    length = int(asked) if asked is not None else min(LONGEST, longest)
+    return HuggingFace(text, kind, config, found, length, group if part.index is None else part)
 
 
 def _uninitialized() -> AbstractContextManager[Any]:

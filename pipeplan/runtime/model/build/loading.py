@@ -25,7 +25,7 @@ from ...device import CPU
 from ..autocast import Autocast
 from ..contract import Data, Samples, boundaries_of, built_by, example_of, is_whole, sample_of
 from ..deferred import SMALL, Deferred, NotDeferred, parameter_like
-from ..loaded import LOSS_ROOT, LoadedModel, ModelLayer, with_loss_root
+from ..loaded import LOSS_ROOT, LoadedModel, ModelLayer, with_loss_root, with_shards
 from ..network import Loss, chain_network, kind_of, loss_layer, trained_loss
 from ..structure import leaves_in, substitute, tensors_in, tensors_of
 from ..trace.adapted import compiled_lines, with_dense_gradients
@@ -70,9 +70,10 @@ def load_model(
     if is_whole(built.layers):
         example = built.example if built.example is not None else example_of(built, data)[0]
         model: LoadedModel = traced_model(built.layers, example, built.loss, data, device, training, dtype, autocast)
+        model = with_shards(model)
         return model if source is None else _from(source, model, build.dtype)
     assert built.loss is not None, "the contract wants one of layers"
-    return chain_model(built.layers, built.example, built.loss, data, device, autocast)
+    return with_shards(chain_model(built.layers, built.example, built.loss, data, device, autocast))
 
 
 def _from(source: Path, model: LoadedModel, dtype: torch.dtype | None) -> LoadedModel:
@@ -200,6 +201,8 @@ def _matched(model: LoadedModel, path: str | Path) -> dict[str, Any]:
     state |= {name: state[there[first[name]]] for name in wanted.keys() - state.keys()}
     for name, x in wanted.items():
         found = state[name]
+        if name in model.shards and isinstance(found, Tensor):
+            found = state[name] = model.shards[name].own_of(found)
         if isinstance(x, Tensor) and (not isinstance(found, Tensor) or found.shape != x.shape):
             shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind_of(found)
             raise BadInput(f"{path}: {name!r} has {shape}; the model's has shape {tuple(x.shape)}")

@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from ....errors import BadInput
 from ....zoo import HUGGING_FACE, ZOO, load
+from ....zoo.text.rank_part import Group, exchange_by
 from ..contract import Data
 from ..user_code import said, user_code
 
@@ -22,11 +25,21 @@ class ModelSpec:
 
     ``build`` is a name of the zoo (with options: ``gpt-tiny,blocks=8``, or ``zoo:gpt-tiny``) or ``module:function`` of
     the model contract, or ``hf:CONFIG`` of a transformers model; ``data`` is ``module:function`` of the data contract.
-    None stands for the data that belongs to a zoo model, or that fits a transformers one.
+    None stands for the data that belongs to a zoo model, or that fits a transformers one. ``group`` says whose part
+    of it is built.
     """
 
     build: str
     data: str | None = None
+    group: Group = Group()  # noqa: RUF009 -- it is frozen
+
+    def part(self, ranks: int, index: int) -> ModelSpec:
+        """Return what rank ``index`` has of it where so many ``ranks`` run each layer together."""
+        return replace(self, group=Group(ranks, index=index))
+
+    def exchanges_by(self, does: Callable[[Tensor, str], Tensor]) -> None:
+        """Let parts that are built in this process exchange by what ``does`` returns for a tensor and a kind."""
+        exchange_by(does)
 
     @property
     def of_zoo(self) -> bool:
@@ -52,8 +65,13 @@ def builder_of(spec: ModelSpec) -> Any:
     if spec.build.startswith(HUGGING_FACE):
         from .hugging_face import named
 
-        return named(spec.build.removeprefix(HUGGING_FACE))
-    return load(spec.build.removeprefix(ZOO)) if spec.of_zoo else find(spec.build)
+        return named(spec.build.removeprefix(HUGGING_FACE), spec.group)
+    build = load(spec.build.removeprefix(ZOO)) if spec.of_zoo else find(spec.build)
+    if spec.group.index is None:
+        return build
+    if not spec.of_zoo or not hasattr(build.config, "part"):
+        raise BadInput(f"model {spec.build}: isn't written by parts")
+    return build.with_options(tensor=spec.group.ranks, part=spec.group.index)
 
 
 def brings_data(build: Any) -> bool:

@@ -30,6 +30,7 @@ from ....units import format_bytes
 from ...data.loader import Loader
 from ...device import random_state, set_random_state
 from ...exchange.collective import share_from
+from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group, everybodys, exchanging
 from ...lowering.lowered_run import Position
 from ...measure.progress import Trial
@@ -39,6 +40,7 @@ from ..update.factors import Scaling
 from ..update.optimizers import AVERAGE
 from ..update.stepper import Rates
 from ..update.update import StageUpdate
+from ..weights.buckets import is_large
 from .checkpoint import Checkpoint, FileSum, begin, crc_of, file_of, finish, folder_of, remove_older
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -176,11 +178,17 @@ def unreadable(path: Path) -> str | None:
     return None
 
 
-def read(checkpoint: Checkpoint, model: Mapping[str, Tensor], trained: Set[str]) -> TrainingState:
+def read(
+    checkpoint: Checkpoint,
+    model: Mapping[str, Tensor],
+    trained: Set[str],
+    part: Callable[[str, Any], Any] = lambda _, value: value,
+) -> TrainingState:
     """Fill the tensors of ``model`` in place from ``checkpoint``; return the rest of what this rank takes up.
 
     That is the optimizer's state of the weights ``trained``, rates, loss scale, and the random state if the ranks are
-    as many as they were. BadInput when a tensor is missing or has another shape.
+    as many as they were; ``part(name, value)`` is what it has of a value. BadInput when a tensor is missing or has
+    another shape.
     """
     missing = dict(model)
     optimizer: dict[str, dict[str, Any]] = {}
@@ -192,19 +200,20 @@ def read(checkpoint: Checkpoint, model: Mapping[str, Tensor], trained: Set[str])
         try:
             there = TrainingState(**_load(path))
             for key in missing.keys() & there.model.keys():
-                shapes[key] = there.model[key].shape
+                found = part(key, there.model[key])
+                shapes[key] = found.shape
                 if shapes[key] == missing[key].shape:
-                    missing.pop(key).copy_(there.model[key])
+                    missing.pop(key).copy_(found)
             for key in (trained & there.optimizer.keys()) - optimizer.keys():
-                optimizer[key] = _own(there.optimizer[key])
+                optimizer[key] = _own({entry: part(key, x) for entry, x in there.optimizer[key].items()})
             rates, scale = rates or _own(there.rates), scale or there.scale
             shares, trial = there.shares if shares is None else shares, trial or there.trial
             random = _own(there.random) if name == own else random
         except Exception as error:  # whatever the loader raises for bytes that it doesn't know
             raise BadInput(f"{path}: cannot be read: {loaders_words(error)}") from error
     for key, tensor in missing.items():
-        found = f"has shape {tuple(shapes[key])}" if key in shapes else "is not there"
-        raise BadInput(f"{checkpoint.path}: {key} {found}; the model's has shape {tuple(tensor.shape)}")
+        said = f"has shape {tuple(shapes[key])}" if key in shapes else "is not there"
+        raise BadInput(f"{checkpoint.path}: {key} {said}; the model's has shape {tuple(tensor.shape)}")
     return TrainingState({}, optimizer, random, rates, scale, shares, trial)
 
 
@@ -236,6 +245,11 @@ def trained_state(rank: Rank, stages: Sequence[int], updates: Mapping[int, Stage
                         state[layer.names[name]] = update.stepper.master(index)
                         break
     return state
+
+
+def wholes(parts: Mapping[str, Tensor], shards: Mapping[str, Any], together: LayerGroup) -> dict[str, Tensor]:
+    """Return tensors by name, of those in ``shards`` the whole that all have parts of who run layers ``together``."""
+    return {name: together.whole(x, shards[name].whole) if name in shards else x for name, x in parts.items()}
 
 
 @contextmanager
@@ -280,9 +294,14 @@ def take_averages(rank: Rank, updates: Mapping[int, StageUpdate], groups: Mappin
 
 
 def training_state(
-    rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scaling | None, trial: Trial | None = None
+    rank: Rank,
+    updates: Mapping[int, StageUpdate],
+    scaling: Scaling | None,
+    trial: Trial | None = None,
+    together: LayerGroup | None = None,
 ) -> TrainingState:
-    """Return what ``rank`` writes to a checkpoint; all ranks together."""
+    """Return what ``rank`` writes to a checkpoint, with whole tensors of what those have parts of who run its layers
+    ``together``; all ranks together."""
     with assembled(updates):
         model = trained_state(rank, rank.first_of, updates)
         optimizer = {
@@ -291,6 +310,12 @@ def training_state(
             for name, index in _weights(rank, s, updates[s])
             if name in model  # of copies in several stages the first one's; the others' are equal
         }
+        if together is not None:
+            shards = rank.model.shards
+            model = wholes(model, shards, together)
+            for name in filter(shards.__contains__, optimizer):
+                large = {key: x for key, x in optimizer[name].items() if is_large(x)}
+                optimizer[name] |= wholes(large, dict.fromkeys(large, shards[name]), together)
     state = TrainingState(model, optimizer, random_state(rank.device), shares=_shares(rank))
     if trial is not None and rank.number == 0:
         state = replace(state, trial=(trial.value, trial.step, trial.since))
@@ -332,7 +357,12 @@ def restore(checkpoint: Checkpoint, rank: Rank, updates: Mapping[int, StageUpdat
     for update in updates.values():
         update.stepper.make_room()
     state = trained_state(rank, rank.stages, updates)
-    loaded = read(checkpoint, state, trained)
+    shards = rank.model.shards
+
+    def part(name: str, value: Any) -> Any:
+        return shards[name].own_of(value) if name in shards and isinstance(value, Tensor) else value
+
+    loaded = read(checkpoint, state, trained, part)
     shares = _shares(rank)
     if not (rank.lowered.evaluates or shares in (None, loaded.shares) or loaded.shares is None):
         raise BadInput(

@@ -78,6 +78,7 @@ class Exchange:
         self._begun: dict[Any, Any] = {}  # marks
         self._sums: list[ChunkSum] = []
         self.parts = [stepper.parts(not gradients.waits)]
+        self.answers: Callable[[int], bool] | None = None  # for which weights it does, where others do for the rest
 
     def begin(self, version: int) -> None:
         """Begin with the gradients from which ``version`` will be made."""
@@ -90,8 +91,8 @@ class Exchange:
 
     def answered(self) -> list[Tensor]:
         """Return of the summed gradient what this replica answers for, so that all answer once for everything."""
-        own = self.gradients.due[: self.gradients.versions.own]
-        return [gradient for gradient in own if gradient is not None]
+        own = enumerate(self.gradients.due[: self.gradients.versions.own])
+        return [x for i, x in own if x is not None and (self.answers is None or self.answers(i))]
 
     def ready(self, index: int) -> None:
         """Wait until these parts can be stepped; none of the last are, where there is but something to wait for."""
@@ -236,8 +237,13 @@ class Shared(Exchange):
 
     def answered(self) -> list[Tensor]:
         """Return the own shares."""
-        flats = self.gradients.summed.flats
-        return [flats[x.dtype][own.start : own.stop] for x in self._chunks if x.summed for own in x.own]
+        flats, buckets = self.gradients.summed.flats, [own for x in self._chunks if x.summed for own in x.own]
+        rows = [flats[own.dtype][own.start : own.stop] for own in buckets]
+        if self.answers is None:
+            return rows
+        spans = [span for own in buckets for span in own.slices]
+        parts = (x for row, own in zip(rows, buckets, strict=True) for x in row.split([y.size for y in own.slices]))
+        return [x for x, span in zip(parts, spans, strict=True) if self.answers(span.index)]
 
     def ready(self, index: int) -> None:
         """Begin with the next chunk, and wait for the own share of this one's sum; at last for all weights."""

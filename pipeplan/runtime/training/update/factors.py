@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ....errors import RunFailed
 from ...device import on_host
+from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group, exchanging
 from ...measure.recorder import Recorder
 from .stepper import Factor
@@ -137,12 +138,19 @@ class Clipping:
     """Clips gradients to a total norm of ``most`` on one of the ranks of ``group`` (None: the only one).
 
     The sum is made on ``home``, the host or the device; ``norms`` has each update's once the device is there, and what
-    is wrong with it is told then. Updates that are skipped have none.
+    is wrong with it is told then. Updates that are skipped have none. Those that run layers ``together`` add theirs.
     """
 
     def __init__(
-        self, most: float, group: Group, home: torch.device, recorder: Recorder, scaling: Scaling | None = None
+        self,
+        most: float,
+        group: Group,
+        home: torch.device,
+        recorder: Recorder,
+        scaling: Scaling | None = None,
+        together: LayerGroup | None = None,
     ) -> None:
+        self._together = together
         self._most, self._group, self._home, self._recorder, self._scaling = most, group, home, recorder, scaling
         self._begun: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self._known: tuple[int, Factor] = 0, 1.0
@@ -168,6 +176,8 @@ class Clipping:
         if work is not None:
             with exchanging("the norm of all gradients"):
                 work.wait()
+        if self._together is not None:
+            total = self._together.summed(total)
         norm = total.sqrt() / (1.0 if self._scaling is None else self._scaling.used)
         self._read_later(version, norm)
         found = (self._most / (norm + SMALL)).clamp(max=1.0)
