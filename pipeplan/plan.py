@@ -22,12 +22,21 @@ class Stage:
     """``layers[start:stop]`` on ``devices`` (its replicas); microbatch m runs on ``devices[m % len(devices)]``.
 
     ``checkpoint`` lists the half-open layer ranges that are recomputed in the backward; the other layers are stored.
+    Where the chain has variants each of ``devices`` is the first of ``tensor`` neighbours that run each layer together,
+    as the chain's variant of that name has it.
     """
 
     start: int
     stop: int
     devices: tuple[int, ...]
     checkpoint: tuple[tuple[int, int], ...] = ()
+    tensor: int = 1
+    selective: bool = False
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All devices that run the stage, group by group."""
+        return tuple(d for first in self.devices for d in range(first, first + self.tensor))
 
     @property
     def replicas(self) -> int:

@@ -195,9 +195,10 @@ ROWS = f"""
     auto: stop at a plan this close to the lower bound, such as 1%; 0% never stops early.  [default: 0.1%]
 -O solver = cbc           Of the integer program that orders non-contiguous stages; highs needs highspy.
 -O jobs N = 1 {{1..256}}    Processes that search where one search needn't wait for another; results are the same.
---tensor any|N,N,..
+--tensor any|each|N,N,..
     Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; any: all degrees
-    up to 8 of a named model.  [default: all that the profile has; of a model 1, but any for a target that runs them]
+    up to 8 of a named model; each: also a degree for each stage, where that is better.  [default: all that the profile
+    has; of a model 1, but any for a target that runs them]
 --sequence-parallel         With --tensor and a named model: split activations between products along the sequence.
 --selective
     Of a zoo's GPT with attention=unfused: also with the core of attention again in the backward, where that is best.

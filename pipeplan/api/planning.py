@@ -30,7 +30,7 @@ from .plans import own_export
 from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, on_groups, problem_of, with_zero
 from .profiles import Profile, as_profile, is_name
 from .result import PlanResult
-from .tensor import OfDegree, Worth, best_degree, parts
+from .tensor import EACH, OfDegree, Worth, best_degree, parts
 
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 DEFAULTS: Planning = defaults(Planning)
@@ -105,6 +105,8 @@ def plan(
     question = _question({**DEFAULTS, **asked}, progress, status)
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
+    if said["tensor"] == EACH:
+        _refuse_with_each(said, question)
     words: Asked = part_of(Asked, said)
     words["zero"] = 0 if isinstance(said["zero"], str) else said["zero"]
     (given,), deadline = given_profiles(
@@ -113,7 +115,8 @@ def plan(
     until, began = deadline.part(2) if best else deadline, time.perf_counter()
 
     def of_part(part: Profile) -> OfDegree:
-        problem, assumptions = problem_of(part, **words, segments=said["algorithm"] in SEGMENTS, deadline=until)
+        segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
+        problem, assumptions = problem_of(part, **words, segments=segments, each=each, deadline=until)
         if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
             raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
         if best and not problem.policy.drains:
@@ -134,7 +137,11 @@ def plan(
         if said["zero"] == ANY:
             return _best_sharing(part.problem, bytes_per_parameter(said["bytes_per_parameter"]), of, beat_ns)
         found, problem = of(part.problem, beat_ns), part.problem
-        if OPTIMIZERS[problem.policy.optimizer].elementwise and problem.policy.bytes_per_parameter is None:
+        if (
+            not problem.chain.variants
+            and OPTIMIZERS[problem.policy.optimizer].elementwise
+            and problem.policy.bytes_per_parameter is None
+        ):
             found = with_unpipelined(problem.with_policy(with_zero(problem.policy, problem.chain, 3)), found)
         return found
 
@@ -199,11 +206,27 @@ def _refuse_small_matrices(plan: Plan) -> None:
             raise BadInput(why)
 
 
+def _refuse_with_each(said: Planning, question: Question) -> None:
+    """Raise BadInput for what knows no degrees of each stage's own."""
+    kind = question.kind
+    others = {
+        f"--for {said['for_']}": said["for_"] is not None,
+        f"--algorithm {said['algorithm']}": said["algorithm"] not in (AUTO, "contiguous"),
+        "--split": question.stated is not None,
+        f"--schedule {said['schedule']}": kind is not None and kind not in ("pattern", "1f1b", "message-driven"),
+    }
+    for words, there in others.items():
+        if there:
+            raise BadInput(f"--tensor each: {words} gives all stages one degree; say degrees such as --tensor 2,4")
+
+
 def _parts_of(profile: Given, said: Planning) -> Parts:
     """Return in which degrees a model that is named is estimated: where nobody says, in all for a target that can run
     them."""
     parted: Parts = part_of(Parts, said)
     target = None if said["for_"] is None else TARGETS[said["for_"]]
+    if said["tensor"] == EACH:
+        return {**parted, "tensor": ANY}
     if is_name(profile) and said["tensor"] is None and target is not None and target.tensor:
         return {**parted, "tensor": ANY, "sequence_parallel": True}
     return parted
@@ -212,13 +235,14 @@ def _parts_of(profile: Given, said: Planning) -> Parts:
 def _least(question: Question, problem: Problem) -> int:
     """Return what no plan of a problem takes less than, quickly, whatever weights it may choose."""
     from ..check.bounds import load_bound, quick_proof
+    from ..cost.time_model import relative
     from ..planner.what_if.target import as_run_by
 
     target = question.said["for_"]
     if target is not None:
         problem = as_run_by(problem, target)
     elif question.said["weights"] is None:
-        return load_bound(problem)
+        return load_bound(relative(problem) if problem.chain.variants else problem)
     return quick_proof(problem).period_ns
 
 
@@ -282,7 +306,7 @@ def _searched(question: Question, problem: Problem) -> Planned:
     found, ordered = (
         question.found(problem) if asked else least_late(problem, question.found, drained if free else None)
     )
-    if question.stated is not None:  # other stages than the stated ones are no alternatives
+    if question.stated is not None or problem.chain.variants:  # other stages are no alternatives, or of one degree
         return found
     quiet = replace(question.settings, progress=None, explained=False, status=Status())
     other = replace(question, settings=quiet, kind=None)

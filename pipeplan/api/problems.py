@@ -5,10 +5,12 @@ The names are those of the command line's options, and so are the sentences that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
 
 from ..check.targets import TARGETS, whole_blocks
+from ..check.validate import unsaid_of_variants
 from ..choices import DRAINED, OPTIMIZERS
 from ..cost.roofline import with_exchanges
 from ..deadline import NEVER, Deadline
@@ -41,15 +43,15 @@ DEFAULTS: Asked = defaults(Asked)
 
 
 def problem_of(
-    profile: Profile, *, segments: bool = True, deadline: Deadline = NEVER, **asked: Unpack[Asked]
+    profile: Profile, *, segments: bool = True, each: bool = False, deadline: Deadline = NEVER, **asked: Unpack[Asked]
 ) -> tuple[Problem, list[str]]:
     """Return the problem of a profile and what is said of it, and the assumptions made where nothing is said.
 
     Sizes are texts such as ``"16GB"`` or bytes, rates ``"12GB/s"`` or bytes per second, times texts such as ``"5us"``.
     ``gpus`` are a number or ``"2x8"``, ``platform`` a file or a Platform instead. ``segments`` says whether segments of
     layers may be recomputed where ``checkpointing`` doesn't say what may. Without ``batch`` and ``accumulate`` an
-    update is made of four microbatches a GPU; ``batch`` ``"any"`` leaves that to the planner. BadInput for what
-    contradicts.
+    update is made of four microbatches a GPU; ``batch`` ``"any"`` leaves that to the planner. With ``each`` stages
+    choose among the profile's variants. BadInput for what contradicts.
     """
     asked = {**DEFAULTS, **asked}
     accumulate, batch = asked.get("accumulate"), asked.get("batch")
@@ -64,11 +66,11 @@ def problem_of(
     if not said:
         every = MICROBATCHES_PER_DEVICE * len(where)
         assumptions = [assumed_batch(f"{every * profile.microbatch} samples"), *assumptions]
-    whole, where = on_groups(profile.chain, where)
+    whole, where = on_groups(profile.chain, where, each)
     policy = _policy(asked, whole, every)
     own_times = where.devices[0].times is not None
     granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
-    chain = merging(granularity, asked.get("blocks"))(whole)
+    chain = _merged(whole, merging(granularity, asked.get("blocks")))
     if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
@@ -81,13 +83,34 @@ def problem_of(
     return problem, [*assumptions, *profile.assumptions, *filter(None, more)]
 
 
-def on_groups(chain: Chain, where: Platform) -> tuple[Chain, Platform]:
+def on_groups(chain: Chain, where: Platform, each: bool = False) -> tuple[Chain, Platform]:
     """Return a rank's chain, of no other degree, with what its group's exchanges take, and the platform of such groups;
-    BadInput where there are none."""
+    BadInput where there are none. With ``each`` the chain keeps those variants whose groups there are."""
+    bandwidth, inside = where.levels[0].bandwidth, where.levels[0].count
+    if each:
+        fitting = (x for x in chain.variants if inside % x.tensor == 0)
+        layers = ((x, with_exchanges(chain.part(x), bandwidth).layers) for x in fitting)
+        chain = replace(chain, variants=tuple(replace(x, layers=own) for x, own in layers))
+        unsaid = unsaid_of_variants(chain, where)
+        if unsaid is not None or not chain.variants:
+            raise BadInput(f"--tensor each: {unsaid or 'the profile has degree 1 alone that servers have groups of'}")
+        return chain, where
     chain = replace(chain, variants=()) if chain.variants else chain
     if chain.tensor == 1:
         return chain, where
-    return with_exchanges(chain, where.levels[0].bandwidth), grouped(where, chain, "--tensor")
+    return with_exchanges(chain, bandwidth), grouped(where, chain, "--tensor")
+
+
+def _merged(chain: Chain, merge: Callable[[Chain], Chain]) -> Chain:
+    """Return the chain with layers merged, and so those of its variants; BadInput where others are."""
+    if not chain.variants:
+        return merge(chain)
+    own, *others = map(merge, chain.choices)
+    if any([x.name for x in other.layers] != [x.name for x in own.layers] for other in others):
+        raise BadInput("--tensor each: --granularity merges other layers of each degree; say node or block")
+    return replace(
+        own, variants=tuple(replace(x, layers=y.layers) for x, y in zip(chain.variants, others, strict=True))
+    )
 
 
 def assumed_batch(what: str) -> str:

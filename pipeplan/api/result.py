@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class StageFigures:
     """One stage: its layers by name, its GPUs, and of one microbatch the times (ns) with what is recomputed; on its GPU
-    the microbatches ``in_flight`` and, for all stages of that GPU together, the peak and what it has (bytes)."""
+    the microbatches ``in_flight`` and, for all stages of that GPU together, the peak and what it has (bytes).
+
+    ``tensor`` of its GPUs run each layer together.
+    """
 
     layers: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -35,6 +38,7 @@ class StageFigures:
     in_flight: int
     peak_bytes: int
     memory_bytes: int
+    tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class PlanResult:
                 in_flight=in_flight,
                 peak_bytes=use.peak_bytes,
                 memory_bytes=use.memory_bytes,
+                tensor=stage.tensor * self.plan.chain.tensor,
             )
             for stage, cost, use, in_flight, _ in stage_figures(self.plan, self.evaluation)
         )

@@ -16,14 +16,17 @@ from ..problem import Problem
 from ..status import Status
 from .profiles import Profile, degrees
 
+EACH = "each"  # stage has a degree of its own
+
 
 def parts(profile: Profile, tensor: str | int | None, selective: bool | None = None) -> list[Profile]:
     """Return the profile in each of the ``tensor`` degrees, all that it has where nobody says, of each as it is before
-    that which is ``selective``, or either alone; BadInput for a degree that it hasn't."""
+    that which is ``selective``, or either alone; with ``"each"`` last with all, among which stages choose. BadInput for
+    a degree that it hasn't."""
     chain = profile.chain
-    own = sorted((chain, *map(chain.part, chain.variants)), key=lambda x: (x.tensor, x.selective))
+    own = sorted(chain.choices, key=lambda x: (x.tensor, x.selective))
     known = dict.fromkeys(x.tensor for x in own)
-    asked = None if tensor is None else degrees(tensor)
+    asked = None if tensor in (None, EACH) else degrees(tensor)
     for degree in asked or ():
         if degree not in known:
             raise BadInput(
@@ -31,7 +34,8 @@ def parts(profile: Profile, tensor: str | int | None, selective: bool | None = N
                 "made by profile --estimate GPU --tensor 1,2,4,8"
             )
     found = [x for x in own if x.tensor in (asked or known) and selective in (None, x.selective)]
-    return [replace(profile, chain=x) for x in found]
+    together = [chain] if tensor == EACH else []
+    return [replace(profile, chain=x) for x in (*found, *together)]
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,9 @@ def best_degree(
     """Return the best of the plans that ``plan`` makes of each part, by what it is ``worth``, and what it is of;
     Infeasible where there is none, BadInput where no part can be asked for.
 
-    Degrees come in the order of what no plan of theirs takes less than, until that is no less than what the best takes,
-    which ``plan`` gets to beat. Each has an equal share of the time that is left.
+    Degrees come in the order of what no plan of theirs takes less than, but for those for which that is no less than
+    what the best takes, which ``plan`` gets to beat; last comes one for each stage. All have an equal share of the time
+    that is left.
     """
     if len(profiles) == 1:
         return plan(one := ask(profiles[0]), None), one
@@ -83,7 +88,7 @@ def best_degree(
     for k, (bound, asked) in enumerate(queue):
         period = None if best is None else worth.of(best[0])
         if period is not None and bound >= period:
-            break
+            continue
         status.phase = f"tensor degree {asked.name}"
         until = deadline.part(len(queue) - k)
         try:
@@ -124,7 +129,7 @@ def _in_order(
             told[degree] = None, queue[-1][0]
         except BadInput as error:
             told[degree], why[degree] = (None, None), error
-    return sorted(queue, key=lambda x: (x[0], x[1].degree)), told, why
+    return sorted(queue, key=lambda x: (x[1].name == EACH, x[0], x[1].degree)), told, why
 
 
 def _with_degrees(found: Planned, told: Told, name: str) -> Planned:

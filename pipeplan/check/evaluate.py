@@ -20,7 +20,7 @@ from ..integers import ceil_div
 from ..plan import Bound, Pattern, Plan, Schedule
 from ..problem import Platform, Policy
 from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind, simulated_run
-from ..schedule.pattern import DeviceUse, Group, device_uses, groups, most_in_flight, starts_of, unused
+from ..schedule.pattern import DeviceUse, Group, alike, device_uses, groups, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
 from ..schedule.registered import SteadyRun
 from ..schedule.simulate import STEP_S, simulate
@@ -193,7 +193,7 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
             program.buffer_bytes(s),
             (count,),
         )
-    return uses
+    return alike(graph, uses, platform)
 
 
 def gap(period_ns: int, bound: Bound) -> float:

@@ -190,6 +190,10 @@ def refuse_chain(chain: Chain, name: str) -> None:
     last, target = chain.layers[-1], TARGETS[name]
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
+    if chain.variants:
+        raise CannotExpress(
+            f"{name}: each stage has a tensor degree of its own, and there all have one; say --tensor 2"
+        )
     if chain.tensor > 1 and not target.tensor:
         raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
     if chain.selective and not target.selective:

@@ -124,6 +124,9 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
     """Return what is wrong with the stages themselves: cover, devices, segments, empty stages, tied layers."""
     if not stages:
         return ["the plan has no stages"]
+    unsaid = unsaid_of_variants(chain, platform)
+    if unsaid is not None:
+        return [unsaid]
     found = []
     position = 0
     for s, stage in enumerate(stages):
@@ -135,21 +138,38 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
             )
             return found
         position = stage.stop
-        found += _device_violations(s, stage.devices, platform)
+        if (stage.tensor, stage.selective) not in chain.names:
+            found.append(f"stage {s} is of tensor degree {stage.tensor}; the profile has no such variant")
+            return found
+        found += _device_violations(s, stage, platform)
         if stage.replicas > 1 and chain.changed:
             found.append(f"stage {s} has {stage.replicas} GPUs; {chain.one_of_each}; plan with --no-replicas")
         found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
     found += _idle_violations(chain, platform, policy, stages)
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
-    groups = list(dict.fromkeys(stage.devices for stage in stages))
-    for i, one in enumerate(groups):
-        for other in groups[i + 1 :]:
+    groups = list(dict.fromkeys((stage.members, stage.tensor) for stage in stages))
+    for i, (one, _) in enumerate(groups):
+        for other, _ in groups[i + 1 :]:
             if set(one) & set(other):
                 found.append(
                     f"device groups {list(one)} and {list(other)} overlap; stages that share a device share all of them"
                 )
     return found + tied_violations(chain, policy, stages)
+
+
+def unsaid_of_variants(chain: Chain, platform: Platform) -> str | None:
+    """Return in words why stages can't each have a variant of their own; None where they can, or there are none."""
+    if not chain.variants:
+        return None
+    reasons = {
+        "layers share weights, of which groups of other degrees would have other parts": chain.tied or chain.shared,
+        "GPUs differ": len(set(platform.devices)) > 1,
+        "servers share links": platform.shared_level is not None,
+        "messages keep GPUs from computing": platform.blocking or platform.overhead_ns,
+    }
+    found = [why for why, there in reasons.items() if there]
+    return f"a tensor degree for each stage isn't planned where {' and '.join(found)}" if found else None
 
 
 def schedule_violations(plan: Plan) -> list[str]:
@@ -197,7 +217,8 @@ def schedule_violations(plan: Plan) -> list[str]:
     return found
 
 
-def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> list[str]:
+def _device_violations(s: int, stage: Stage, platform: Platform) -> list[str]:
+    devices, inside = stage.members, platform.unit_sizes[0]
     if not devices:
         return [f"stage {s} has no device"]
     found = [
@@ -207,6 +228,8 @@ def _device_violations(s: int, devices: tuple[int, ...], platform: Platform) -> 
     ]
     if len(set(devices)) != len(devices):
         found.append(f"stage {s} lists a device twice: {list(devices)}")
+    if any(d // inside != (d + stage.tensor - 1) // inside for d in stage.devices):
+        found.append(f"stage {s} has groups of {stage.tensor} devices that cross servers of {inside}: {list(devices)}")
     return found
 
 
@@ -214,7 +237,8 @@ def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: S
     found = []
     for s, (stage, borrowed) in enumerate(zip(stages, borrowed_weights(chain, stages), strict=True)):
         known = [d for d in stage.devices if 0 <= d < len(platform)]
-        timed = chain.timed(platform.slowest(known).times) if known else chain
+        own = chain.of(stage.tensor, stage.selective)
+        timed = own.timed(platform.slowest(known).times) if known else own
         elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
         if time_model.work_ns(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere) == 0:
             found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")

@@ -362,6 +362,8 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(name)
+    if loaded.chain.variants:
+        raise BadInput(f"{name}: each stage has a tensor degree of its own, which pipeplan plans but doesn't run")
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..runtime.engine.asked import clipping, run_otherwise

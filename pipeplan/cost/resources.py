@@ -46,11 +46,11 @@ class Resource:
         return "link " + self.arrow.join(str(end[replica % len(end)]) for end in self.ends)
 
 
-def device_group(platform: Platform, devices: tuple[int, ...]) -> Resource:
-    """Return a group of devices, with the memory of the one that has least."""
+def device_group(platform: Platform, devices: tuple[int, ...], tensor: int = 1) -> Resource:
+    """Return a group of devices, each the first of ``tensor``, with the memory of the one that has least."""
     memory = platform.slowest(devices).memory_bytes
     name = f"{'device' if len(devices) == 1 else 'devices'} {format_devices(devices)}"
-    return Resource(name, devices, len(devices), memory, width=platform.width)
+    return Resource(name, devices, len(devices), memory, width=tensor * platform.width)
 
 
 def link_between(one_way: bool, one: tuple[int, ...], other: tuple[int, ...]) -> Resource:

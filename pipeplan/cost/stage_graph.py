@@ -196,14 +196,18 @@ def stage_graph(
     no links; a microbatch alone is charged each of them twice. The overhead of messages is part of passes, too.
     """
     groups = list(dict.fromkeys(stage.devices for stage in stages))
-    transfers = [chain.cut_bytes[one.stop] > 0 and one.devices != other.devices for one, other in pairwise(stages)]
+    cuts = [cut_bytes(chain, *pair) for pair in pairwise(stages)]
+    transfers = [
+        size > 0 and one.devices != other.devices for size, (one, other) in zip(cuts, pairwise(stages), strict=True)
+    ]
     known = {} if known is None else known
     parts = _parts(chain, platform, policy, stages, transfers, known)
-    resources = [_once(known, device_group, platform, devices) for devices in groups]
+    widths = {stage.devices: stage.tensor for stage in stages}
+    resources = [_once(known, device_group, platform, devices, widths[devices]) for devices in groups]
     if sharing and policy.sharing.scattered:
         parts = [_exchanging(platform, policy, *x) for x in zip(stages, parts, strict=True)]
     if platform.blocking or platform.overhead_ns:
-        parts = _held(chain, platform, stages, parts, transfers, sharing)
+        parts = _held(cuts, platform, stages, parts, transfers, sharing)
     if platform.blocking:
         transfers = [False] * len(transfers)
     levels = [
@@ -228,12 +232,12 @@ def stage_graph(
 
     forward: list[Operation] = []
     backward: list[Operation] = []
-    for s, (stage, part) in enumerate(zip(stages, parts, strict=True)):
+    for s, part in enumerate(parts):
         forward.append(Operation("F", s, part.forward_ns, part.resource))
         backward.append(Operation("B", s, part.backward_ns, part.resource))
         if s < len(transfers) and transfers[s]:
             here, there = part.resource, parts[s + 1].resource
-            duration = _once(known, Platform.transfer_ns, platform, chain.cut_bytes[stage.stop], levels[s])
+            duration = _once(known, Platform.transfer_ns, platform, cuts[s], levels[s])
             forward.append(Operation("SEND_F", s, duration, link(here, there, levels[s])))
             backward.append(Operation("SEND_B", s + 1, duration, link(there, here, levels[s])))
     if not free_sums:
@@ -244,6 +248,11 @@ def stage_graph(
     tied = tied_stages(chain, stages)
     operations = (*forward, *reversed(backward))
     return StageGraph(tuple(parts), operations, tuple(resources), policy, len(platform), tied, norm_ns)
+
+
+def cut_bytes(chain: Chain, one: Stage, other: Stage) -> int:
+    """Return what a GPU of a stage sends a GPU of the next, or gets of it: the more of what they have of the cut."""
+    return max(chain.of(x.tensor, x.selective).cut_bytes[one.stop] for x in (one, other))
 
 
 def _once(known: Known, make: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -283,7 +292,7 @@ def _exchanging(platform: Platform, policy: Policy, stage: Stage, part: StageCos
 
 
 def _held(
-    chain: Chain,
+    cuts: Sequence[int],
     platform: Platform,
     stages: Sequence[Stage],
     parts: Sequence[StageCost],
@@ -292,9 +301,9 @@ def _held(
 ) -> list[StageCost]:
     """Return ``parts`` whose passes include what the transfers at their ends keep their devices from computing."""
     waits = [0]
-    for (one, other), transfer in zip(pairwise(stages), transfers, strict=True):
+    for (one, other), size, transfer in zip(pairwise(stages), cuts, transfers, strict=True):
         level = platform.level_between(one.devices, other.devices) if sharing else 0
-        waits.append(platform.held_ns(chain.cut_bytes[one.stop], level) if transfer else 0)
+        waits.append(platform.held_ns(size, level) if transfer else 0)
     both_ends = [before + after for before, after in zip(waits, [*waits[1:], 0], strict=True)]
     return [
         replace(part, forward_ns=part.forward_ns + wait, backward_ns=part.backward_ns + wait)

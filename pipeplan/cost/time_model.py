@@ -28,9 +28,11 @@ def relative(problem: Problem) -> Problem:
     """Return a relaxation in which devices differ by a factor alone: nothing takes longer than in ``problem``.
 
     Where devices have profiles of their own, each layer takes what the fastest takes, and a device is as fast as where
-    it comes nearest to that.
+    it comes nearest to that. Where layers have variants they take what they take of all GPUs together, at least.
     """
     platform = problem.platform
+    if problem.chain.variants:
+        return replace(problem, chain=problem.chain.by_gpu)
     if platform.devices[0].times is None:
         return problem
     best = platform.best_device

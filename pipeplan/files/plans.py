@@ -39,7 +39,9 @@ PolicyFile = form(
     bytes_per_parameter=Positive | None,
     shared_bytes_per_parameter=Positive | None,
 )
-StageFile = form(Stage, optional=(), checkpoint=tuple[tuple[int, int], ...] | None)
+StageFile = form(
+    Stage, optional=("tensor", "selective"), brief=True, checkpoint=tuple[tuple[int, int], ...] | None, tensor=Positive
+)
 ScheduleFile = form(
     Schedule,
     optional=("microbatches", "limit", "order"),
@@ -128,7 +130,8 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
         "platform": platform_form(plan.platform.whole or plan.platform),
         "policy": replace(plan.policy, accumulate=plan.policy.accumulate or 1),
         "stages": [
-            StageFile(s.start, s.stop, gpus_of(plan.platform, s), s.checkpoint or None) for s in plan.allocation.stages
+            StageFile(s.start, s.stop, gpus_of(plan.platform, s), s.checkpoint or None, s.tensor, s.selective)
+            for s in plan.allocation.stages
         ],
         "schedule": plan.schedule,
         "samples_per_update": plan.interval * plan.chain.microbatch,
@@ -145,7 +148,7 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
 
 def gpus_of(platform: Platform, stage: Stage) -> tuple[int, ...]:
     """Return the numbers of a stage's GPUs, group by group."""
-    return tuple(gpu for device in stage.devices for gpu in platform.gpus(device))
+    return tuple(gpu for device in stage.members for gpu in platform.gpus(device))
 
 
 def any_class_bound(plan: Plan) -> Bound | None:
@@ -169,7 +172,10 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
         policy=converted(form.policy, Policy),
         allocation=Allocation(
             tuple(
-                Stage(s.start, s.stop, _groups(platform, s.devices, f"{path}: $.stages[{k}]"), s.checkpoint or ())
+                replace(
+                    Stage(s.start, s.stop, (), s.checkpoint or (), s.tensor, s.selective),
+                    devices=_groups(platform, s.devices, s.tensor, f"{path}: $.stages[{k}]"),
+                )
                 for k, s in enumerate(form.stages)
             ),
             form.provenance.claimed_period_ns,
@@ -188,11 +194,12 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
     return plan, found if result is None or found else _figures(form, plan, result)
 
 
-def _groups(platform: Platform, gpus: tuple[int, ...], place: str) -> tuple[int, ...]:
-    """Return the devices that a stage's GPUs are, replica by replica; BadInput where they aren't whole groups."""
-    width = platform.width
-    groups = tuple(gpu // width for gpu in gpus[::width])
-    if tuple(gpu for device in groups for gpu in platform.gpus(device)) != tuple(gpus):
+def _groups(platform: Platform, gpus: tuple[int, ...], tensor: int, place: str) -> tuple[int, ...]:
+    """Return the devices that a stage's GPUs are, replica by replica, of ``tensor`` the first; BadInput where they
+    aren't whole groups."""
+    width = platform.width * tensor
+    groups = tuple(gpu // platform.width for gpu in gpus[::width])
+    if tuple(gpu for first in groups for d in range(first, first + tensor) for gpu in platform.gpus(d)) != tuple(gpus):
         raise BadInput(f"{place}.devices: {shown(str(list(gpus)), 60)} are no groups of {width} neighbours")
     return groups
 

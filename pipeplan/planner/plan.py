@@ -156,7 +156,7 @@ def _found(
     that ended early, or None."""
     row = KINDS[kind]
     propose = _proposer(algorithm, options, effort)
-    widen = algorithm in (AUTO, "contiguous")
+    widen = algorithm in (AUTO, "contiguous") and not problem.chain.variants
     if row.drains:
         kinds = kinds_for(problem.policy.weights) if anyhow else ()
         searched = effort if algorithm == AUTO else None
@@ -196,6 +196,8 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
     if incumbent.late and algorithm == STATED:
         return "the time limit left no time to schedule the stated stages"
+    if incumbent.problem.chain.variants:
+        return "no plan was found of contiguous stages that fit, whatever tensor degree each has"
     if incumbent.late:
         rest = "; the simplest ones don't" if incumbent.exhausted else ", and left no time for the simplest ones"
         return f"the time limit ended the search before it found a plan that fits{rest}"
@@ -344,7 +346,7 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     """Return the bounds that the search proved and whose class contains ``scheduled``, or of a drained one those of its
     class."""
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
-    if problem.policy.drains:
+    if problem.policy.drains and not problem.chain.variants:
         own = scheduled.schedule.kind if scheduled.schedule else kind
         found = list(bounds_of_drained(problem, own))
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

@@ -6,6 +6,7 @@ Times are integer nanoseconds per microbatch, sizes integer bytes, layer ranges 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from ..choices import Checkpointing, Weights
@@ -90,6 +91,12 @@ class Problem:
     def most_replicas(self) -> int:
         """The most replicas that a stage may have."""
         return len(self.platform) if self.replicas else 1
+
+    @cached_property
+    def uniform(self) -> tuple[Problem, ...]:
+        """The same instance with each of the chain's :attr:`Chain.choices` for all layers, on groups of GPUs."""
+        found = self.chain.choices
+        return tuple(replace(self, chain=x, platform=self.platform.grouped(x.tensor)) for x in found)
 
     def with_policy(self, policy: Policy) -> Problem:
         """Return the same instance under another policy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -153,7 +153,10 @@ class Chain:
 
     @property
     def variant(self) -> str:
-        """What it is called among its variants: the tensor degree, and whether it is selective."""
+        """What it is called among its variants: the tensor degree, and whether it is selective; where each stage
+        chooses, that."""
+        if self.variants:
+            return "each"
         return f"{self.tensor} selective" if self.selective else f"{self.tensor}"
 
     @property
@@ -276,10 +279,14 @@ class Chain:
         def moved(layers: Iterable[int]) -> tuple[int, ...]:
             return tuple(sorted(place[i] for i in layers))
 
+        def in_order(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+            return tuple(renumbered(layers[i], place.__getitem__) for i in order)
+
         own = tuple(order if self.order is None else (self.order[i] for i in order))
         return replace(
             self,
-            layers=tuple(renumbered(self.layers[i], place.__getitem__) for i in order),
+            layers=in_order(self.layers),
+            variants=tuple(replace(x, layers=in_order(x.layers)) for x in self.variants),
             edges=self.edges and tuple(sorted((place[i], place[j]) for i, j in self.edges)),
             inputs=self.inputs and moved(self.inputs),
             tied=tuple(sorted((min(x), max(x)) for x in map(moved, self.tied))),
@@ -307,6 +314,55 @@ class Chain:
             selective=variant.selective,
             variants=(),
         )
+
+    @cached_property
+    def choices(self) -> tuple[Chain, ...]:
+        """The network as it is without variants, and as each of these has it, one of which every stage takes."""
+        return (replace(self, variants=()), *map(self.part, self.variants)) if self.variants else (self,)
+
+    def of(self, tensor: int, selective: bool) -> Chain:
+        """Return the one of the :attr:`choices` that a stage takes by its name; KeyError where there is none."""
+        return self.names[tensor, selective]
+
+    @cached_property
+    def names(self) -> dict[tuple[int, bool], Chain]:
+        """The :attr:`choices` as stages name them; where there is but one, that is the first."""
+        return {(x.tensor, x.selective): x for x in self.choices} if self.variants else {(1, False): self}
+
+    def extreme(self, pick: Callable[[Iterable[int]], int]) -> Chain:
+        """Return the network whose layers take and send what ``pick`` (least, or most) picks of all its choices."""
+        if not self.variants:
+            return self
+        layers = []
+        for own in zip(*(x.layers for x in self.choices), strict=True):
+            weights = pick(x.parameter_count for x in own)
+            layers.append(
+                replace(
+                    own[0],
+                    forward_ns=pick(x.forward_ns for x in own),
+                    backward_ns=pick(x.backward_ns for x in own),
+                    backward_weight_ns=pick(x.weight_part_ns for x in own),
+                    optimizer_ns=pick(x.optimizer_ns for x in own),
+                    weight_bytes=pick(x.weight_bytes for x in own),
+                    output_bytes=pick(x.output_bytes for x in own),
+                    parameters=weights,
+                )
+            )
+        return replace(self, layers=tuple(layers), variants=())
+
+    @cached_property
+    def by_gpu(self) -> Chain:
+        """The network whose layers take what all GPUs of a group take together, each in the variant with the least."""
+        layers = []
+        for own in zip(*(x.layers for x in self.choices), strict=True):
+            of = [
+                (x.tensor * (y.forward_ns + y.backward_ns), x.tensor, y) for x, y in zip(self.choices, own, strict=True)
+            ]
+            _, width, least = min(of, key=lambda one: one[0])
+            step = min(x.tensor * y.optimizer_ns for x, y in zip(self.choices, own, strict=True))
+            times = {"forward_ns": width * least.forward_ns, "backward_ns": width * least.backward_ns}
+            layers.append(replace(least, **times, backward_weight_ns=None, optimizer_ns=step))
+        return replace(self, layers=tuple(layers), variants=())
 
     def timed(self, times: LayerTimes | None) -> Chain:
         """Return the same network with the times of a device's own profile; None: with its own."""

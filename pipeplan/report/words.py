@@ -12,7 +12,7 @@ from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
 from ..partition.contiguous.claims import coarseness
 from ..partition.devices.orders import Orders
-from ..plan import Bound, Plan
+from ..plan import Bound, Plan, Stage
 from ..problem import Chain, Level, Platform, Policy
 from ..schedule.weight_versions import Delay, average_delay
 from ..units import format_bandwidth, format_bytes, format_ns
@@ -79,7 +79,7 @@ def layer_order(plan: Plan) -> str | None:
 
 def idle_devices(plan: Plan) -> list[int]:
     """Return the GPUs of the platform on which a plan has no stage."""
-    idle = sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.devices})
+    idle = sorted(set(range(len(plan.platform))) - {d for stage in plan.allocation.stages for d in stage.members})
     return [gpu for device in idle for gpu in plan.platform.gpus(device)]
 
 
@@ -227,11 +227,13 @@ def tensor_degree(plan: Plan) -> list[str]:
     """Return how many GPUs run each layer together, and what other degrees would take, in lines; nothing for one."""
     found = plan.provenance.options.get("tensor")
     tried = {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
-    if plan.chain.tensor == 1 and not plan.chain.selective and len(tried) < 2:
+    if plan.chain.variant == "1" and len(tried) < 2:
         return []
     along = ", with sequence parallelism" if plan.chain.sequence_parallel else ""
     along += ", attention's core again in backwards (selective recomputation)" if plan.chain.selective else ""
     told = [f"tensor degree {plan.chain.tensor}{along}"]
+    if plan.chain.variants:
+        told = [f"tensor degrees of their own: {', '.join(map(_of_stage, plan.allocation.stages))} by stage"]
     if len(tried) > 1:
         told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")
         least = min((_ns(v, "bound_ns") or 0 for v in tried.values() if v.get("bound_ns") is not None), default=0)
@@ -239,6 +241,10 @@ def tensor_degree(plan: Plan) -> list[str]:
         if own is not None and 0 < least <= own:
             told[-1] += f"; none is below {format_ns(least)}: gap {own / least - 1:.2%}"
     return told
+
+
+def _of_stage(stage: Stage) -> str:
+    return f"{stage.tensor}{' selective' if stage.selective else ''}"
 
 
 def _taken(found: dict[str, Any]) -> int | None:

@@ -181,4 +181,13 @@ def device_uses(graph: StageGraph, starts: Sequence[int], period: int, platform:
             use = resource_use(graph, starts, period, index)
             for d in resource.devices:
                 uses[d] = replace(use, memory_bytes=platform.devices[d].memory_bytes)
+    return alike(graph, uses, platform)
+
+
+def alike(graph: StageGraph, uses: list[DeviceUse], platform: Platform) -> list[DeviceUse]:
+    """Return ``uses`` where all devices that run a stage's layers together hold what the first of them does."""
+    for resource in graph.resources:
+        for d in () if resource.is_link else resource.devices:
+            for other in range(d + 1, d + resource.width // platform.width):
+                uses[other] = uses[d]
     return uses

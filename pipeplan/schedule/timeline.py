@@ -10,7 +10,7 @@ from math import ceil, lcm
 from ..cost.stage_graph import updates_end_ns
 from ..problem import Platform
 from ..registry import Late
-from .pattern import DeviceUse, unused
+from .pattern import DeviceUse, alike, unused
 from .program import Program, Step
 
 
@@ -176,7 +176,7 @@ def run_uses(timeline: Timeline, platform: Platform) -> list[DeviceUse]:
         if work.device is not None:
             memory = platform.devices[work.device].memory_bytes
             uses[work.device] = replace(_use(timeline, lane, versions), memory_bytes=memory)
-    return uses
+    return alike(timeline.program.graph, uses, platform)
 
 
 def lane_use(timeline: Timeline, lane: int) -> DeviceUse:

@@ -16,8 +16,8 @@ said in words (:data:`PARTS`):
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
 link. Schedules that are no patterns (drained ones, nF1B) are bounded by averages alone, as counts of microbatches
 inside needn't be the same in every period. Where the layers of a DAG may stand in several orders, bounds hold for the
-problem's own. Bounds of narrower classes come from exact algorithms (``contiguous`` is its own bound); the planner
-assembles them.
+problem's own, and where each stage chooses among variants of its layers ``choosing`` alone, by averages, bounds. Bounds
+of narrower classes come from exact algorithms (``contiguous`` is its own bound); the planner assembles them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ...cost import time_model
 from ...plan import Bound, Plan
 from ...problem import Problem
 from .averages import fill_bound, layer_bound, load_bound, memory_bound, work_ns
+from .choosing import choosing_proof
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, deeper, strong_bound
 
 __all__ = [
@@ -64,6 +65,8 @@ def proof(problem: Problem, up_to: int | None = None) -> Proved:
 
     What takes long is left out, but where the bound is below ``up_to`` ns, and then tells no more than that.
     """
+    if problem.chain.variants:
+        return choosing_proof(problem)
     if up_to is None:
         return strong_bound(problem, quick_proof(problem))
     known = proof(problem)
@@ -78,6 +81,8 @@ def derived_up_to(problem: Problem, period: int) -> int:
 
 def quick_proof(problem: Problem) -> Proved:
     """Return the bound by averages alone."""
+    if problem.chain.variants:
+        return choosing_proof(problem)
     relaxed = time_model.relative(problem)
     found: list[tuple[int, Part]] = [
         (max(1, load_bound(relaxed)), "work"),

@@ -150,7 +150,7 @@ def group_sizes(problem: Problem) -> list[int]:
     """Return the sizes of groups to try in turn, the largest first, each a quarter of the one before; empty where the
     devices themselves are few enough."""
     count, cuts = len(problem.platform), min(len(legal_cuts(problem)), SPREAD)
-    if not problem.replicas or cuts * count**2 <= MOST_PLACES:
+    if not problem.replicas or problem.chain.variants or cuts * count**2 <= MOST_PLACES:
         return []
     most = max(_FEWEST, isqrt(MOST_PLACES // cuts))
     found = [_size(problem.platform, most), _size(problem.platform, 2 * most)]
@@ -209,7 +209,7 @@ def longest_period_ns(problem: Problem) -> int:
     """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
     platform = problem.platform
     slowest = platform.slowest(range(len(platform)))
-    chain = problem.chain.timed(slowest.times)
+    chain = problem.chain.extreme(max).timed(slowest.times)
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
     replicas = 1 if problem.policy.zero else len(platform)  # with which steps take most
@@ -259,7 +259,7 @@ def on_lowest_devices(platform: Platform, stages: Sequence[Stage]) -> tuple[Stag
     Where devices share links, which ones do would change; unequal ones on several levels stay as they are.
     """
     used = list(dict.fromkeys(d for stage in stages for d in stage.devices))
-    if platform.shared_level is not None:
+    if platform.shared_level is not None or any(stage.tensor > 1 for stage in stages):
         return tuple(stages)
     if len(platform.levels) == 1:
         free = {x: iter([d for d, y in enumerate(platform.devices) if y == x]) for x in set(platform.devices)}
@@ -344,7 +344,7 @@ def _in_order(
 def plain_delays(tables: SearchTables) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
     best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
-    chain = tables.problem.chain.timed(best.times)
+    chain = tables.problem.chain.extreme(min).timed(best.times)
     end = np.int64(len(chain))
     replicas = quickest_replicas(tables.problem)
     bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)

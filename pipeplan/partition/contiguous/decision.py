@@ -15,9 +15,9 @@ import numpy as np
 
 from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...plan import Stage
-from ..devices.states import Flags, Step, places
+from ..devices.states import Flags, Step
 from ..tables.device_counts import Counts, device_counts
-from ..tables.stages import Ranges, SearchTables, closed, largest_synced_gradients, longest_delay
+from ..tables.stages import Ranges, SearchTables, carried, largest_synced_gradients, longest_delay
 
 _CHUNK = 2**14  # elements per vectorised step, so that its operands stay in cache
 
@@ -51,13 +51,17 @@ class _Sweep:
         self.left, self.takes, self.sizes = self.states.left, self.states.takes, self.states.sizes
         # in which states something can be taken
         self.useful: list[Flags] = [np.any(take.replicas, axis=0) for take in self.takes]
-        self.levels, self.place = len(problem.platform.levels), places(self.sizes)
+        self.levels = len(problem.platform.levels)
         self.cap = longest_delay(problem, period)
         size = len(tables.cuts)
         links = np.lcm(self.sizes[:, None], self.sizes[None, :]).tolist()
         self.link_periods = np.array([[min(NEVER - 1, n * period) for n in row] for row in links], dtype=np.int64)
         self.least = np.full((size, len(self.left), self.levels, len(self.sizes)), NEVER, dtype=np.int64)
-        self.round_trips = np.stack([closed(tables, level, period) for level in range(self.levels)])
+        self.round_trips = np.stack(
+            [[carried(problem, x.round_trips[k], k, period) for k in range(self.levels)] for x in tables.variants]
+        )
+        self.least_trips, self.most_trips = self.round_trips.min(axis=0), self.round_trips.max(axis=0)
+        self.variant = self.states.variant_of
         self.both_ways = np.array([problem.platform.both_ways(level) for level in range(self.levels)])
         self.syncable = self._syncable()
         self.low = np.maximum(counts.before, 0)
@@ -89,8 +93,11 @@ class _Sweep:
         problem = self.tables.problem
         if not problem.replicas:
             return None
-        table = largest_synced_gradients(problem, self.period)
-        return None if int(self.tables.gradients.max()) <= int(table.min()) else table
+        table, most = (
+            largest_synced_gradients(problem, self.period),
+            max(int(x.gradients.max()) for x in self.tables.variants),
+        )
+        return None if most <= int(table.min()) else table
 
     def run(self) -> bool:
         """Fill the tables; return whether the whole chain has a placement."""
@@ -113,7 +120,7 @@ class _Sweep:
         """Compute the smallest delays at cut ``i`` from all columns within reach."""
         window, labels = self._window(i), self.least[i].copy()
         rows = slice(int(self.low[i]), int(min(self.high[i], self.left[-1] - 1)) + 1)
-        if not self.tables.problem.replicas:
+        if not self.states.in_rows:
             rows = slice(0, 1)
         for number in range(len(self.takes)):
             useful = self.useful[number][self.state[window]]
@@ -143,7 +150,8 @@ class _Sweep:
         np.copyto(opened, stay, where=stay <= end)
         opened[opened > self.limit[take][rows, columns]] = NEVER
         if self.gradient is not None:
-            opened[self.tables.gradients[i][stops] > self.gradient[take][rows, columns]] = NEVER
+            gradients = self.tables.variants[self.takes[take].variant].gradients
+            opened[gradients[i][stops] > self.gradient[take][rows, columns]] = NEVER
         return opened
 
     def _behind(self, i: int) -> Ints:
@@ -157,9 +165,10 @@ class _Sweep:
         """Return :meth:`_behind` through the transfers, by (c, s, v), where the stage itself has ``sizes[c]`` devices
         and spans level s."""
         behind = self._behind(i)
-        trips = self.round_trips[:, i, None]
+        least, most = self.least_trips[:, i, None], self.most_trips[:, i, None]
         # idle time in a link's group is less than the transfers, so what lags by them is never better
-        hopeful = behind < np.where(trips <= self.period, behind.min(axis=1) + trips + 1, NEVER)[:, None]
+        lag = np.where(most <= self.period, behind.min(axis=1) + 2 * np.minimum(most, self.period) - least + 1, NEVER)
+        hopeful = behind < lag[:, None]
         level, found, other = np.nonzero(hopeful[:, :, self.possible[i]].transpose(0, 2, 1))
         state = self.possible[i][found]
         starts = np.flatnonzero(np.diff(level * len(self.left) + state, prepend=-1))
@@ -175,7 +184,9 @@ class _Sweep:
     def _through(self, i: int, own: Ints | int, level: Ints, other: Ints, behind: Ints) -> Ints:
         """Return the delays ``behind`` cut ``i`` after transfers over ``level`` between ``sizes[own]`` devices before
         it and ``sizes[other]`` behind it."""
-        trips, period = self.round_trips[level, i], self.link_periods[own, other]
+        trips, period = self.round_trips[self.variant[other], level, i], self.link_periods[own, other]
+        if self.tables.uniform:
+            trips = np.maximum(trips, self.round_trips[self.variant[own], level, i])
         through, load = extend_array(behind, np.minimum(trips, period), period), trips
         if self.both_ways.any():
             apart = self.both_ways[level]
@@ -203,7 +214,7 @@ class _Sweep:
         self.state[new] = states
         for number, take in enumerate(self.takes):
             replicas, spans = take.replicas[:, states], take.spans[:, states]
-            delay = entering[self.place[replicas], spans, states]
+            delay = entering[self.states.place(number)[replicas], spans, states]
             period = replicas * self.period
             group = ceil_div(delay, np.maximum(period, 1))
             end = group * period
@@ -216,7 +227,7 @@ class _Sweep:
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of a placement of the whole chain, found again from the tables."""
         cuts, last = self.tables.cuts, len(self.tables.cuts) - 1
-        i, steps, ranges = 0, list[Step](), list[tuple[int, int, Ranges]]()
+        i, steps, ranges = 0, list[Step](), list[tuple[int, int, Ranges, int, bool]]()
         state, level, size = map(int, np.unravel_index(int(self.least[0].argmin()), self.least[0].shape))
         while i < last:
             step, column = self._step(i, state, level, size)
@@ -224,7 +235,7 @@ class _Sweep:
             take, stop, replicas = self.takes[step.take], int(self.cut[column]), int(self.sizes[size])
             in_flight = int(ceil_div(self.least[i, state, level, size], replicas * self.period))
             checkpoint = self.tables.classes[take.floor].options.checkpoint(i, stop, in_flight, replicas)
-            ranges.append((int(cuts[i]), int(cuts[stop]), checkpoint))
+            ranges.append((int(cuts[i]), int(cuts[stop]), checkpoint, *self.states.named(step.take)))
             if stop < last:
                 row = self._row(state)
                 entering, span = int(self.delay[step.take, row, column]), int(take.spans[row, step.found])
@@ -232,19 +243,20 @@ class _Sweep:
             i = stop
         devices = self.states.devices(steps)
         return tuple(
-            Stage(start, stop, group, checkpoint)
-            for (start, stop, checkpoint), group in zip(ranges, devices, strict=True)
+            Stage(start, stop, group, *how) for (start, stop, *how), group in zip(ranges, devices, strict=True)
         )
 
     def _row(self, state: int) -> int:
         """Return the row of a take that leaves ``state``."""
-        return int(self.left[state]) if self.tables.problem.replicas else 0
+        return int(self.left[state]) if self.states.in_rows else 0
 
     def _step(self, i: int, state: int, level: int, size: int) -> tuple[Step, int]:
         """Return the step of the stage that attains ``least[i, state, level, size]``, and the column where it stops."""
         value, window, row = self.least[i, state, level, size], self._window(i), self._row(state)
         for number, take in enumerate(self.takes):
-            allowed = self.states.into(number, state, level) & np.equal(self.place[take.replicas[row]], size)
+            allowed = self.states.into(number, state, level) & np.equal(
+                self.states.place(number)[take.replicas[row]], size
+            )
             delays = self._delays(i, number, slice(row, row + 1), window)[0]
             hits = np.flatnonzero((delays == value) & allowed[self.state[window]])
             if len(hits):

@@ -33,6 +33,7 @@ class Take(NamedTuple):
     floor: int
     replicas: Ints
     spans: Ints
+    variant: int = 0  # of those of stages that choose, where the floor is the variant's
 
 
 class Floor(NamedTuple):
@@ -130,6 +131,17 @@ class DeviceStates:
     order: tuple[int, ...]
     replicas: bool
     speed_of: tuple[Fraction, ...]  # of each device
+    variants: tuple[tuple[int, bool], ...] = ()  # degree, and whether selective, where each stage chooses
+    single: bool = False  # whether each has one replica, where they choose
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether takes have a row for each number of devices that they may leave."""
+        return self.replicas or bool(self.variants)
+
+    def named(self, take: int) -> tuple[int, bool]:
+        """Return the degree, and whether selective, of the stages that a take is for."""
+        return self.variants[self.takes[take].variant] if self.variants else (1, False)
 
     @cached_property
     def left(self) -> Ints:
@@ -164,6 +176,8 @@ class DeviceStates:
         Within a floor a stage needs no others: moving the first ones up into a gap keeps the floor and shortens the way
         to the next stage. There is no group where the first or the last device isn't eligible.
         """
+        if self.variants:
+            return tuple(Take(k, self._groups(x), self._spans, k) for k, (x, _) in enumerate(self.variants))
         along = np.array([self.kinds.of[d] for d in self.order])
         found = []
         for floor, eligible in enumerate(self.kinds.eligible):
@@ -180,41 +194,66 @@ class DeviceStates:
             found.append(Take(floor, groups, self._spans))
         return tuple(found)
 
+    def _groups(self, width: int) -> Ints:
+        """Return how many groups of so many devices are a..b-1, shape (P, P + 1), 0 where some would cross servers."""
+        first, last = np.arange(len(self.order))[:, None], self.left[None, :]
+        inside = self.kinds.platform.unit_sizes[0]
+        groups = np.where((last - first) % width, 0, np.maximum(0, (last - first) // width))
+        groups[(first % width != 0) & (first // inside != (last - 1) // inside)] = 0
+        return np.where(groups > 1, 0, groups) if self.single else groups
+
     @cached_property
+    def _ends(self) -> tuple[Ints, tuple[Ints, ...]]:
+        """How many devices, or groups of them, a stage may have, variant by variant, and by variant the index of each
+        number."""
+        sizes, at, count = [], [], 0
+        for variant in range(len(self.variants) or 1):
+            own = [x.replicas[x.replicas > 0] for x in self.takes if x.variant == variant]
+            sizes.append(np.unique(np.concatenate([[1], *own])))
+            at.append(places(sizes[-1]) + count)
+            count += len(sizes[-1])
+        return np.concatenate(sizes), tuple(at)
+
+    @property
     def sizes(self) -> Ints:
-        """How many devices a stage may have."""
-        return np.unique(np.concatenate([[1], *(x.replicas[x.replicas > 0] for x in self.takes)]))
+        """How many devices a stage may have, of each variant that it may have."""
+        return self._ends[0]
+
+    def place(self, take: int) -> Ints:
+        """Return the index in :attr:`sizes` of each number of devices of a take."""
+        return self._ends[1][self.takes[take].variant]
+
+    @cached_property
+    def variant_of(self) -> Ints:
+        """The variant of each of :attr:`sizes`."""
+        return np.concatenate([np.full(len(np.unique(x)), k) for k, x in enumerate(self._ends[1])])
 
     @cached_property
     def _spans(self) -> Ints:
-        return self.kinds.platform.spans if self.replicas else np.zeros((1, len(self.order) + 1), dtype=np.int64)
+        return self.kinds.platform.spans if self.in_rows else np.zeros((1, len(self.order) + 1), dtype=np.int64)
 
     @cached_property
     def _outer(self) -> Ints:
         spans, count = self.kinds.platform.spans, len(self.order)
-        if not self.replicas:
+        if not self.in_rows:
             return np.array([[0, 0, *(spans[b - 2, b] for b in range(2, count + 1))]], dtype=np.int64)
         outer = np.zeros_like(spans)
         if len(self.kinds.platform.levels) > 1:  # untouched zeros take no memory
             outer[1:] = spans[:-1]
         return outer
 
-    @cached_property
-    def _place(self) -> Ints:
-        return places(self.sizes)
-
     def lower(self, labels: Ints, take: int, rows: slice, found: Ints, values: Ints) -> None:
         """Lower the ``labels``, shape (states, levels, sizes), to what comes of a take in ``rows`` from the states
         ``found``: ``values``, shape (rows, found). A take in row a leaves state a."""
-        sizes = self._place[self.takes[take].replicas[rows][:, found]]
-        after = np.arange(rows.start, rows.stop)[:, None] if self.replicas else found[None, :] - 1
+        sizes = self.place(take)[self.takes[take].replicas[rows][:, found]]
+        after = np.arange(rows.start, rows.stop)[:, None] if self.in_rows else found[None, :] - 1
         np.minimum.at(labels, (np.broadcast_to(after, values.shape), self._outer[rows][:, found], sizes), values)
 
     def into(self, take: int, state: int, level: int) -> Flags:
         """Return from which states a take leads to ``state`` with a label of ``level``."""
-        row = state if self.replicas else 0
+        row = state if self.in_rows else 0
         allowed: Flags = self._outer[row] == level
-        return allowed if self.replicas else allowed & (self.left == state + 1)
+        return allowed if self.in_rows else allowed & (self.left == state + 1)
 
     def skipped(self, labels: Ints) -> Ints:
         """Return the least labels behind any devices that are skipped; they stay within their level's unit."""
@@ -235,7 +274,9 @@ class DeviceStates:
         return np.arange(state, min(len(self.order), ((state - 1) // unit + 1) * unit) + 1)
 
     def devices(self, steps: Sequence[Step]) -> list[tuple[int, ...]]:
-        """Return the devices of the stages that take ``steps``."""
+        """Return the devices of the stages that take ``steps``, of groups the first of each."""
+        if self.variants:
+            return [tuple(range(x.leaves, x.found, self.named(x.take)[0])) for x in steps]
         found = []
         for step in steps:
             eligible = self.kinds.eligible[self.takes[step.take].floor]

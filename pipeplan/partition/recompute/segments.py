@@ -9,6 +9,7 @@ the next period. Exact where all labels are kept, and then optimal among contigu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -21,7 +22,7 @@ from ...cost.stage_tables import StageTables
 from ...integers import NEVER, IntLike, Ints, ceil_div
 from ...problem import Chain, Device, LayerTimes, Problem
 from ..cuts import fixed_bytes, in_flight_limit, memory_counts
-from ..tables.device_counts import device_counts
+from ..tables.device_counts import Counts, device_counts
 from ..tables.stages import Ranges, SearchTables, Work, replica_counts, with_replicas
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
 from .pareto import Resolution
@@ -56,14 +57,18 @@ def with_segments(
     alone. Decisions may be made for periods of ``least`` to ``period``; ``longest`` bounds the time of one microbatch.
     Segments begin and end at any layer, or only at cuts where some are left out.
     """
-    labels = {}
-    for times in profiles(tables):
-        caps = caps_within(tables, period, least_delay, times)
-        if caps is None:
-            return None
-        labels[times] = _labels_within(tables, caps, tables.problem.chain.timed(times), effort)
-    found = with_labels(tables, labels, most_groups(tables, least, longest))
-    return found[0], found[1] and tables.complete
+    counts = device_counts(tables, period, least_delay)
+    if counts is None:
+        return None
+    groups, total, found = most_groups(tables, least, longest), int(tables.work[-1]), []
+    for own in tables.variants:
+        labels = {}
+        for times in profiles(own):
+            caps = caps_within(own, period, counts, times, total if tables.uniform else None)
+            labels[times] = _labels_within(own, caps, own.problem.chain.timed(times), effort)
+        found.append(with_labels(own, labels, groups))
+    exact = tables.complete and all(x for _, x in found)
+    return (tables.of_variants([x for x, _ in found]) if tables.uniform else found[0][0]), exact
 
 
 def profiles(tables: SearchTables) -> tuple[LayerTimes | None, ...]:
@@ -106,10 +111,13 @@ def with_lowest_peaks(tables: SearchTables, least: int, longest: int) -> SearchT
 
     Exact where one microbatch at a time is fast enough.
     """
-    chain = tables.problem.chain
-    positions = range(len(chain) + 1) if tables.complete else tables.cuts.tolist()
-    labels = {times: _lowest_peaks(chain.timed(times), tuple(positions)).__getitem__ for times in profiles(tables)}
-    return with_labels(tables, labels, most_groups(tables, least, longest))[0]
+    positions = range(len(tables.problem.chain) + 1) if tables.complete else tables.cuts.tolist()
+    groups, found = most_groups(tables, least, longest), []
+    for own in tables.variants:
+        chain = own.problem.chain
+        labels = {times: _lowest_peaks(chain.timed(times), tuple(positions)).__getitem__ for times in profiles(own)}
+        found.append(with_labels(own, labels, groups)[0])
+    return tables.of_variants(found) if tables.uniform else found[0]
 
 
 @lru_cache(maxsize=2)
@@ -144,24 +152,27 @@ class Caps:
     peak: Ints
 
 
-def caps_within(tables: SearchTables, period: int, least_delay: Ints, times: LayerTimes | None) -> Caps | None:
+def caps_within(tables: SearchTables, period: int, counts: Counts, times: LayerTimes | None, total: int | None) -> Caps:
     """Return the caps of plans of at most ``period`` ns, for stages on devices with these layer ``times``: time that
-    devices have left, memory that weights leave."""
+    devices have left, memory that weights leave.
+
+    ``counts`` are of GPUs, and ``total`` is what all layers take of them at least, where stages choose variants.
+    """
     problem, cuts = tables.problem, tables.cuts
-    counts = device_counts(tables, period, least_delay)
-    if counts is None:
-        return None
+    width = 1 if total is None else problem.chain.tensor
     platform, sums = problem.platform, problem.chain.timed(times).sums
     classes = (tables.best_device, *(x.device for x in tables.classes))
     fastest = max(x.speed for x in classes if x.times == times)
     most = len(platform) if problem.replicas else 1
     start, stop = cuts[:, None], cuts[None, :]
     work = sums.forward_ns + sums.backward_ns
-    devices = np.minimum(len(platform) - counts.before[:, None] - counts.after[None, :], most)
+    left = width * len(platform) - counts.before[:, None] - counts.after[None, :]
+    devices = np.minimum(left // width, most)
     spare = devices * period * fastest.numerator // fastest.denominator - (work[stop] - work[start])
     if all(x.times == times for x in classes):
         together = sum((x.speed for x in platform.devices), Fraction(0))
-        spare = np.minimum(spare, int(together * period) - int(work[-1]))
+        idle = width * together * period - (int(work[-1]) if total is None else total)
+        spare = np.minimum(spare, math.floor(idle / width))
     fixed = np.minimum.reduce([fixed_bytes(problem, start, stop, 1, replicas) for replicas in memory_counts(problem)])
     room = max(x.memory_bytes for x in platform.devices) - fixed
     index = np.arange(len(cuts))

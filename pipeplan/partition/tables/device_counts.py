@@ -39,7 +39,11 @@ def device_counts(tables: SearchTables, period: int, least_delay: Ints) -> Count
     """
     problem, size = tables.problem, len(tables.cuts)
     enter = least_delay + closed(tables, 0, period)
-    need = stage_needs(problem, tables.best.relaxed(), tables.gradients, enter, period)
+    needs = [
+        np.minimum(TOO_MANY, width * stage_needs(own.problem, own.best.relaxed(), own.gradients, enter, period))
+        for own, width in ((own, own.problem.chain.tensor if tables.uniform else 1) for own in tables.variants)
+    ]
+    need = np.minimum.reduce(needs)
     after = np.zeros(size, dtype=np.int32)
     for i in range(size - 2, -1, -1):
         after[i] = min(TOO_MANY, int((need[i, i + 1 :] + after[i + 1 :]).min()))

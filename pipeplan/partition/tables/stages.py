@@ -235,6 +235,16 @@ class SearchTables:
     states: DeviceStates  # what stages can take in one order, the platform's if no other is said
     orders: Orders | None  # to search in turn, where there are several
     complete: bool = True  # whether all legal cuts are here
+    uniform: tuple[SearchTables, ...] = ()  # those of each variant, where stages choose; floors are these then
+
+    @property
+    def variants(self) -> tuple[SearchTables, ...]:
+        """The tables of each variant that stages may have."""
+        return self.uniform or (self,)
+
+    def of_variants(self, uniform: Sequence[SearchTables]) -> SearchTables:
+        """Return the same tables for stages that choose among variants, each with its own."""
+        return replace(self, uniform=tuple(uniform), classes=tuple(x.classes[0] for x in uniform))
 
     def select(self, index: Ints) -> SearchTables:
         """Return the same tables with the cuts ``index`` alone."""
@@ -247,6 +257,7 @@ class SearchTables:
             round_trips=self.round_trips[:, index],
             work=self.work[index],
             complete=self.complete and len(index) == len(self.cuts),
+            uniform=tuple(x.select(index) for x in self.uniform),
         )
 
     def in_order(self, order: Order) -> SearchTables:
@@ -267,6 +278,8 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
         index = spread_cuts(problem, cuts, min(SPREAD, 3 * most // 4))
         assert index is not None, "these are fewer"
         cuts = cuts[index]
+    if chain.variants:
+        return _of_stages_that_choose(problem, cuts, count == len(cuts))
     stages = StageTables.between(problem, cuts)
     round_trips = [
         [min(NEVER, trip) for trip in round_trips_ns(chain, platform, cuts, level)]
@@ -305,6 +318,19 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
     )
 
 
+def _of_stages_that_choose(problem: Problem, cuts: Ints, complete: bool) -> SearchTables:
+    """Return :func:`stage_tables` of stages that each have one of the variants of their layers."""
+    uniform = [replace(stage_tables(x, cuts), complete=complete) for x in problem.uniform]
+    sums = problem.chain.by_gpu.sums
+    return replace(
+        uniform[0],
+        problem=problem,
+        round_trips=np.minimum.reduce([x.round_trips for x in uniform]),
+        work=(sums.forward_ns + sums.backward_ns)[cuts],
+        states=replace(uniform[0].states, variants=tuple(problem.chain.names), single=not problem.replicas),
+    ).of_variants(uniform)
+
+
 def thinned(tables: SearchTables, stages: Sequence[Stage] = (), turn: int = 0) -> SearchTables:
     """Return tables between few cuts: some all over the chain, and about :data:`_MOST_NEAR` near the ends of
     ``stages``, others each ``turn`` where there are more."""
@@ -334,6 +360,7 @@ def most_cuts(problem: Problem) -> int:
     platform = problem.platform
     paces, memories = {(x.speed, x.times) for x in platform.devices}, {x.memory_bytes for x in platform.devices}
     tables = len(replica_counts(problem)) * len(paces) + len(memory_counts(problem)) * len(memories)
+    tables *= len(problem.chain.choices)
     return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 

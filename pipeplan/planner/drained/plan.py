@@ -192,6 +192,8 @@ def plan_drained(
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
+    if problem.chain.variants:  # of which no other search knows
+        return incumbent, run_search(propose, incumbent)
     if effort is None or KINDS[kind].limit is not None:
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
     searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]

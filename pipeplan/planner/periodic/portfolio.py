@@ -83,6 +83,8 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
         incumbent.try_(allocation)
     if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
         return
+    if problem.chain.variants:  # of which the other searches know nothing
+        return
     proved = proof(problem)
     incumbent.floor_ns = status.floor_ns = proved.period_ns
     if proved.infeasible or done():

@@ -1,0 +1,103 @@
+"""Stages that each choose a tensor degree: the exact search against all placements, and against one degree for all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pipeplan.check.validate import structure_violations
+from pipeplan.cost.group_bound import group_bound
+from pipeplan.cost.stage_cost import least_load_ns
+from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.partition.contiguous.contiguous import smallest_period
+from pipeplan.plan import Stage
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem, Variant
+
+MOST = 10**18
+
+
+def narrow(rng: random.Random, layer: Layer, width: int) -> Layer:
+    """Return one rank's part of a layer: less of all, but for what is whole everywhere, and never free of loss."""
+    extra = rng.randrange(0, 30)
+    return replace(
+        layer,
+        forward_ns=layer.forward_ns // width + extra,
+        backward_ns=layer.backward_ns // width + 2 * extra,
+        weight_bytes=layer.weight_bytes // width + 4 * rng.randrange(0, 3),
+        output_bytes=layer.output_bytes if rng.random() < 0.5 else layer.output_bytes // width,
+        saved_bytes=(layer.saved_bytes or 0) // width + rng.randrange(0, 20),
+    )
+
+
+def random_instance(seed: int, checkpointing: str = "none") -> Problem:
+    """Return a tiny network with two or three degrees, on up to eight GPUs of one or two servers."""
+    rng = random.Random(seed)
+    layers = tuple(
+        Layer(f"l{i}", rng.randrange(20, 400), rng.randrange(20, 600), 4 * rng.randrange(0, 200),
+              rng.randrange(0, 300), rng.randrange(0, 500))
+        for i in range(rng.randint(2, 4))
+    )  # fmt: skip
+    inside, servers = rng.choice([(2, 2), (4, 1), (4, 2)] if checkpointing == "none" else [(2, 2), (4, 1)])
+    variants = tuple(Variant(w, True, tuple(narrow(rng, x, w) for x in layers)) for w in (2, 4) if w <= inside)
+    chain = Chain("tiny", layers, rng.randrange(0, 300), variants=variants)
+    whole = sum(x.weight_bytes * 4 + 2 * x.output_bytes + (x.saved_bytes or 0) for x in layers)
+    memory = int(whole * rng.choice((0.25, 0.4, 0.7, 1.5, 4)))
+    levels = (Level(inside, rng.choice((10**9, 10**10)), rng.randrange(0, 20)),)
+    levels += (Level(servers, rng.choice((10**8, 10**9)), rng.randrange(0, 60)),) * (servers > 1)
+    duplex = rng.random() < 0.3
+    platform = Platform((Device(memory),) * (inside * servers), levels, full_duplex=duplex)
+    weights = rng.choice(("2bw", "stash", "latest"))
+    policy = Policy(weights, rng.choice((4, 8)) if weights == "2bw" else None)
+    return Problem(chain, platform, policy, replicas=rng.random() < 0.7, checkpointing=checkpointing)
+
+
+def placements(problem: Problem, layer: int = 0, gpu: int = 0) -> Iterator[tuple[Stage, ...]]:
+    """Yield all stages from a layer and a GPU on, in the order of the GPUs, of which any may be left out."""
+    count, inside = len(problem.platform), problem.platform.unit_sizes[0]
+    if layer == len(problem.chain):
+        yield ()
+        return
+    for stop in range(layer + 1, len(problem.chain) + 1):
+        ways = ((), ((layer, stop),)) if problem.checkpointing == "stages" else ((),)
+        for width, selective in problem.chain.names:
+            for first in range(gpu, count):
+                most = (count - first) // width if problem.replicas else min(1, (count - first) // width)
+                for replicas in range(1, most + 1):
+                    devices = tuple(range(first, first + replicas * width, width))
+                    if any(d // inside != (d + width - 1) // inside for d in devices):
+                        continue
+                    for behind in placements(problem, stop, first + replicas * width):
+                        for way in ways:
+                            yield (Stage(layer, stop, devices, way, width, selective), *behind)
+
+
+def best_of_all(problem: Problem) -> int | None:
+    """Return the shortest period of any placement."""
+    best = MOST
+    for stages in placements(problem):
+        if least_load_ns(problem.chain, problem.platform, stages) >= best:
+            continue
+        graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+        if graph.period_floor_ns >= best or structure_violations(
+            problem.chain, problem.platform, problem.policy, stages
+        ):
+            continue
+        found = group_bound(graph)
+        best = min(best, MOST if found is None else found)
+    return None if best == MOST else best
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_each_stage_chooses_as_all_placements_say(block: int) -> None:
+    differing = 0
+    for seed in range(10 * block, 10 * block + 10):
+        problem = random_instance(seed, "stages" if seed % 3 == 2 else "none")
+        truth, found = best_of_all(problem), smallest_period(problem)
+        assert (found is None) == (truth is None), seed
+        if found is not None:
+            assert found.claimed_period_ns == found.lower_bound_ns == truth, seed
+            differing += len({x.tensor for x in found.stages}) > 1
+    assert differing
