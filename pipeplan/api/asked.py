@@ -197,7 +197,7 @@ ROWS = f"""
 -O jobs N = 1 {{1..256}}    Processes that search where one search needn't wait for another; results are the same.
 --tensor any|each|N,N,..
     Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; any: all degrees
-    up to 8 of a named model; each: also a degree for each stage, where that is better.  [default: all that the profile
+    up to 8 of a named model; with each also one for every stage, where that is better.  [default: all that the profile
     has; of a model 1, but any for a target that runs them]
 --sequence-parallel         With --tensor and a named model: split activations between products along the sequence.
 --selective

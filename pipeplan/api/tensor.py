@@ -128,6 +128,8 @@ def _in_order(
             queue.append((least(asked.problem), asked))
             told[degree] = None, queue[-1][0]
         except BadInput as error:
+            if degree == EACH:  # which somebody asked for, and degrees for all by the way
+                raise
             told[degree], why[degree] = (None, None), error
     return sorted(queue, key=lambda x: (x[1].name == EACH, x[0], x[1].degree)), told, why
 

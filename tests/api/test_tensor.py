@@ -10,9 +10,9 @@ from oracles.partition import contiguous_optimum
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
-from pipeplan.check.targets import CannotExpress
+from pipeplan.check.targets import CannotExpress, express
 from pipeplan.cost.roofline import collective_ns, with_exchanges
-from pipeplan.errors import BadInput
+from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.zoo.text.sizes import TRANSFORMERS
 
@@ -247,3 +247,70 @@ def test_an_imported_recipe_is_judged_beside_all_degrees(profiled, tmp_path, pip
     assert any("6+12 as Megatron-LM has them" in x for x in best.assumptions)
     shared = pp.plan(profiled, **WHERE | words, tensor=4, zero=1, for_="megatron", effort="quick").plan.policy
     assert (shared.bytes_per_parameter, shared.shared_bytes_per_parameter) == (18, 12)
+
+
+def of_two_towers():
+    """Three blocks that fit on a GPU each, and a head that fits on two together alone."""
+    layers = [Layer(f"block{i}", 40 * 10**6, 60 * 10**6, 8 * 10**6, 10**6, 2 * 10**6) for i in range(3)]
+    layers.append(Layer("head", 80 * 10**6, 120 * 10**6, 4 * 10**7, 4, 2 * 10**6))
+
+    def part(layer, width):
+        return replace(layer, forward_ns=layer.forward_ns // width + width * 2 * 10**6, backward_ns=layer.backward_ns // width + width * 3 * 10**6,
+                       weight_bytes=layer.weight_bytes // width, saved_bytes=10**6)  # fmt: skip
+
+    variants = (Variant(w, True, tuple(part(x, w) for x in layers)) for w in (2, 4))
+    return Chain("towers", tuple(layers), 10**6, variants=tuple(variants))
+
+
+def test_each_stage_has_a_degree_of_its_own_in_plan_and_file(tmp_path, pipeplan, capsys):
+    asked = {"gpus": 4, "mem": "90MB", "bandwidth": "10GB/s", "weights": "2bw", "batch": 16}
+    each, alike = (pp.plan(of_two_towers(), tensor=x, **asked) for x in ("each", None))
+    assert [x.tensor for x in each.stages] == [1, 2] != [x.tensor for x in alike.stages]
+    assert each.period_ns < alike.period_ns
+    assert each.bound_ns <= each.period_ns
+    assert [x.gpus for x in each.stages] == [(0, 1), (2, 3)]
+    assert {x.allocation for x in each.plan.lower_bounds} == {"any", "contiguous"}
+    assert set(each.plan.provenance.options["tensor"]) == {"1", "2", "4", "each"}
+    each.save(tmp_path / "plan.json")
+    again = pp.read_plan(tmp_path / "plan.json")
+    assert again.plan.allocation.stages == each.plan.allocation.stages
+    assert len({x.peak_bytes for x in again.evaluation.devices[2:]}) == 1 <= again.evaluation.devices[3].peak_bytes
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert [x.get("tensor") for x in written["stages"]] == [None, 2]
+    for change, words in [
+        ({"tensor": 3, "devices": [1, 2, 3]}, "degree 3"),
+        ({"devices": [1, 2]}, "overlap"),
+        ({"devices": [2, 1]}, "groups"),
+    ]:
+        wrong = json.loads(json.dumps(written))
+        wrong["stages"][1].update(change)
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        with pytest.raises((BadInput, InvalidPlan), match=words):
+            pp.read_plan(tmp_path / "wrong.json")
+    with pytest.raises(CannotExpress, match="of its own"):
+        express(each.plan.chain, each.plan.allocation.stages, "megatron")
+    each.show()
+    assert "tensor degrees of their own: 1, 2 by stage" in capsys.readouterr().out
+    assert (
+        "each stage has a tensor degree of its own" in pipeplan("run", str(tmp_path / "plan.json"), "--model", "mlp")[2]
+    )
+
+
+def test_each_stage_drains_with_a_degree_of_its_own():
+    found = pp.plan(of_two_towers(), tensor="each", gpus=4, mem="90MB", bandwidth="10GB/s", weights="flush", batch=8)
+    assert found.plan.policy.drains
+    assert found.bound_ns <= found.period_ns
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"for_": "megatron"}, "megatron gives all stages one degree"),
+        ({"algorithm": "madpipe"}, "madpipe gives all stages one degree"),
+        ({"blocking_transfers": True}, "messages keep GPUs from computing"),
+        ({"gpus": 3}, "degree 1 alone"),
+    ],
+)
+def test_each_is_refused_where_it_has_no_meaning(more, words):
+    with pytest.raises(BadInput, match=words):
+        pp.plan(of_two_towers(), **{"gpus": 4, "mem": "90MB", "tensor": "each", **more})

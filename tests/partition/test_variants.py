@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from pipeplan.check.bounds import proof
 from pipeplan.check.validate import structure_violations
 from pipeplan.cost.group_bound import group_bound
-from pipeplan.cost.stage_cost import least_load_ns
+from pipeplan.cost.stage_cost import least_load_ns, stage_cost
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.contiguous.contiguous import smallest_period
 from pipeplan.plan import Stage
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem, Variant
+from pipeplan.problem import Chain, Checkpointing, Device, Layer, Level, Platform, Policy, Problem, Variant
 
 MOST = 10**18
 
@@ -32,7 +33,7 @@ def narrow(rng: random.Random, layer: Layer, width: int) -> Layer:
     )
 
 
-def random_instance(seed: int, checkpointing: str = "none") -> Problem:
+def random_instance(seed: int, checkpointing: Checkpointing = "none") -> Problem:
     """Return a tiny network with two or three degrees, on up to eight GPUs of one or two servers."""
     rng = random.Random(seed)
     layers = tuple(
@@ -99,5 +100,54 @@ def test_each_stage_chooses_as_all_placements_say(block: int) -> None:
         assert (found is None) == (truth is None), seed
         if found is not None:
             assert found.claimed_period_ns == found.lower_bound_ns == truth, seed
+            assert proof(problem).period_ns <= truth, seed
             differing += len({x.tensor for x in found.stages}) > 1
     assert differing
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
+def test_a_degree_for_each_stage_is_no_worse_than_one_for_all(checkpointing: Checkpointing) -> None:
+    better = 0
+    for seed in range(100, 140):
+        problem = random_instance(seed, checkpointing)
+        alike = [found for x in problem.uniform if (found := smallest_period(x)) is not None]
+        found = smallest_period(problem)
+        if found is None or found.claimed_period_ns is None:
+            assert not alike, seed
+            continue
+        least = min((x.claimed_period_ns or MOST for x in alike), default=MOST)
+        assert found.claimed_period_ns <= least, seed
+        assert proof(problem).period_ns <= found.claimed_period_ns, seed
+        better += found.claimed_period_ns < least
+    assert better
+
+
+def test_a_stage_costs_what_it_does_where_all_have_its_degree() -> None:
+    """Stages between the same cuts, each on one group: what they hold, take and exchange is their own variant's."""
+    for seed in range(200, 230):
+        problem = random_instance(seed)
+        for own, (width, selective) in zip(problem.uniform, problem.chain.names, strict=True):
+            stage = Stage(0, len(problem.chain), (0,), (), width, selective)
+            here = stage_cost(problem.chain, problem.platform, problem.policy, stage, 0, False, False, ())
+            alike = Stage(0, len(problem.chain), (0,))
+            assert here == stage_cost(own.chain, own.platform, own.policy, alike, 0, False, False, ())
+
+
+def test_memory_bounds_where_it_forces_groups() -> None:
+    """Layers that fit on one GPU of a group alone, or are stored on four: the bound says so, and isn't above the plan."""
+    seen = set()
+    for seed in range(60):
+        rng = random.Random(seed)
+        layers = tuple(Layer(f"l{i}", rng.randrange(50, 90), 150, 0, 4, 1000) for i in range(4))
+        parts = (
+            Variant(w, True, tuple(replace(x, forward_ns=x.forward_ns // w + 40, output_bytes=1,
+                                           saved_bytes=1000 // w) for x in layers))
+            for w in (2, 4)
+        )  # fmt: skip
+        chain = Chain("held", layers, 4, variants=tuple(parts))
+        platform = Platform.flat(4, rng.randrange(1100, 5000), 10**12)
+        problem = Problem(chain, platform, Policy("latest"), checkpointing="none")
+        found, bound = smallest_period(problem), proof(problem)
+        assert found is None or bound.period_ns <= (found.claimed_period_ns or 0), seed
+        seen.add(bound.part)
+    assert "averages" in seen
