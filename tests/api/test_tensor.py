@@ -255,8 +255,9 @@ def of_two_towers():
     layers.append(Layer("head", 80 * 10**6, 120 * 10**6, 4 * 10**7, 4, 2 * 10**6))
 
     def part(layer, width):
-        return replace(layer, forward_ns=layer.forward_ns // width + width * 2 * 10**6, backward_ns=layer.backward_ns // width + width * 3 * 10**6,
-                       weight_bytes=layer.weight_bytes // width, saved_bytes=10**6)  # fmt: skip
+        forward, backward = (x // width + width * n * 10**6 for n, x in ((2, layer.forward_ns), (3, layer.backward_ns)))
+        weights = layer.weight_bytes // width
+        return replace(layer, forward_ns=forward, backward_ns=backward, weight_bytes=weights, saved_bytes=10**6)
 
     variants = (Variant(w, True, tuple(part(x, w) for x in layers)) for w in (2, 4))
     return Chain("towers", tuple(layers), 10**6, variants=tuple(variants))

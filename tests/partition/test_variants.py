@@ -134,7 +134,7 @@ def test_a_stage_costs_what_it_does_where_all_have_its_degree() -> None:
 
 
 def test_memory_bounds_where_it_forces_groups() -> None:
-    """Layers that fit on one GPU of a group alone, or are stored on four: the bound says so, and isn't above the plan."""
+    """Layers that are quickest on one GPU and held by groups alone: the bound says so, and isn't above the plan."""
     seen = set()
     for seed in range(60):
         rng = random.Random(seed)
