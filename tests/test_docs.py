@@ -6,6 +6,7 @@ import doctest
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from zlib import crc32
 
 import pytest
 from cases.patience import SECONDS
+from conftest import Command
 
 from pipeplan.cli import COMMANDS
 from scripts import make_cli_docs
@@ -256,29 +258,30 @@ def blocks_before(block: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "block", [x for _, x in BLOCKS], ids=[f"{page}: {x.splitlines()[0][2:60]}" for page, x in BLOCKS]
 )
-def test_console_blocks_print_what_they_say(block: str, folder: Path, written: Path | None) -> None:
+def test_console_blocks_print_what_they_say(
+    block: str, folder: Path, written: Path | None, pipeplan: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lines after ``$ `` are commands; what follows is their output, where ``...`` stands for anything."""
+    monkeypatch.chdir(folder)
     for each in dict.fromkeys([*blocks_before(block, folder), block]):
         with nobody_else(each, written):
             take_written(folder, written)
             if each == block or not all((folder / name).exists() for name in WRITTEN.findall(each)):
-                check_block(each, folder)
+                check_block(each, pipeplan)
                 give_written(each, folder, written)
 
 
-def check_block(block: str, folder: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "COLUMNS": "120",
-    }
+def check_block(block: str, pipeplan: Command) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     checker = doctest.OutputChecker()
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, wanted = part.partition("\n")
-        done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
-        said = re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # progress depends on the load
-        got = done.stdout + (said if done.returncode else "")
+        if command.startswith("pipeplan ") and not re.search(r"[|&;<>$*`]", command):  # which needs no shell
+            code, out, said = pipeplan(*shlex.split(command)[1:])
+        else:
+            done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=SECONDS)
+            code, out = done.returncode, done.stdout
+            said = re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # progress depends on the load
+        got = out + (said if code else "")
         assert checker.check_output(wanted, got, flags), f"$ {command}\nthe page says:\n{wanted}\nit prints:\n{got}"
