@@ -103,7 +103,8 @@ def schedules() -> str:
             Box(
                 work.resource,
                 f"{work.kind}{microbatch}",
-                *(ns / POINT / 2 for ns in (timeline.begin_ns(step), timeline.end_ns(step))),
+                timeline.begin_ns(step) / POINT / 2,
+                timeline.end_ns(step) / POINT / 2,
                 KINDS.index(work.kind),
                 False,
             )
