@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from pipeplan.planner.plan import make_plan
@@ -27,7 +28,7 @@ INTERVALS: dict[Weights, int] = {"flush": 4, "2bw": 3, "stash": 1, "latest": 2}
 POINTS = 30  # that are drawn
 BOX, HIGH, LEFT, TOP = 27, 34, 52, 24  # pixels: of a point, of a row, of what is beside and above the boxes
 STAGES, PASSES = 4, 6
-SCHEDULES = {
+SCHEDULES: Mapping[Any, str] = {
     "gpipe": "all forwards, then all backwards",
     "1f1b": "one forward and one backward in turn",
     "zb1p": "the weights' gradients fill idle time",
