@@ -119,11 +119,11 @@ class _Separate(LeastTables):
         """Whether there are as many GPUs as stages need that are all over within ``total`` ns."""
         self.problem.deadline.check()
         possible: Bools = self._least <= total
-        fewest = np.where(possible.any(axis=0), possible.argmax(axis=0) + 1, _BEYOND)
-        used = [0]
-        for stop in range(1, fewest.shape[0]):
-            used.append(min(_BEYOND, min(used[start] + int(fewest[start, stop]) for start in range(stop))))
-        return used[-1] <= len(self.problem.platform)
+        ending = np.ascontiguousarray(np.where(possible.any(axis=0), possible.argmax(axis=0) + 1, _BEYOND).T)
+        used = np.zeros(len(ending), dtype=np.int64)
+        for stop in range(1, len(used)):
+            used[stop] = min(_BEYOND, (used[:stop] + ending[stop, :stop]).min())
+        return bool(used[-1] <= len(self.problem.platform))
 
 
 MOST_LOOP, MOST_VEE = 4 * 10**6, 2 * 10**7  # layers to the third, times GPUs, beyond which nothing is bounded
