@@ -20,11 +20,7 @@ LIFTED = {  # feature -> its files, and the files and the rows that name it
         f"{COMMANDS} __init__.py",
         r' +("calibrate": |from .api.calibrating ).*\n',
     ),
-    "diff": (
-        "cli/diff.py report/tables/differences.py",
-        COMMANDS,
-        r'    "diff": .*\n',
-    ),
+    "diff": ("cli/diff.py report/tables/differences.py", COMMANDS, r'    "diff": .*\n'),
     "synthesize": (
         "cli/synthesize.py api/synthesizing.py report/tables/synthesis.py",
         f"{COMMANDS} __init__.py",

@@ -35,13 +35,7 @@ MATCH = """
 @options(MATCH)
 @JSON
 def command(
-    one: str,
-    other: str,
-    plan: str | None,
-    match: Match,
-    every: bool,
-    recalibrated: str | None,
-    as_json: bool,
+    one: str, other: str, plan: str | None, match: Match, every: bool, recalibrated: str | None, as_json: bool
 ) -> None:
     """Compare profile B with profile A, layer by layer; exit 1 when the plan doesn't hold for B.
 

@@ -18,19 +18,7 @@ from ..errors import BadInput, RunStopped
 from ..names import SENTENCE, shown
 from ..registry import Late
 from ..units import parse_bandwidth
-from .options import (
-    DEBUG,
-    JSON,
-    MODEL,
-    PLAN,
-    RUN_SCHEDULE,
-    Count,
-    Named,
-    Number,
-    Time,
-    options,
-    refuse_two_documents,
-)
+from .options import DEBUG, JSON, MODEL, PLAN, RUN_SCHEDULE, Count, Named, Number, Time, options, refuse_two_documents
 from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:

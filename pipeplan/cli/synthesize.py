@@ -63,12 +63,7 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
 @options(WRITTEN)
 @JSON
 def command(
-    plan: str | None,
-    deadline: Deadline,
-    output: str | None,
-    width: int | None,
-    as_json: bool,
-    **asked: Any,
+    plan: str | None, deadline: Deadline, output: str | None, width: int | None, as_json: bool, **asked: Any
 ) -> None:
     """Find the best order of forwards and backwards for PLAN's stages, or for equal ones, within memory.
 

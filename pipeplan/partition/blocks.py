@@ -168,8 +168,7 @@ class Pipe:
             if self.ahead:
                 behind = (bare[-1] - bare + sum(moves[s:]))[None, :]
                 end = np.maximum(
-                    end + behind - (held - 1) * self._forward(self.groups[s]),
-                    ceil_div(count, held) * (known + behind),
+                    end + behind - (held - 1) * self._forward(self.groups[s]), ceil_div(count, held) * (known + behind)
                 )
             ends.append(end)
 

@@ -184,10 +184,7 @@ def rows_data(rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> dict[str,
         "start_ns": start_ns,
         "end_ns": end_ns,
         "rows": [
-            {
-                "name": row.name,
-                "operations": [{name: getattr(bar, name) for name in SHOWN} for bar in row.bars],
-            }
+            {"name": row.name, "operations": [{name: getattr(bar, name) for name in SHOWN} for bar in row.bars]}
             for row in rows
         ],
     }

@@ -66,10 +66,7 @@ def _turning(graph: StageGraph, starts: Sequence[int], period: int, stage: int, 
 def most_in_flight(graph: StageGraph, starts: Sequence[int], period: int) -> int:
     """Return d: the most microbatches in flight at any stage over all its replicas; 2bw must accumulate as many."""
     return max(
-        ceil_div(
-            starts[graph.position["B", s]] + stage.backward_ns - starts[graph.position["F", s]],
-            period,
-        )
+        ceil_div(starts[graph.position["B", s]] + stage.backward_ns - starts[graph.position["F", s]], period)
         for s, stage in enumerate(graph.stages)
     )
 

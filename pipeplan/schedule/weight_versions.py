@@ -64,11 +64,7 @@ class Use:
 
 
 def used(
-    timeline: Timeline,
-    policy: WeightRules,
-    interval: int,
-    lenders: Sequence[Sequence[int]] = (),
-    waits: Waits = PROMPT,
+    timeline: Timeline, policy: WeightRules, interval: int, lenders: Sequence[Sequence[int]] = (), waits: Waits = PROMPT
 ) -> list[list[Use]]:
     """Return which version each pass of a run uses: for each stage its passes, over all replicas, in their order.
 

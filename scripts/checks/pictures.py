@@ -32,11 +32,7 @@ PAGES = {
         "",
     ),
     "8-all": ("gpt2-small-b4-a100", "--gpus 8 --mem 40GB --algorithm balance --bandwidth 300GB/s", "--schedule all"),
-    "128": (
-        "gpt2-xl-b4-a100",
-        "--gpus 128 --mem 40GB --split 13,13,13,13 --replicas 38,30,30,30",
-        "",
-    ),
+    "128": ("gpt2-xl-b4-a100", "--gpus 128 --mem 40GB --split 13,13,13,13 --replicas 38,30,30,30", ""),
     "32": ("gpt2-xl-b4-a100", "--gpus 32 --mem 40GB --algorithm balance --bandwidth 300GB/s", ""),
 }
 

@@ -10,15 +10,7 @@ from cases.chains import published, random_chain, random_problem
 from cases.plans import fitted, graph_of, greedy_pattern, random_plan
 from oracles.any_class import optimum
 
-from pipeplan.check.bounds import (
-    any_bound,
-    layer_bound,
-    load_bound,
-    memory_bound,
-    proof,
-    quick_proof,
-    work_ns,
-)
+from pipeplan.check.bounds import any_bound, layer_bound, load_bound, memory_bound, proof, quick_proof, work_ns
 from pipeplan.check.bounds.facts import Facts
 from pipeplan.check.bounds.strong import Proved, Refutations
 from pipeplan.cost.memory_model import stage_activations

@@ -68,10 +68,7 @@ def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile
         (["--batch", "15", "--data-parallel", "5"], "5 pipelines are more than the 4 GPUs"),
         (["--data-parallel", "many", "--batch", "16"], "'many' is not a valid"),
         (["--data-parallel", "3", "--batch", "16"], "a batch of 16 cannot be shared by 3 pipelines"),
-        (
-            ["--batch", "7", "--microbatch", "2"],
-            "7 samples of each pipeline aren't a multiple of microbatches of 2",
-        ),
+        (["--batch", "7", "--microbatch", "2"], "7 samples of each pipeline aren't a multiple of microbatches of 2"),
         (["--batch", "16", "--microbatch", "x"], "--microbatch: 'x' is neither"),
         (["--batch", "16", "--layer-overhead", "3"], "--layer-overhead"),
         (["--batch", "1000000000"], "steps; up to"),

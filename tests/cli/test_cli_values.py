@@ -127,10 +127,7 @@ def test_numbers_in_texts_are_bounded_too(arguments: tuple[str, ...], pipeplan: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("simulate", "p.json", "--runs", "20"), "--runs goes with --jitter"),
-    ],
+    ("arguments", "sentence"), [(("simulate", "p.json", "--runs", "20"), "--runs goes with --jitter")]
 )
 def test_what_would_mean_nothing_is_refused(arguments: tuple[str, ...], sentence: str, pipeplan: Command) -> None:
     code, out, err = pipeplan(*arguments)

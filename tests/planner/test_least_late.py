@@ -240,9 +240,7 @@ def test_what_is_recomputed_whole_is_not_cut_up_under_other_schedules() -> None:
     assert check(found.plan)
 
 
-def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes(capsys: pytest.CaptureFixture[str]) -> None:
     found = pp.plan(RESNET, gpus=2, mem="32GB", weights="stash", effort="quick")
     assert found.plan.allocation.data_parallel
     alone = pp.plan(RESNET, gpus=2, mem="32GB", algorithm="contiguous", weights="stash", no_replicas=True)

@@ -64,9 +64,7 @@ class Facts:
 
         steps = _step_shares(chain, problem)
         self.forward = ticks([Fraction(layer.forward_ns) for layer in chain.layers])
-        self.backward = ticks(
-            [layer.backward_ns + step for layer, step in zip(chain.layers, steps, strict=True)],
-        )
+        self.backward = ticks([layer.backward_ns + step for layer, step in zip(chain.layers, steps, strict=True)])
         work = self.forward + self.backward
         self.behind = np.concatenate([np.cumsum(work[::-1])[::-1], [0]]).astype(np.int64)  # of layers[i:]
         self.path_behind = self.behind  # of what a microbatch waits for on its way to the loss and back

@@ -53,12 +53,7 @@ class BlockSearch:
     """The search of the class of a ``target``; ``best`` is the best so far."""
 
     def __init__(
-        self,
-        problem: Problem,
-        name: str,
-        target: Target,
-        kinds: Sequence[ScheduleKind],
-        settings: Settings,
+        self, problem: Problem, name: str, target: Target, kinds: Sequence[ScheduleKind], settings: Settings
     ) -> None:
         self.name, self.target, self.settings, self.kinds = name, target, settings, tuple(kinds)
         self.cutoff_ns: int | None = None  # of the best, or what it must be below

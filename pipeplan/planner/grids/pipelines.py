@@ -110,12 +110,7 @@ class Pipelines:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        groups: Groups,
-        microbatches: int,
-        limit: int | None = None,
-        bound_ns: int = 0,
+        self, problem: Problem, groups: Groups, microbatches: int, limit: int | None = None, bound_ns: int = 0
     ) -> None:
         self.problem, self.groups, self.microbatches, self.bound_ns = problem, tuple(groups), microbatches, bound_ns
         self.best: Split | None = None

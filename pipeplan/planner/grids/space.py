@@ -243,10 +243,7 @@ def grid_problem(
         assumptions.append("any two GPUs have a link of their own")
     if True in offloads:
         assumptions.append("moving optimizer state between host and GPU takes no time of its own")
-    return (
-        GridProblem(problem.with_policy(policy), given, batch, chosen, offloads, limit, pipelines),
-        assumptions,
-    )
+    return (GridProblem(problem.with_policy(policy), given, batch, chosen, offloads, limit, pipelines), assumptions)
 
 
 @dataclass(frozen=True, slots=True)

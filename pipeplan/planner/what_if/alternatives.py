@@ -28,11 +28,7 @@ Find = Callable[[Problem], Planned]
 
 
 def with_alternatives(
-    planned: Planned,
-    problem: Problem,
-    settings: Settings | None = None,
-    drained: bool = True,
-    find: Find | None = None,
+    planned: Planned, problem: Problem, settings: Settings | None = None, drained: bool = True, find: Find | None = None
 ) -> Planned:
     """Return the plan with what others take with weights kept otherwise, at the same interval: of those that drain by
     a quick search, unless without ``drained`` that was made before; of others the plan's own stages and the best

@@ -20,15 +20,7 @@ from ...schedule.timeline import run_uses
 from ..lowering.instructions import Forward, most_versions
 from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
-from .times import (
-    Activity,
-    OpTime,
-    RankMeasurement,
-    mean_wait_for_data,
-    planned_times,
-    planned_transfer_ns,
-    typical,
-)
+from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, planned_times, planned_transfer_ns, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +269,7 @@ def _by_stage(
         for s, planned in enumerate(planned_times(lowered.plan, graph))
     )
     transfers = tuple(
-        TransferTime(
-            *edge,
-            planned_ns=planned_transfer_ns(graph, *edge),
-            measured_ns=took.whole_ns,
-            count=took.count,
-        )
+        TransferTime(*edge, planned_ns=planned_transfer_ns(graph, *edge), measured_ns=took.whole_ns, count=took.count)
         for edge, took in sorted(handed.items())
     )
     again = calibrated(lowered, busy | {("F", s): busy["F", s] + waits[s] for s in stages}, handed, kept_waiting)

@@ -120,12 +120,7 @@ def synthesize(
     problem = order_problem(alone, share, **stated)
     apart = recomputing_apart(alone, share, **stated)
     search = first = Search(
-        alone,
-        problem,
-        known,
-        seed,
-        *((solver, deadline) if apart is None else (None, deadline.part(2))),
-        status=status,
+        alone, problem, known, seed, *((solver, deadline) if apart is None else (None, deadline.part(2))), status=status
     )
     first.run(moves, endless)
     found = [(frozenset[int](), words) for _, words in first.best()]

@@ -18,10 +18,7 @@ GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"
 STAGES = [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))]
 OPTIMIZERS = {
     "SGD": (Choice("SGD", (("momentum", 0.9),)), partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
-    "AdamW": (
-        Choice("AdamW", (("weight_decay", 0.01),)),
-        partial(torch.optim.AdamW, lr=0.002, weight_decay=0.01),
-    ),
+    "AdamW": (Choice("AdamW", (("weight_decay", 0.01),)), partial(torch.optim.AdamW, lr=0.002, weight_decay=0.01)),
 }
 
 
