@@ -17,7 +17,7 @@ from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..files.plans import load_plan
 from ..names import shown
 from ..partition import ALGORITHMS
-from ..partition.merging import merging
+from ..partition.granularity import merging
 from ..plan import Plan, ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned

@@ -17,7 +17,7 @@ from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
 from ..names import shown
-from ..partition.merging import AUTO, merging
+from ..partition.granularity import AUTO, merging
 from ..problem import (
     CLIPPED_TOGETHER,
     MICROBATCHES_PER_DEVICE,

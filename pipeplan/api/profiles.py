@@ -19,7 +19,7 @@ from ..files.profiles import PREFIX, located, profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
 from ..names import shown
-from ..partition.merging import AUTO, merging
+from ..partition.granularity import AUTO, merging
 from ..problem import AUTOCAST, Chain, Layer, Variant
 from ..registry import Late
 from ..units import format_bytes, format_ns

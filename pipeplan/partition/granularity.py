@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -19,6 +20,38 @@ from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
 from ..problem import Chain, Layer, WeightNeeds
 from ..problem.fields import merged, renumbered
+
+AUTO = "auto"  # blocks where there are lists of like ones, else nothing
+
+
+def merging(text: str = AUTO, blocks: str | None = None) -> Callable[[Chain], Chain]:
+    """Return the function on chains that ``--granularity``, or ``--blocks``, names."""
+
+    def same(chain: Chain) -> Chain:
+        return chain
+
+    if text == "node" and blocks is None:
+        return same
+    if text == AUTO and blocks is None:
+
+        def where_alike(chain: Chain) -> Chain:
+            merged = merge_blocks(chain.in_own_order()) if like_blocks(chain) else chain
+            return merged if len(merged) < len(chain) else chain
+
+        return where_alike
+    if text == "block" or (blocks is not None and text in (AUTO, "node")):
+        lists = [name for name in (blocks or "").split(",") if name]
+        return lambda chain: merge_blocks(chain.in_own_order(), lists)
+    if blocks is not None:
+        raise BadInput(f"--blocks means --granularity block, not {text[:40]}")
+    if text == "articulation":
+        return lambda chain: merge_articulation(chain.in_own_order())
+    match = re.fullmatch(r"([0-9]{1,60}(?:\.[0-9]{1,60})?)%", text)
+    if match is None or not 0 < Fraction(match[1]) < 100:
+        raise BadInput(f"--granularity: {text[:40]!r} is not auto, node, block, articulation or a share such as 1%")
+    share = Fraction(match[1]) / 100
+    return lambda chain: merge_share(chain.in_own_order(), share)
+
 
 SavedRule = Literal["distinct", "input"]
 LIKE = 3  # blocks of one kind make a list of them

@@ -14,8 +14,7 @@ from pipeplan.api.profiles import Profile
 from pipeplan.cost.memory_model import weights_of
 from pipeplan.cost.saved import entering_bytes, for_weights_bytes, saved_bytes
 from pipeplan.cost.time_model import whole_step_ns
-from pipeplan.partition.granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time
-from pipeplan.partition.merging import merging
+from pipeplan.partition.granularity import articulation_cuts, merge_articulation, merge_share, merge_zero_time, merging
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.carry import matching_chain
 from pipeplan.problem import Chain, Layer, SharedWeights, WeightNeeds

@@ -4,17 +4,173 @@ Any device may hold several stages of any kind, beyond MadPipe, whose one specia
 (its section 4.2). Every allocation has a number, what it misses of the period to beat, and the walk goes wherever that
 grows by less than a threshold, which falls to nothing (threshold accepting; Dueck and Scheuer 1990). Where nothing is
 missed the allocation is scheduled. A heuristic without guarantee; deterministic.
+
+What stages miss is work, memory and links that they lack, as parts of what there is: 0 just where
+:func:`.group_bound.may_reach` is true, and the less above the nearer. Without a stage graph, which takes several times
+as long to make, wherever stages cost the same whatever the others are.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from itertools import pairwise
+from math import inf, lcm
 
+from ...cost import memory_model
+from ...cost.group_bound import device_bytes, group_counts
+from ...cost.stage_cost import StageCost, stage_cost
+from ...cost.stage_graph import StageGraph, stage_graph
+from ...integers import ceil_div, extend
 from ...plan import Allocation, Stage
-from ...problem import Problem
+from ...problem import Device, Platform, Problem
+
+MOST_KNOWN = 50_000  # stages whose costs are remembered
+
+
+class Misfits:
+    """What stages of one problem miss; it remembers what they cost."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        platform, policy = problem.platform, problem.policy
+        self._apart = not (
+            problem.chain.tied
+            or policy.clip
+            or platform.blocking
+            or platform.overhead_ns
+            or platform.shared_level is not None
+        )
+        self._kinds: dict[Device, int] = {}
+        self._homes: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._stages: dict[tuple[object, ...], StageCost] = {}
+        self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
+        self._weights: dict[tuple[int, int, int, int], int] = {}
+
+    def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
+        """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
+
+        What is more than ``enough`` need not be all.
+        """
+        if len(self._stages) > MOST_KNOWN:
+            self._stages.clear()
+        if self._apart:
+            return self._of_stages(stages, period, enough)
+        problem = self.problem
+        return _of_graph(stage_graph(problem.chain, problem.platform, problem.policy, stages), period)
+
+    def _of_stages(self, stages: Sequence[Stage], period: int, enough: float) -> float:
+        chain, policy = self.problem.chain, self.problem.policy
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for s, stage in enumerate(stages):
+            groups.setdefault(stage.devices, []).append(s)
+        moved = [0 if one.devices == other.devices else chain.cut_bytes[one.stop] for one, other in pairwise(stages)]
+        costs, trips = [], []
+        links: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        for s, stage in enumerate(stages):
+            costs.append(self._cost(stage, s > 0 and moved[s - 1] > 0, s < len(moved) and moved[s] > 0))
+            if s < len(moved) and moved[s]:
+                here, there = stage.devices, stages[s + 1].devices
+                level, both = self._level(here, there)
+                one_way = self.problem.platform.transfer_ns(moved[s], level)
+                trips.append((one_way, both, lcm(len(here), len(there))))
+                for ends in ((here, there), (there, here)):
+                    key = ends if both else (min(here, there), max(here, there))
+                    links[key] = links.get(key, 0) + one_way
+            else:
+                trips.append((0, True, 1))
+        missing = 0.0
+        for key, load in links.items():
+            missing += _over(load, period * lcm(*map(len, key)))
+        for devices, own_stages in groups.items():
+            missing += _over(sum([costs[s].total_ns for s in own_stages]), period * len(devices))
+            missing += _over(sum([costs[s].sync_period_ns for s in own_stages]), period)
+        if missing > enough:
+            return missing
+        counts, delay = [1] * len(stages), 0
+        for s in range(len(stages) - 1, -1, -1):
+            own = period * len(stages[s].devices)
+            delay = extend(delay, costs[s].total_ns, own)
+            counts[s] = max(1, ceil_div(delay, own))
+            one_way, both, wide = trips[s - 1] if s else (0, True, 1)
+            delay = delay + 2 * one_way if both else extend(delay, 2 * one_way, wide * period)
+        if policy.most_lifetime is not None:
+            missing += _over(delay, policy.most_lifetime * period)
+        for devices, own_stages in groups.items():
+            missing += self._memory(devices, own_stages, costs, counts)
+        return missing
+
+    def _memory(
+        self, devices: tuple[int, ...], own: Sequence[int], costs: Sequence[StageCost], counts: Sequence[int]
+    ) -> float:
+        """Return by how much a group lacks memory: what :func:`.group_bound.device_bytes` counts."""
+        fixed = most = 0
+        for s in own:
+            cost = costs[s]
+            fixed += cost.buffer_bytes + self._weight(cost, counts[s], counts[0], len(devices))
+            held = (counts[s] - 1) * cost.kept_bytes + cost.peak_bytes
+            for q in own:
+                if q != s:
+                    held += (max(counts[s], counts[q] - 1) if q < s else counts[q] - 1) * costs[q].kept_bytes
+            most = max(most, held)
+        return _over(fixed + most, self.problem.platform.slowest(devices).memory_bytes)
+
+    def _weight(self, cost: StageCost, count: int, of_first: int, replicas: int) -> int:
+        policy = self.problem.policy
+        held = max(count, of_first) if policy.vertical_sync else count
+        key = cost.weight_bytes, cost.parameters, held, replicas
+        if key not in self._weights:
+            kept = memory_model.versions(policy, held, replicas)
+            size = memory_model.versioned_bytes(policy, cost.weight_bytes, cost.parameters, kept, replicas)
+            self._weights[key] = int(size)
+        return self._weights[key]
+
+    def _cost(self, stage: Stage, receives: bool, sends: bool) -> StageCost:
+        key = stage.start, stage.stop, stage.checkpoint, self._home(stage.devices), receives, sends
+        found = self._stages.get(key)
+        if found is None:
+            problem = self.problem
+            found = stage_cost(problem.chain, problem.platform, problem.policy, stage, 0, receives, sends, ())
+            self._stages[key] = found
+        return found
+
+    def _home(self, devices: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return what a stage's costs depend on of its devices: how many, the level that joins them, and which kind
+        paces them."""
+        found = self._homes.get(devices)
+        if found is None:
+            platform: Platform = self.problem.platform
+            kind = self._kinds.setdefault(platform.slowest(devices), len(self._kinds))
+            found = self._homes[devices] = len(devices), platform.level_of(devices), kind
+        return found
+
+    def _level(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, bool]:
+        found = self._levels.get((one, other))
+        if found is None:
+            platform: Platform = self.problem.platform
+            level = platform.level_between(one, other)
+            found = self._levels[one, other] = level, platform.both_ways(level)
+        return found
+
+
+def _over(needed: int, there: int) -> float:
+    """Return the part of what is there that is needed beside it."""
+    return (needed - there) / there if needed > there else 0.0
+
+
+def _of_graph(graph: StageGraph, period: int) -> float:
+    counts, lifetime = group_counts(graph, period)
+    policy, missing = graph.policy, 0.0
+    if policy.most_lifetime is not None:
+        missing += _over(lifetime, policy.most_lifetime * period)
+    for index, resource in enumerate(graph.resources):
+        load = sum(graph.operations[i].duration_ns for i in graph.on_resource[index])
+        missing += _over(load, period * resource.replicas) + _over(graph.sync_periods_ns[index], period)
+        if resource.memory_bytes is not None:
+            missing += _over(device_bytes(graph, index, counts), resource.memory_bytes)
+    return missing
+
 
 Stages = tuple[Stage, ...]
 Ranges = tuple[tuple[int, int], ...]

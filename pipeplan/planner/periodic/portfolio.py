@@ -16,8 +16,7 @@ from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
-from ...partition.moves.misfit import Misfits
-from ...partition.moves.wander import wander
+from ...partition.moves.wander import Misfits, wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
 from ...registry import Late

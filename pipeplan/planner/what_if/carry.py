@@ -15,7 +15,7 @@ from ...check.validate import judged, structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...errors import BadInput
 from ...names import shown
-from ...partition.merging import merging
+from ...partition.granularity import merging
 from ...plan import Bound, Pattern, Plan, Stage
 from ...problem import Chain, Layer, Problem
 from ...schedule.kinds import kind_of
