@@ -133,14 +133,12 @@ SHOW = """
 def show(plan: str, width: int | None, links: bool, output: str | None, as_json: bool) -> None:
     """Draw one period of PLAN: what every GPU and link does when. Of a message-driven plan, draw its mini-batch."""
     from ..files.plans import load_plan
-    from ..report.gantt import plan_window, rows_data
+    from ..report.gantt import plan_window, rows_data, save_pattern
     from ..report.tables.simulations import print_pattern
     from ..schedule.kinds import plan_groups
 
     loaded = load_plan(plan)
     if output is not None:
-        from ..report.gantt import save_pattern
-
         save_pattern(loaded, output)
     if as_json:
         window = plan_window(loaded)

@@ -160,7 +160,7 @@ def test_an_epoch_shorter_than_an_update_is_refused(plan):
 def test_workers_end_with_who_reads_whatever_they_do():
     data = Samples(Loader("m:f", loaders.shuffled, 4), lambda index, given: ((given[0],), given[1]))
     model = SimpleNamespace(data=data, read_by=lambda s: {0: (0, None)}, specs={0: TensorSpec((4, 16), torch.float32)})
-    options = SimpleNamespace(engine="own", seed=0, epoch=None)
+    options = SimpleNamespace(seed=0, epoch=None)
     chain = chain_of(runtime_cases.healthy, 4)
     lowered = lower_run(plan_of(chain, [(0, 6, (0,))], weights="flush", accumulate=2), 100)
     rank = SimpleNamespace(lowered=lowered, stages=[0], number=0, stage=lambda s: s, model=model, device=CPU)
