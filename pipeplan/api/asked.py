@@ -97,6 +97,7 @@ class Parts(TypedDict, total=False):
     tensor: int | str | None
     sequence_parallel: bool
     selective: bool
+    experts: int | str | None
 
 
 class Planning(Asked, Parts, Searched, Knobs, total=False):
@@ -200,6 +201,9 @@ ROWS = f"""
     up to 8 of a named model; with each also one for every stage, where that is better.  [default: all that the profile
     has; of a model 1, but any for a target that runs them]
 --sequence-parallel         With --tensor and a named model: split activations between products along the sequence.
+--experts any|N,N,..
+    Expert parallelism of mixtures: N replicas share the experts of each layer, in the best of several degrees; any:
+    4, 8, 16, 32 and 64.  [default: all that the profile has; of a model 1]
 --selective
     Of a zoo's GPT with attention=unfused: also with the core of attention again in the backward, where that is best.
 --microbatch N              Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]

@@ -84,15 +84,15 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
     parted: Parts = part_of(Parts, said)
     (given,), deadline = given_profiles(profile, words, [None], status, deadline, parted)
     problems, assumptions = list[Problem](), list[str]()
-    for part in parts(given, said["tensor"]):
-        fitting = [count for count in counts if count % part.chain.tensor == 0]
+    for part in parts(given, said["tensor"], experts=said["experts"]):
+        fitting = [count for count in counts if count % part.chain.width == 0]
         if fitting:
             words["gpus"] = (fitting[0],)
             problem, assumptions = problem_of(part, **words, deadline=deadline)
             problems.append(problem)
     if not problems:
         raise BadInput(f"--tensor {said['tensor']}: groups of so many GPUs don't share any of --gpus evenly")
-    total = len(memories) * sum(count % x.chain.tensor == 0 for x in problems for count in counts)
+    total = len(memories) * sum(count % x.chain.width == 0 for x in problems for count in counts)
     batch = words["accumulate"] is not None or words["batch"] is not None
     if not batch and len(counts) > 1:
         assumptions[0] = assumed_batch(f"of {MICROBATCHES_PER_DEVICE} microbatches a GPU")

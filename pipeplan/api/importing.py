@@ -14,6 +14,7 @@ from ..errors import BadInput, InvalidPlan
 from ..files.frameworks import READERS, Source, parsed_renames, read_options
 from ..planner.periodic.incumbent import Settings
 from ..planner.what_if.target import Judged, judge
+from ..problem import Problem
 from ..status import Status
 from .asked import Asked, Common
 from .problems import ANY, DEFAULTS, as_held, deadline_of, problem_of, with_zero
@@ -52,15 +53,16 @@ def import_plan(
         raise BadInput(f"framework: arguments are read of {', '.join(READERS)}")
     said, status = read_options(str(arguments)), status or Status()
     whole = profile if isinstance(profile, Profile) else read_profile(profile)
-    degree, deadline = said.count(READERS[framework].tensor, 1), deadline_of(time_limit)
+    reader, deadline = READERS[framework], deadline_of(time_limit)
+    degree, experts = said.count(reader.tensor, 1), said.count(reader.experts, 1)
     given: Asked = {**DEFAULTS, **asked, "weights": DRAINED, "batch": ANY}
-    own = parts(whole, degree)[-1 if READERS[framework].selective(said) else 0]  # the selective one, if there is one
+    own = parts(whole, degree, experts=experts)[-1 if reader.selective(said) else 0]  # the selective one, if there is
     problem, assumed = problem_of(own, **given, deadline=deadline)
     others = []
     for part in parts(whole, None):
         with suppress(BadInput):  # where groups of so many cross servers
             others += [problem_of(part, **given, deadline=deadline)[0]] * (part.chain.variant != own.chain.variant)
-    found = READERS[framework](Source(said, problem.chain, len(problem.platform), parsed_renames(tuple(rename))))
+    found = reader(Source(said, problem.chain, len(problem.platform), parsed_renames(tuple(rename))))
     of_arguments = {name: getattr(found, name) for name in ("optimizer", "precision") if name not in asked}
     changed = {name: value for name, value in of_arguments.items() if value is not None}
     policy = replace(problem.policy, accumulate=found.microbatches, **changed)
@@ -76,7 +78,7 @@ def import_plan(
             found.kind,
             Settings(progress=progress, status=status),
             effort or "normal",
-            [other.with_policy(policy) for other in others],
+            [_as_often(other.with_policy(policy), problem) for other in others],
         )
     except InvalidPlan as error:
         raise InvalidPlan([f"{arguments}: {sentence}" for sentence in error.violations]) from error
@@ -86,3 +88,10 @@ def import_plan(
         PlanResult(today.plan, today.evaluation, (*assumed, *held, *found.notes)),
         PlanResult(best.plan, best.evaluation, (*assumed, *held)),
     )
+
+
+def _as_often(other: Problem, problem: Problem) -> Problem:
+    """Return a problem of another degree with an update after as many samples as ``problem``, or as near as can be."""
+    samples = (problem.policy.accumulate or 1) * problem.chain.microbatch
+    every = max(1, samples // other.chain.microbatch)
+    return other.with_policy(replace(other.policy, accumulate=every))

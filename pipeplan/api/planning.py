@@ -149,7 +149,9 @@ def plan(
         "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
     )
     again = False if said["checkpointing"] == "none" else None
-    found, degree = best_degree(parts(given, said["tensor"], again), of_part, planned, worth, until, status)
+    found, degree = best_degree(
+        parts(given, said["tensor"], again, said["experts"]), of_part, planned, worth, until, status
+    )
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
         found = priced(problem, found, said["for_"], question.settings)
@@ -348,13 +350,13 @@ def grid(
 
     def planned(part: OfDegree, _: int | None) -> Planned:
         problem = part.problem
-        others = [parts(x, part.degree, problem.chain.selective)[0].chain for x in given[1:]]
+        others = [parts(x, part.degree, problem.chain.selective, problem.chain.experts)[0].chain for x in given[1:]]
         timed = [merged(on_groups(x, problem.platform.whole or problem.platform)[0]) for x in others]
         question, more = grid_problem(
             problem,
             batch,
             [problem.chain, *timed],
-            microbatches,
+            microbatches and [x * part.several for x in microbatches],
             pipelines=said["pipelines"],
             fixed_ns=parse_time(said["layer_overhead"], "--layer-overhead"),
             offload=said["offload"],
@@ -369,8 +371,11 @@ def grid(
         lambda found: int(found.plan.provenance.options["grid"]["batch_ns"]),
         lambda problem: 0,
         lambda found: int(found.plan.provenance.options["bound_ns"]),
+        whole=True,
     )
-    found, degree = best_degree(parts(given[0], said["tensor"]), of_part, planned, worth, deadline, status)
+    found, degree = best_degree(
+        parts(given[0], said["tensor"], experts=said["experts"]), of_part, planned, worth, deadline, status
+    )
     return _timed(found, degree.assumptions, began)
 
 

@@ -64,7 +64,7 @@ def problem_of(
     where, assumptions = _machine(asked, profile.chain)
     every = _microbatches(accumulate, batch, profile.microbatch)
     if not said:
-        every = MICROBATCHES_PER_DEVICE * len(where)
+        every = max(1, MICROBATCHES_PER_DEVICE * len(where) // profile.chain.several)
         assumptions = [assumed_batch(f"{every * profile.microbatch} samples"), *assumptions]
     whole, where = on_groups(profile.chain, where, each)
     policy = _policy(asked, whole, every)
@@ -86,19 +86,18 @@ def problem_of(
 def on_groups(chain: Chain, where: Platform, each: bool = False) -> tuple[Chain, Platform]:
     """Return a rank's chain, of no other degree, with what its group's exchanges take, and the platform of such groups;
     BadInput where there are none. With ``each`` the chain keeps those variants whose groups there are."""
-    bandwidth, inside = where.levels[0].bandwidth, where.levels[0].count
     if each:
-        fitting = (x for x in chain.variants if inside % x.tensor == 0)
-        layers = ((x, with_exchanges(chain.part(x), bandwidth).layers) for x in fitting)
+        fitting = (x for x in chain.variants if where.levels[0].count % x.tensor == 0 and x.experts == x.context == 1)
+        layers = ((x, with_exchanges(chain.part(x), where).layers) for x in fitting)
         chain = replace(chain, variants=tuple(replace(x, layers=own) for x, own in layers))
         unsaid = unsaid_of_variants(chain, where)
         if unsaid is not None or not chain.variants:
             raise BadInput(f"--tensor each: {unsaid or 'the profile has degree 1 alone that servers have groups of'}")
         return chain, where
     chain = replace(chain, variants=()) if chain.variants else chain
-    if chain.tensor == 1:
+    if chain.width == 1:
         return chain, where
-    return with_exchanges(chain, bandwidth), grouped(where, chain, "--tensor")
+    return with_exchanges(chain, where), grouped(where, chain, "--tensor")
 
 
 def _merged(chain: Chain, merge: Callable[[Chain], Chain]) -> Chain:

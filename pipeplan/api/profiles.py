@@ -34,6 +34,7 @@ STEPS = 10
 SECONDS = 30.0
 UNFUSED, AGAIN = "attention=unfused", "attention=again"  # of a zoo's GPT
 ANY_DEGREES = (2, 4, 8)  # of tensor parallelism, where any may be: those inside of a server
+ANY_EXPERTS = (4, 8, 16, 32, 64)
 MOST_BESIDE = 256
 HALF = {
     "fp32": "float32",
@@ -124,6 +125,7 @@ def as_profile(
     tensor: str | int | None = None,
     sequence_parallel: bool = False,
     selective: bool = False,
+    experts: str | int | None = None,
 ) -> Profile:
     """Return what is given as a profile: one, a chain, a file, or a model by its name, estimated for ``gpu``.
 
@@ -147,6 +149,7 @@ def as_profile(
             tensor=tensor,
             sequence_parallel=sequence_parallel,
             selective=selective,
+            experts=experts,
         )
         named = accelerator(gpu)
         what = f"layers as estimated for {named.name}, not measured, microbatches of {found.microbatch} in {dtype}"
@@ -188,6 +191,7 @@ def profile(
     tensor: str | int | None = None,
     sequence_parallel: bool = False,
     selective: bool = False,
+    experts: str | int | None = None,
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
@@ -204,7 +208,8 @@ def profile(
     fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of an estimate ``tensor`` (``"1,2,4,8"``, or
     ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers as one of so
     many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence. With
-    ``selective`` there are variants, too, whose backwards run the core of attention again.
+    ``selective`` there are variants, too, whose backwards run the core of attention again, and with ``experts``
+    (``"1,8"``, or ``"any"``) those whose experts so many ranks share.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..runtime.profiler.estimate import estimate_model
@@ -229,10 +234,10 @@ def profile(
         options = replace(options, merge=merge if by_names else None)
         measured = measure_model(source.build, source.batch, options, **about)
     found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
-    if tensor is None and not selective:
+    if tensor is None and experts is None and not selective:
         return found
     if gpu is None or not isinstance(model, str):
-        option = "--selective" if tensor is None else "--tensor"
+        option = "--tensor" if tensor is not None else "--experts" if experts is not None else "--selective"
         raise BadInput(f"{option}: parts of layers are estimated, of models by their name; say --estimate")
     same: dict[str, Any] = {
         "gpu": gpu,
@@ -244,7 +249,8 @@ def profile(
         "blocks": blocks,
     }
     estimate = partial(profile, **same, name=name)
-    return with_variants(found, model, 1 if tensor is None else tensor, sequence_parallel, selective, estimate)
+    ways = degrees(1 if tensor is None else tensor), degrees(1 if experts is None else experts, "--experts")
+    return with_variants(found, model, *ways, sequence_parallel, selective, estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,37 +335,43 @@ def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blo
 def with_variants(
     found: Profile,
     model: str,
-    tensor: str | int,
+    tensor: tuple[int, ...] | None,
+    experts: tuple[int, ...] | None,
     sequence_parallel: bool,
     selective: bool,
     estimate: Callable[[str], Profile],
 ) -> Profile:
-    """Return the profile of a named model with variants of ``tensor`` degrees, and ``selective`` ones of each, each
-    ``estimate``d by its options."""
+    """Return the profile of a named model with variants of ``tensor`` degrees and of those of ``experts``, None: any,
+    and ``selective`` ones of each, each ``estimate``d by its options."""
     if selective and UNFUSED not in model:
         raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
-    asked, variants = degrees(tensor), []
-    for degree, again in product(asked or (1, *ANY_DEGREES), (False, True) if selective else (False,)):
-        if degree == 1 and not again:
+    variants, other = [], (False, True) if selective else (False,)
+    for degree, among, again in product(tensor or (1, *ANY_DEGREES), experts or (1, *ANY_EXPERTS), other):
+        if degree == among == 1 and not again:
             continue
-        named = (model.replace(UNFUSED, AGAIN) if again else model) + (f",tensor={degree}" if degree > 1 else "")
+        along = sequence_parallel and degree > 1
+        named = model.replace(UNFUSED, AGAIN) if again else model
+        named += f",tensor={degree}" * (degree > 1) + ",sequence_parallel=true" * along
         try:
-            layers = estimate(
-                named + (",sequence_parallel=true" if sequence_parallel and degree > 1 else "")
-            ).chain.layers
+            layers = estimate(named + f",expert_ranks={among}" * (among > 1)).chain.layers
         except BadInput as error:
-            if asked is None:
-                break
+            if tensor is None or experts is None:
+                continue
             if "no option is named" in str(error):
+                option, which = (
+                    ("--experts", "mixtures") if "expert_ranks" in str(error) else ("--tensor", "GPT and Llama")
+                )
                 raise BadInput(
-                    f"--tensor: {shown(model)} is not written by parts; zoo models of GPT and Llama, and hf:, are"
+                    f"{option}: {shown(model)} is not written by parts; zoo models of {which}, and hf:, are"
                 ) from None
             raise
         if [x.name for x in layers] != [x.name for x in found.layers]:
             raise BadInput(f"--tensor {degree}: a rank's layers are others than the model's; say --granularity block")
-        variants.append(Variant(degree, sequence_parallel and degree > 1, layers, again))
-    groups = _head_groups(named_model(model, found.microbatch)[0])
-    return replace(found, chain=replace(found.chain, variants=tuple(variants), head_groups=groups))
+        variants.append(Variant(degree, along, layers, again, among))
+    build: Any = named_model(model, found.microbatch)[0]
+    uneven = float(getattr(getattr(build, "config", None), "imbalance", 1.0))
+    more: dict[str, Any] = {"variants": tuple(variants), "head_groups": _head_groups(build), "imbalance": uneven}
+    return replace(found, chain=replace(found.chain, **more))
 
 
 def _head_groups(build: Any) -> int | None:
@@ -370,13 +382,13 @@ def _head_groups(build: Any) -> int | None:
     return next((getattr(config, x) for x in names if getattr(config, x, None)), None)
 
 
-def degrees(tensor: str | int) -> tuple[int, ...] | None:
+def degrees(said: str | int, option: str = "--tensor") -> tuple[int, ...] | None:
     """Return the degrees that ``"1,2,4"`` says, None for ``"any"``; BadInput for what is neither."""
-    if tensor == "any":
+    if said == "any":
         return None
-    parts = str(tensor).split(",")
+    parts = str(said).split(",")
     if not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_DEGREE for x in parts):
-        raise BadInput(f"--tensor: '{shown(str(tensor), 40)}' is neither degrees such as 1,2,4,8 nor any")
+        raise BadInput(f"{option}: '{shown(str(said), 40)}' is neither degrees such as 1,2,4,8 nor any")
     return tuple(sorted(set(map(int, parts))))
 
 

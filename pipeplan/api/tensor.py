@@ -19,23 +19,29 @@ from .profiles import Profile, degrees
 EACH = "each"  # stage has a degree of its own
 
 
-def parts(profile: Profile, tensor: str | int | None, selective: bool | None = None) -> list[Profile]:
-    """Return the profile in each of the ``tensor`` degrees, all that it has where nobody says, of each as it is before
-    that which is ``selective``, or either alone; with ``"each"`` last with all, among which stages choose. BadInput for
-    a degree that it hasn't."""
+def parts(
+    profile: Profile,
+    tensor: str | int | None,
+    selective: bool | None = None,
+    experts: str | int | None = None,
+) -> list[Profile]:
+    """Return the profile in each of the ``tensor`` degrees and of those of ``experts``, all that it has where nobody
+    says, of each as it is before that which is ``selective``, or either alone; with a tensor degree of ``"each"`` last
+    with all, among which stages choose. BadInput for a degree that it hasn't."""
     chain = profile.chain
-    own = sorted(chain.choices, key=lambda x: (x.tensor, x.selective))
-    known = dict.fromkeys(x.tensor for x in own)
-    asked = None if tensor in (None, EACH) else degrees(tensor)
-    for degree in asked or ():
-        if degree not in known:
-            raise BadInput(
-                f"--tensor {degree}: the profile has degree {', '.join(map(str, known))}; a profile with others is "
-                "made by profile --estimate GPU --tensor 1,2,4,8"
-            )
-    found = [x for x in own if x.tensor in (asked or known) and selective in (None, x.selective)]
+    found = sorted(chain.choices, key=lambda x: x.degrees)
+    for name, said in {"tensor": None if tensor == EACH else tensor, "experts": experts}.items():
+        known = dict.fromkeys(getattr(x, name) for x in found)
+        asked = None if said is None else degrees(said, f"--{name}")
+        for degree in asked or ():
+            if degree not in known:
+                raise BadInput(
+                    f"--{name} {degree}: the profile has degree {', '.join(map(str, known))}; a profile with others is "
+                    f"made by profile --estimate GPU --{name} 1,2,4,8"
+                )
+        found = [x for x in found if getattr(x, name) in (asked or known)]
     together = [chain] if tensor == EACH else []
-    return [replace(profile, chain=x) for x in (*found, *together)]
+    return [replace(profile, chain=x) for x in (*(x for x in found if selective in (None, x.selective)), *together)]
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,21 @@ class OfDegree:
         """What it is called beside others."""
         return self.problem.chain.variant
 
+    @property
+    def several(self) -> int:
+        """How many microbatches, of as many samples as those of other degrees, each of its own is."""
+        return self.problem.chain.several
+
 
 class Worth(NamedTuple):
     """What plans are weighed by: its name, what a plan has of it (ns), what none of a problem's has less than, by
-    averages, and what a plan has proved that none has less than."""
+    averages, and what a plan has proved that none has less than; of each microbatch, or of a batch (``whole``)."""
 
     name: str
     of: Callable[[Planned], int]
     least: Callable[[Problem], int]
     proved: Callable[[Planned], int]
+    whole: bool = False
 
 
 def best_degree(
@@ -83,30 +95,33 @@ def best_degree(
     """
     if len(profiles) == 1:
         return plan(one := ask(profiles[0]), None), one
-    queue, told, why = _in_order(profiles, ask, worth.least)
+    queue, told, why = _in_order(profiles, ask, worth)
     best: tuple[Planned, OfDegree] | None = None
+    period = None
     for k, (bound, asked) in enumerate(queue):
-        period = None if best is None else worth.of(best[0])
+        several = 1 if worth.whole else asked.several
         if period is not None and bound >= period:
             continue
         status.phase = f"tensor degree {asked.name}"
         until = deadline.part(len(queue) - k)
         try:
-            found = plan(replace(asked, problem=replace(asked.problem, deadline=until)), period)
+            beat = None if period is None else period * several
+            found = plan(replace(asked, problem=replace(asked.problem, deadline=until)), beat)
         except NoBetter as error:
-            told[asked.name] = None, max(bound, error.bound_ns)
+            told[asked.name] = None, max(bound, error.bound_ns // several)
         except (BadInput, CannotExpress, Infeasible) as error:
             known = proof(asked.problem) if isinstance(error, Infeasible) else None
-            told[asked.name] = None, None if known is None or known.infeasible else known.period_ns
+            told[asked.name] = None, None if known is None or known.infeasible else known.period_ns // several
             why[asked.name] = error
         except KeyboardInterrupt:
             if best is None:
                 raise
             break
         else:
-            told[asked.name] = worth.of(found), worth.proved(found)
-            if period is None or worth.of(found) < period:
-                best = found, asked
+            taken = worth.of(found) // several
+            told[asked.name] = taken, worth.proved(found) // several
+            if period is None or taken < period:
+                best, period = (found, asked), taken
     if best is None:
         kind = BadInput if all(isinstance(x, BadInput) for x in why.values()) else Infeasible
         raise kind("; ".join(f"tensor degree {name}: {why[name]}" for name in told if name in why))
@@ -117,7 +132,7 @@ Told = dict[str, tuple[int | None, int | None]]  # by degree: what it takes and 
 
 
 def _in_order(
-    profiles: Sequence[Profile], ask: Callable[[Profile], OfDegree], least: Callable[[Problem], int]
+    profiles: Sequence[Profile], ask: Callable[[Profile], OfDegree], worth: Worth
 ) -> tuple[list[tuple[int, OfDegree]], Told, dict[str, PipeplanError]]:
     """Return what can be asked for with its bound, least first, and what is to be said of each degree so far."""
     queue, told, why = list[tuple[int, OfDegree]](), Told(), dict[str, PipeplanError]()
@@ -125,7 +140,7 @@ def _in_order(
         degree = profile.chain.variant
         try:
             asked = ask(profile)
-            queue.append((least(asked.problem), asked))
+            queue.append((worth.least(asked.problem) // (1 if worth.whole else asked.several), asked))
             told[degree] = None, queue[-1][0]
         except BadInput as error:
             if degree == EACH:  # which somebody asked for, and degrees for all by the way

@@ -194,8 +194,8 @@ def refuse_chain(chain: Chain, name: str) -> None:
         raise CannotExpress(
             f"{name}: each stage has a tensor degree of its own, and there all have one; say --tensor 2"
         )
-    if chain.tensor > 1 and not target.tensor:
-        raise CannotExpress(f"{name}: {chain.tensor} GPUs run each layer together, which it has no words for")
+    if chain.width > 1 and not target.tensor:
+        raise CannotExpress(f"{name}: {chain.width} GPUs run each layer together, which it has no words for")
     if chain.selective and not target.selective:
         raise CannotExpress(f"{name}: attention's core runs again in backwards, which it has no words for")
     if target.parts_groups and (chain.head_groups or chain.tensor) % chain.tensor:

@@ -253,25 +253,27 @@ def estimate(
     bill = Bill.of(samples, tokens, price)
     found = estimate(profile, status=status(), gpus=gpus, **asked)
     each = found.plan.interval * found.plan.chain.microbatch
-    parameters, tensor = int(found.plan.chain.sums.parameters[-1]), found.plan.chain.tensor
+    chain = found.plan.chain
+    parameters, tensor, width = int(chain.sums.parameters[-1]), chain.tensor, chain.width
     rate = found.samples_per_second
     if as_json:
         figures = {
             "parameters": parameters,
             "tensor": tensor,
+            "experts": chain.experts,
             "batch": each,
             "batch_seconds": each / rate,
             "samples_per_second": rate,
             "samples": None if bill is None else bill.samples,
             "days": None if bill is None else bill.days(rate),
             "dollars": None if bill is None else bill.dollars(rate, prod(gpus)),
-            "pipelines": len(found.stages[0].gpus) // tensor,
+            "pipelines": len(found.stages[0].gpus) // width,
             "stages": [{"peak_bytes": x.peak_bytes, "memory_bytes": x.memory_bytes} for x in found.stages],
         }
         click.echo(json.dumps(figures, indent=1))
         return
     found.show()
-    whose = f" in each of {tensor} GPUs that run a layer together" if tensor > 1 else ""
+    whose = f" in each of {width} GPUs that run a layer together" if width > 1 else ""
     click.echo(f"\nparameters  {parameters / 1e9:.3f}e9{whose}; weights that layers share count in each of them")
     if bill is not None:
         click.echo(bill.line(rate, prod(gpus), each))

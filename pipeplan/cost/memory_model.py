@@ -19,6 +19,8 @@ from ..integers import IntLike, ceil_div, plain
 from ..problem import Chain, Policy, SharedWeights
 from .saved import entering_bytes, inner_bytes, storages
 
+Pair = tuple[IntLike, IntLike]  # bytes of one copy of weights, and parameters
+
 
 def weights_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
     """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``; what several of them share, as
@@ -31,6 +33,17 @@ def weights_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, In
     return weight_bytes, parameters
 
 
+def own_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
+    """Return the same of the weights whose state a rank keeps where replicas share it: a group whose ranks have weights
+    in common shares their state among them, too."""
+    size, count = chain.sums.own_bytes, chain.sums.own_parameters
+    own_bytes, parameters = plain(size[stop] - size[start]), plain(count[stop] - count[start])
+    for shared in chain.sums.shared:
+        again = shared.again(start, stop)
+        own_bytes, parameters = own_bytes - again * shared.own[0], parameters - again * shared.own[1]
+    return own_bytes, parameters
+
+
 def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:
     """Return the bytes of one gradient of ``layers[start:stop]``."""
     return gradient_bytes(policy, *weights_of(chain, start, stop))
@@ -39,6 +52,12 @@ def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> 
 def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
     """Bytes of one gradient: what replicas exchange and what every policy accumulates into."""
     return 2 * parameters if policy.precision == "mixed" else weight_bytes
+
+
+def summed_bytes(policy: Policy, whole: Pair, own: Pair) -> IntLike:
+    """Return the bytes of a gradient that replicas sum: where each has all of the state what is left when their own
+    ranks have summed what these have in common, and each has its share of that."""
+    return gradient_bytes(policy, *(whole if policy.zero else own))
 
 
 def shared_gradient(policy: Policy, shared: SharedWeights) -> int:
@@ -105,13 +124,19 @@ def weights_bytes(
     parameters: IntLike,
     in_flight: IntLike,
     replicas: int = 1,
+    own: Pair | None = None,
 ) -> IntLike:
     """Device bytes of weights, gradient and optimizer state with ``in_flight`` microbatches at the peak."""
-    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight, replicas), replicas)
+    return versioned_bytes(policy, weight_bytes, parameters, versions(policy, in_flight, replicas), replicas, own)
 
 
 def versioned_bytes(
-    policy: Policy, weight_bytes: IntLike, parameters: IntLike, kept: IntLike, replicas: int = 1
+    policy: Policy,
+    weight_bytes: IntLike,
+    parameters: IntLike,
+    kept: IntLike,
+    replicas: int = 1,
+    own: Pair | None = None,
 ) -> IntLike:
     """Device bytes of ``kept`` versions of the weights, of gradient and optimizer state (ALGORITHMS section 3, table).
 
@@ -119,21 +144,22 @@ def versioned_bytes(
     beside the optimizer's own; with ``offload`` one bucket of the state is on the device at a time. With ``zero`` the
     state is that of the largest share of ``replicas``, and so are versions and gradient as far as they are shared,
     beside the buckets that are whole. Where the policy has ``bytes_per_parameter`` they are all of that for one
-    version, less what other replicas have of what is shared.
+    version, less what other replicas have of what is shared. ``own`` are those of :func:`own_of`, None: all.
     """
     copy = gradient_bytes(policy, weight_bytes, parameters)
     of_weights, of_gradient = policy.sharing.weights, policy.sharing.gradient
     if policy.bytes_per_parameter is not None:
-        shared = (policy.shared_bytes_per_parameter or 0) * parameters
-        own = policy.bytes_per_parameter * parameters - shared
-        return own + _spread(policy, shared, (of_weights or 0) + (of_gradient or 0), replicas) + (kept - 1) * copy
+        per = policy.shared_bytes_per_parameter or 0
+        alone, shared = (policy.bytes_per_parameter - per) * parameters, per * (parameters if own is None else own[1])
+        return alone + _spread(policy, shared, (of_weights or 0) + (of_gradient or 0), replicas) + (kept - 1) * copy
     mixed = policy.precision == "mixed"
     eighths = policy.state_eighths + (16 if mixed else 0)
+    shared = (weight_bytes, parameters) if own is None or not policy.zero else own
     if policy.offload:
-        own = ceil_div(parameters, policy.sharers(replicas))
-        state = ceil_div(eighths * 4 * plain(np.minimum(own, policy.bucket_parameters)), 8)
+        each = ceil_div(shared[1], policy.sharers(replicas))
+        state = ceil_div(eighths * 4 * plain(np.minimum(each, policy.bucket_parameters)), 8)
     else:
-        state = ceil_div(eighths * _state_copy(policy, weight_bytes, parameters, replicas), 8)
+        state = ceil_div(eighths * _state_copy(policy, *shared, replicas), 8)
     weights = kept * copy if of_weights is None else _spread(policy, kept * copy, of_weights, replicas)
     gradient = copy if of_gradient is None else _spread(policy, copy, of_gradient, replicas)
     return weights + gradient + state
@@ -154,13 +180,16 @@ def _spread(policy: Policy, whole: IntLike, buckets: int, replicas: int) -> IntL
     )
 
 
-def host_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int = 1) -> IntLike:
+def host_bytes(
+    policy: Policy, weight_bytes: IntLike, parameters: IntLike, replicas: int = 1, own: Pair | None = None
+) -> IntLike:
     """Host bytes of the state that ``offload`` moves off the device: fp32 weights and optimizer state (12 per parameter
     for mixed Adam, whose fp32 gradient exists for one bucket only); with ``zero`` the share of one of ``replicas``."""
     if not policy.offload:
         return 0
     eighths = policy.state_eighths + (8 if policy.precision == "mixed" else 0)
-    return ceil_div(eighths * _state_copy(policy, weight_bytes, parameters, replicas), 8)
+    shared = (weight_bytes, parameters) if own is None or not policy.zero else own
+    return ceil_div(eighths * _state_copy(policy, *shared, replicas), 8)
 
 
 def depends_on_replicas(policy: Policy) -> bool:

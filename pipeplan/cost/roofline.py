@@ -17,12 +17,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..integers import IntLike, ceil_div
-from ..problem import Chain, Layer, LayerWork, PassWork
+from ..problem import Chain, Layer, LayerWork, PassWork, Platform
 
 FIXED_NS = 22_000
 STEP_NS = 3_500
 SHARE = (3, 4)  # of the link's bandwidth
-STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # over the ranks but one: how often each part travels
+STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+"""Over the ranks but one: how often each part travels."""
 
 
 def collective_ns(
@@ -39,14 +40,14 @@ def collective_ns(
     return begun + ceil_div(steps * size * below * 10**9, ranks * bandwidth * above)
 
 
-def with_exchanges(chain: Chain, bandwidth: int) -> Chain:
-    """Return a rank's chain with the time that its group's exchanges take over links of ``bandwidth``, in place of
-    the exchanges. A pass takes its kernels and what is exchanged, or as long as its host, if that is longer."""
+def with_exchanges(chain: Chain, where: Platform) -> Chain:
+    """Return a rank's chain with the time that its group's exchanges take on a platform of such ranks, in place of the
+    exchanges. A pass takes its kernels and what is exchanged, or as long as its host, if that is longer; sums of what
+    ranks of the group have in common are part of the optimizer's step."""
     layers = []
     for layer in chain.layers:
         forward, backward = (
-            max(0, _exchanged_ns(layer, back, chain.tensor, bandwidth) - (layer.idle_ns or (0, 0))[back])
-            for back in (False, True)
+            max(0, _exchanged_ns(layer, back, chain, where) - (layer.idle_ns or (0, 0))[back]) for back in (False, True)
         )
         layers.append(
             replace(
@@ -54,6 +55,7 @@ def with_exchanges(chain: Chain, bandwidth: int) -> Chain:
                 forward_ns=layer.forward_ns + forward,
                 backward_ns=layer.backward_ns + backward,
                 backward_weight_ns=layer.weight_part_ns,
+                optimizer_ns=layer.optimizer_ns + _exchanged_ns(layer, False, chain, where, update=True),
                 exchanges=(),
                 idle_ns=None,
                 work=None,
@@ -62,12 +64,15 @@ def with_exchanges(chain: Chain, bandwidth: int) -> Chain:
     return replace(chain, layers=tuple(layers))
 
 
-def _exchanged_ns(layer: Layer, backward: bool, ranks: int, bandwidth: int) -> int:
-    """Return what the exchanges of one pass take, hidden ones only as far as they are longer than the pass."""
+def _exchanged_ns(layer: Layer, backward: bool, chain: Chain, where: Platform, update: bool = False) -> int:
+    """Return what the exchanges of one pass, or of an update, take, hidden ones only as far as they are longer than the
+    pass. Those of the tensor degree are inside of a server, others wherever their group is."""
     seen = hidden = 0
     for one in layer.exchanges:
-        if one.backward == backward:
-            each = collective_ns(one.kind, one.bytes, ranks, bandwidth)
+        if (one.backward, one.update) == (backward, update):
+            reach = range(chain.width if update else one.ranks or chain.tensor)
+            bandwidth, _ = where.paths[where.level_of(reach)]
+            each = collective_ns(one.kind, one.bytes, one.ranks or chain.tensor, bandwidth)
             seen, hidden = seen + (one.count - one.hidden) * each, hidden + one.hidden * each
     return seen + max(0, hidden - (layer.backward_ns if backward else layer.forward_ns))
 

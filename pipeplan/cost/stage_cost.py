@@ -58,6 +58,7 @@ class StageCost:
     lent: tuple[tuple[int, int], ...] = ()
     recompute_ns: int = 0
     recomputed_bytes: int = 0
+    own: tuple[int, int] | None = None  # bytes and parameters, as :func:`.memory_model.own_of`
 
     @property
     def total_ns(self) -> int:
@@ -89,9 +90,13 @@ def stage_cost(
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
     weight_bytes -= sum(chain.sums.shared[n].weight_bytes for n in borrowed)
     parameters -= sum(chain.sums.shared[n].parameters for n in borrowed)
+    own_bytes, own_parameters = memory_model.own_of(chain, start, stop)
+    own_bytes -= sum(chain.sums.shared[n].own[0] for n in borrowed)
+    own_parameters -= sum(chain.sums.shared[n].own[1] for n in borrowed)
+    own = own_bytes, own_parameters
     elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
     path = platform.paths[platform.level_of(stage.devices)]
-    gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
+    gradient = memory_model.summed_bytes(policy, (weight_bytes, parameters), own)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.steps_apart else 0
@@ -130,6 +135,7 @@ def stage_cost(
         gradient_bytes=0 if between is None else between[1],
         recompute_ns=time_model.recompute_ns(recompute, speed),
         recomputed_bytes=max(saved, kept + memory_model.recomputed_bytes(chain, stage.checkpoint)),
+        own=own,
     )
 
 

@@ -104,7 +104,7 @@ class StageGraph:
         buffers: weights, gradients and optimizer state."""
         cost = self.stages[stage]
         replicas = self.resources[cost.resource].replicas
-        held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept, replicas)
+        held = memory_model.versioned_bytes(self.policy, cost.weight_bytes, cost.parameters, kept, replicas, cost.own)
         return int(held) + cost.waiting_bytes
 
     def lent_bytes(self, stage: int, begun: Callable[[int], int]) -> int:
@@ -120,7 +120,7 @@ class StageGraph:
         """Return what a device has of ``stage`` in host memory."""
         cost = self.stages[stage]
         replicas = self.resources[cost.resource].replicas
-        return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas))
+        return int(memory_model.host_bytes(self.policy, cost.weight_bytes, cost.parameters, replicas, cost.own))
 
     def first_replicas(self) -> StageGraph:
         """Return the graph of the first of equal pipelines alone, each stage on the first of its devices; what they

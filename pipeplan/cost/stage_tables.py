@@ -76,9 +76,14 @@ class StageTables:
         return memory_model.weights_of(self.problem.chain, self.start, self.stop)
 
     @cached_property
+    def own(self) -> tuple[Ints, Ints]:
+        """The same of what ranks keep the state of where replicas share it."""
+        return memory_model.own_of(self.problem.chain, self.start, self.stop)
+
+    @cached_property
     def gradients(self) -> Ints:
         """Bytes that replicas exchange."""
-        return np.asarray(memory_model.gradient_bytes(self.problem.policy, *self.weights))
+        return np.asarray(memory_model.summed_bytes(self.problem.policy, self.weights, self.own))
 
     @cached_property
     def kept(self) -> Ints:
@@ -87,7 +92,7 @@ class StageTables:
 
     def weights_bytes(self, in_flight: IntLike = 1, replicas: int = 1) -> Ints:
         """Return weights, gradient and optimizer state with so many microbatches in flight."""
-        return np.asarray(memory_model.weights_bytes(self.problem.policy, *self.weights, in_flight, replicas))
+        return np.asarray(memory_model.weights_bytes(self.problem.policy, *self.weights, in_flight, replicas, self.own))
 
     def buffers(self, replicas: int = 1) -> Ints:
         """Return the buffers of messages, and what passes work with."""

@@ -21,16 +21,24 @@ LARGEST_TOTAL = 10**15  # a microbatch of 11 days, a petabyte: int64 holds it ti
 
 def check_variants(chain: Chain, place: str) -> None:
     """Raise BadInput unless each variant has the same layers as ``chain``, at costs that make sense."""
-    names, seen = [layer.name for layer in chain.layers], {(chain.tensor, chain.selective)}
+    names, seen = [layer.name for layer in chain.layers], {chain.degrees}
     for k, variant in enumerate(chain.variants):
         here = f"{place}: $.variants[{k}]"
-        if chain.tensor != 1 or chain.selective or (variant.tensor, variant.selective) in seen:
-            raise BadInput(f"{here}.tensor: {variant.tensor} is a second time, or beside what is a part itself")
-        seen.add((variant.tensor, variant.selective))
+        part = chain.part(variant)
+        if chain.width != 1 or chain.selective or part.degrees in seen or part.width > MOST_DEGREE:
+            raise BadInput(
+                f"{here}.tensor: {part.variant} is a second time, or beside what is a part itself, or more than "
+                f"{MOST_DEGREE} GPUs"
+            )
+        seen.add(part.degrees)
         if [layer.name for layer in variant.layers] != names:
             raise BadInput(f"{here}.layers: they aren't called as $.layers are")
-        check_chain(chain.part(variant), here, lambda i, here=here: f"{here}.layers[{i}]")  # type: ignore[misc]  # bound
+        check_chain(part, here, lambda i, here=here: f"{here}.layers[{i}]")  # type: ignore[misc]  # bound
         for i, layer in enumerate(variant.layers):
+            if not 0 <= (layer.own_parameters or 0) <= layer.parameter_count:
+                raise BadInput(
+                    f"{here}.layers[{i}].own_parameters: are no more than its parameters, and no fewer than 0"
+                )
             for j, one in enumerate(layer.exchanges):
                 if not 0 <= one.hidden <= one.count <= MOST_EXCHANGES or one.bytes > LARGEST_TOTAL // MOST_EXCHANGES:
                     raise BadInput(

@@ -36,10 +36,14 @@ OPTIONAL = (
     "variants",
     "head_groups",
     "changed",
+    "experts",
+    "context",
+    "imbalance",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
+Ranks = Annotated[int, msgspec.Meta(ge=0, le=MOST_DEGREE)]
 NeedsFile = form(WeightNeeds)
-ExchangeFile = form(Exchange, brief=True, count=Positive, hidden=Count, bytes=Count)
+ExchangeFile = form(Exchange, brief=True, count=Positive, hidden=Count, bytes=Count, ranks=Ranks)
 LayerFile = form(
     Layer,
     brief=True,
@@ -48,7 +52,15 @@ LayerFile = form(
     exchanges=Annotated[tuple[ExchangeFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
 )
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
-VariantFile = form(Variant, optional=("selective",), brief=True, tensor=Degree, layers=LayersFile)
+VariantFile = form(
+    Variant,
+    optional=("selective", "experts", "context"),
+    brief=True,
+    tensor=Degree,
+    experts=Degree,
+    context=Degree,
+    layers=LayersFile,
+)
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,
@@ -60,6 +72,9 @@ ProfileFile = form(
     beside=Positive,
     layers=LayersFile,
     tensor=Degree,
+    experts=Degree,
+    context=Degree,
+    imbalance=Annotated[float, msgspec.Meta(ge=1, le=MOST_DEGREE)],
     variants=Annotated[tuple[VariantFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
     head_groups=Positive | None,
     edges=Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MOST_EDGES)] | None,

@@ -55,10 +55,11 @@ def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: IntL
     """Return what ``layers[start:stop]`` take beside activations: weights with their versions, buffers, what passes
     work with."""
     size, count = memory_model.weights_of(problem.chain, start, stop)
+    own = memory_model.own_of(problem.chain, start, stop)
     crossing = crossing_bytes(problem.chain)
     buffers = 2 * (crossing[start] + crossing[stop]) + problem.chain.working_bytes(start, stop)
     waiting = memory_model.waiting_bytes(problem.chain, problem.policy, start, stop)
-    return memory_model.weights_bytes(problem.policy, size, count, in_flight, replicas) + waiting + buffers
+    return memory_model.weights_bytes(problem.policy, size, count, in_flight, replicas, own) + waiting + buffers
 
 
 def memory_counts(problem: Problem) -> range:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..cost.memory_model import weights_of
+from ..cost.memory_model import own_of, weights_of
 from ..cost.saved import for_weights, for_weights_bytes, inner_bytes, saved_bytes, storages
 from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
@@ -328,6 +328,7 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
     """Return ``layers[start:stop]`` as one layer that has the fields ``saved``."""
     part = chain.layers[start:stop]
     weight_bytes, parameters = weights_of(chain, start, stop)
+    own = None if all(x.own_parameters is None for x in part) else own_of(chain, start, stop)[1]
     return merged(
         part,
         name=part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}",
@@ -335,6 +336,7 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
         parameters=part[0].parameters if len(part) == 1 else parameters,
         output_bytes=output_bytes,
         optimizer_ns=whole_step_ns(chain, start, stop),
+        own_parameters=own,
         **saved,
     )
 

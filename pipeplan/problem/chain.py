@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class SharedSums:
     weight_bytes: int
     parameters: int
     optimizer_ns: int
+    own: tuple[int, int]  # bytes and parameters whose state a rank keeps
 
     @staticmethod
     def of(shared: SharedWeights, layers: Sequence[Layer]) -> SharedSums:
@@ -34,7 +36,10 @@ class SharedSums:
         steps = [layers[i].optimizer_ns * count // max(1, layers[i].parameter_count) for i in shared.layers]
         holders = np.zeros(len(layers) + 1, dtype=np.int64)
         holders[np.array(shared.layers) + 1] = 1
-        return SharedSums(np.cumsum(holders), shared.weight_bytes, count, min(steps))
+        size = shared.weight_bytes
+        shares = [(x.own[0] * size // max(1, x.weight_bytes), x.own[1] * count // max(1, x.parameter_count))
+                  for x in map(layers.__getitem__, shared.layers)]  # fmt: skip
+        return SharedSums(np.cumsum(holders), size, count, min(steps), min(shares))
 
     def again(self, start: IntLike, stop: IntLike) -> IntLike:
         """Return in how many of ``layers[start:stop]`` it is counted, after the first."""
@@ -58,6 +63,8 @@ class Sums:
     optimizer_ns: Ints
     weight_bytes: Ints
     parameters: Ints
+    own_bytes: Ints
+    own_parameters: Ints
     shared: tuple[SharedSums, ...]
 
     @staticmethod
@@ -74,6 +81,8 @@ class Sums:
             optimizer_ns=prefix([x.optimizer_ns for x in layers]),
             weight_bytes=prefix([x.weight_bytes for x in layers]),
             parameters=prefix([x.parameter_count for x in layers]),
+            own_bytes=prefix([x.own[0] for x in layers]),
+            own_parameters=prefix([x.own[1] for x in layers]),
             shared=tuple(SharedSums.of(x, layers) for x in shared),
         )
 
@@ -94,13 +103,16 @@ class Variant:
     """A network's layers, in order, as one of ``tensor`` ranks has them that run each layer together.
 
     With ``sequence_parallel`` what is between products is spread along the sequence, too, and ``selective`` ones run
-    the cores of their attention again (Korthikanti et al. 2022).
+    the cores of their attention again (Korthikanti et al. 2022). So many ranks share the ``experts`` of each layer, and
+    ``context`` of them have a part of each sequence.
     """
 
     tensor: int
     sequence_parallel: bool
     layers: tuple[Layer, ...]
     selective: bool = False
+    experts: int = 1
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,8 @@ class Chain:
     microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
     products is parted along the sequence, too. Of ``selective`` layers backwards run the cores of attention again.
+    ``experts`` ranks have each a part of the experts of every layer, the fullest ``imbalance`` times the mean of
+    tokens, and ``context`` of them a part of every sequence.
     ``variants`` are the same layers at the costs of such parts, and of such layers;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
     buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
@@ -145,6 +159,29 @@ class Chain:
     variants: tuple[Variant, ...] = ()
     head_groups: int | None = None
     changed: str = ""
+    experts: int = 1
+    context: int = 1
+    imbalance: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """How many GPUs run each layer together: those that have a part of it, or of its experts."""
+        return lcm(self.tensor * self.context, self.experts)
+
+    @property
+    def each(self) -> int:
+        """How many samples of a microbatch, which is the whole group's, each of its tensor-parallel groups has."""
+        return self.microbatch * self.tensor * self.context // self.width
+
+    @property
+    def several(self) -> int:
+        """How many of such microbatches one of the whole group is."""
+        return self.microbatch // self.each
+
+    @property
+    def degrees(self) -> tuple[int, int, int, bool]:
+        """What it is among its variants."""
+        return self.tensor, self.context, self.experts, self.selective
 
     @property
     def one_of_each(self) -> str:
@@ -153,11 +190,13 @@ class Chain:
 
     @property
     def variant(self) -> str:
-        """What it is called among its variants: the tensor degree, and whether it is selective; where each stage
-        chooses, that."""
+        """What it is called among its variants: the tensor degree, others above 1, whether it is selective; where each
+        stage chooses, that."""
         if self.variants:
             return "each"
-        return f"{self.tensor} selective" if self.selective else f"{self.tensor}"
+        others = {"context": self.context, "experts": self.experts}
+        said = [f"{self.tensor}", *(f"{name} {x}" for name, x in others.items() if x > 1)]
+        return " ".join([*said, *["selective"] * self.selective])
 
     @property
     def precision(self) -> Precision:
@@ -301,7 +340,7 @@ class Chain:
 
     def part(self, variant: Variant) -> Chain:
         """Return what one rank has of the network: the same layers at a variant's costs."""
-        shared = []
+        shared, ranks = [], variant.tensor * variant.context
         for tie in self.shared or ():
             least = min((variant.layers[i] for i in tie.layers), key=lambda layer: layer.weight_bytes)
             shared.append(SharedWeights(tie.layers, least.weight_bytes, least.parameter_count))
@@ -312,6 +351,9 @@ class Chain:
             tensor=variant.tensor,
             sequence_parallel=variant.sequence_parallel,
             selective=variant.selective,
+            experts=variant.experts,
+            context=variant.context,
+            microbatch=self.microbatch * lcm(ranks, variant.experts) // ranks,
             variants=(),
         )
 
@@ -327,7 +369,8 @@ class Chain:
     @cached_property
     def names(self) -> dict[tuple[int, bool], Chain]:
         """The :attr:`choices` as stages name them; where there is but one, that is the first."""
-        return {(x.tensor, x.selective): x for x in self.choices} if self.variants else {(1, False): self}
+        alike = {(x.tensor, x.selective): x for x in self.choices if x.width == x.tensor}
+        return alike if self.variants else {(1, False): self}
 
     def extreme(self, pick: Callable[[Iterable[int]], int]) -> Chain:
         """Return the network whose layers take and send what ``pick`` (least, or most) picks of all its choices."""

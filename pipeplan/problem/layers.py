@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .fields import first, largest, said, total, total_known
 
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
 
 class PassWork(NamedTuple):
@@ -37,10 +37,11 @@ class LayerWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collectives that the ranks of a group make in one pass of a layer that they run together.
+    """Collectives that the ranks of a group make in one pass of a layer that they run together, or of its ``update``.
 
-    ``count`` of ``bytes`` each, which is the size of the whole tensor in all-reduces, and of what is gathered or
-    scattered. ``hidden`` of them go on beside products of the same pass.
+    ``count`` of ``bytes`` each, which is the size of the whole tensor in all-reduces, of what is gathered or scattered,
+    and of what one rank sends in an all-to-all, to itself among others. ``hidden`` of them go on beside products of the
+    same pass. ``ranks`` of the group take part in each, 0 for those of the tensor degree.
     """
 
     kind: Collective
@@ -48,14 +49,16 @@ class Exchange:
     bytes: int
     count: int = 1
     hidden: int = 0
+    ranks: int = 0
+    update: bool = False
 
 
 def _exchanged(values: Sequence[tuple[Exchange, ...]]) -> tuple[Exchange, ...]:
     """Return what layers exchange, like ones counted together."""
-    found: dict[tuple[Collective, bool, int], Exchange] = {}
+    found: dict[Exchange, Exchange] = {}
     for one in (x for row in values for x in row):
-        key = one.kind, one.backward, one.bytes
-        have = found.get(key, replace(one, count=0, hidden=0))
+        key = replace(one, count=0, hidden=0)
+        have = found.get(key, key)
         found[key] = replace(have, count=have.count + one.count, hidden=have.hidden + one.hidden)
     return tuple(found.values())
 
@@ -89,7 +92,8 @@ class Layer:
     ``idle_ns`` is how long an estimated device waits for its host in the forward and in the backward meanwhile.
     ``matrix_state`` is how many numbers each optimizer of :data:`..choices.BY_MATRIX` keeps, None where that is
     unknown. ``working_bytes`` is the most that one of its passes takes beside what the forward keeps: gradients of what
-    it made and read, and what its operations need meanwhile.
+    it made and read, and what its operations need meanwhile. ``own_parameters`` are those whose state its rank keeps
+    where replicas share it, of a group whose ranks have weights in common; None: all that it has.
     """
 
     name: str
@@ -111,6 +115,14 @@ class Layer:
     idle_ns: tuple[int, int] | None = field(default=None, metadata=said(merge=total_known))
     matrix_state: tuple[int, ...] | None = field(default=None, metadata=said(merge=total))
     working_bytes: int = field(default=0, metadata=said(merge=largest, scale="size"))
+    own_parameters: int | None = None
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Bytes and number of its parameters whose state its rank keeps where replicas share it."""
+        if self.own_parameters is None:
+            return self.weight_bytes, self.parameter_count
+        return -(-self.weight_bytes * self.own_parameters // max(1, self.parameter_count)), self.own_parameters
 
     @property
     def parameter_count(self) -> int:

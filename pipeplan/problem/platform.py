@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from math import lcm
+from math import gcd, lcm
 
 import numpy as np
 
@@ -106,27 +106,33 @@ class Platform:
         """Return the numbers of a device's GPUs."""
         return range(device * self.width, (device + 1) * self.width)
 
-    def grouped(self, width: int) -> Platform:
-        """Return the platform whose devices are groups of ``width`` neighbours; ValueError where they cross servers.
+    def grouped(self, width: int, inside: int | None = None) -> Platform:
+        """Return the platform whose devices are groups of ``width`` neighbours; ValueError where ``inside`` of them,
+        None: all, cross servers.
 
         Memory and bandwidth are those of one of the group, each of which sends its part to its counterpart. Links that
         a server's GPUs share are the group's together.
         """
-        inside = self.levels[0].count
+        own, inside = self.levels[0].count, inside or width
         if width == 1:
             return self
-        if inside % width:
+        if own % inside or (own % width and width % own):
             raise ValueError(
-                f"groups of {width} GPUs don't share {inside} {'in a server ' if self.levels[1:] else ''}evenly"
+                f"groups of {width} GPUs don't share {own} {'in a server ' if self.levels[1:] else ''}evenly"
             )
+        if len(self) % width:
+            raise ValueError(f"groups of {width} GPUs don't share all {len(self)} evenly")
         groups = [self.devices[d : d + width] for d in range(0, len(self), width)]
         devices = tuple(_extreme(tuple(dict.fromkeys(group)), True) for group in groups)
-        levels = [replace(self.levels[0], count=inside // width)]
-        for level in self.levels[1:]:
+        levels, left = list[Level](), width
+        for level in self.levels:
             links, share = level.links, 1
-            if links is not None:
-                links, share = max(1, links // width), max(1, -(-width // links))
-            levels.append(replace(level, links=links, bandwidth=level.bandwidth // share))
+            if links is not None:  # of a unit of the level below, where GPUs of the group, or all of it, are
+                ours = min(width, self.unit_sizes[len(levels) - 1])
+                links, share = max(1, links // ours), max(1, -(-ours // links))
+            part = gcd(level.count, left)
+            count, left = level.count // part, left // part
+            levels.append(replace(level, count=count, links=links, bandwidth=level.bandwidth // share))
         return replace(self, devices=devices, levels=tuple(levels), whole=self)
 
     @cached_property

@@ -227,12 +227,20 @@ def tensor_degree(plan: Plan) -> list[str]:
     """Return how many GPUs run each layer together, and what other degrees would take, in lines; nothing for one."""
     found = plan.provenance.options.get("tensor")
     tried = {k: v for k, v in found.items() if isinstance(v, dict)} if isinstance(found, dict) else {}
-    if plan.chain.variant == "1" and len(tried) < 2:
+    chain = plan.chain
+    if chain.variant == "1" and len(tried) < 2:
         return []
-    along = ", with sequence parallelism" if plan.chain.sequence_parallel else ""
-    along += ", attention's core again in backwards (selective recomputation)" if plan.chain.selective else ""
-    told = [f"tensor degree {plan.chain.tensor}{along}"]
-    if plan.chain.variants:
+    along = ", with sequence parallelism" if chain.sequence_parallel else ""
+    along += ", attention's core again in backwards (selective recomputation)" if chain.selective else ""
+    if chain.experts > 1:
+        even = (
+            "tokens taken evenly over them"
+            if chain.imbalance == 1
+            else f"the fullest has {chain.imbalance:g} times its share of tokens"
+        )
+        along += f"; {chain.experts} GPUs share the experts of each layer, {even}"
+    told = [f"tensor degree {chain.tensor}{along}"]
+    if chain.variants:
         told = [f"tensor degrees of their own: {', '.join(map(_of_stage, plan.allocation.stages))} by stage"]
     if len(tried) > 1:
         told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")

@@ -20,6 +20,7 @@ HUGGING_FACE = "hf:"  # begins the name of a transformers model
 ZOO = "zoo:"  # begins the name of a zoo model where a module:function could stand
 MODELS = {  # name -> the file that builds it
     **{name: "text.llama" if isinstance(sizes, Llama) else "text.gpt" for name, sizes in TRANSFORMERS.items()},
+    **dict.fromkeys(("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"), "text.mixture"),
     "small-cnn": "images.convolutional",
     "alexnet": "images.convolutional",
     "vgg16": "images.convolutional",

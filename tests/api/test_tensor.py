@@ -80,7 +80,7 @@ def test_exchanges_wait_for_no_idle_device_and_hide_beside_products(profiled):
 
     def taken(*exchanges, idle=(0, 0)):
         one = replace(layer, exchanges=exchanges, idle_ns=idle)
-        return with_exchanges(Chain("one", (one,), 0, tensor=2), link).layers[0]
+        return with_exchanges(Chain("one", (one,), 0, tensor=2), Platform.flat(2, 1, link)).layers[0]
 
     assert taken(Exchange("all-gather", False, 10**6, 3)).forward_ns == 10**6 + 3 * alone
     assert taken(Exchange("all-gather", True, 10**6, 3, hidden=3)).backward_ns == 10**9

@@ -210,7 +210,8 @@ class ContiguousJudge:
             step = len(stage.devices) * period
             delay = plus(delay, work, step)
             group = -(-delay // step)
-            memory = memory_model.weights_bytes(policy, weights, parameters, group, len(stage.devices))
+            own = kept_in_group(chain, stage.start, stage.stop)
+            memory = memory_model.weights_bytes(policy, weights, parameters, group, len(stage.devices), own)
             memory += memory_model.held_bytes(kept, peak, group)
             memory += self.waiting(stage) + most_worked_with(chain, stage.start, stage.stop)
             if k > 0:
@@ -267,7 +268,8 @@ class ContiguousJudge:
         for known in chain.shared or ():
             if all(i <= holder < j for holder in known.layers):
                 weights, parameters = weights - known.weight_bytes, parameters - known.parameter_count
-        gradient = memory_model.gradient_bytes(policy, weights, parameters)
+        summed = (weights, parameters) if policy.zero else kept_in_group(chain, i, j)
+        gradient = memory_model.gradient_bytes(policy, *summed)
         path = platform.paths[platform.level_of(stage.devices)]
         return (
             work,
@@ -316,6 +318,16 @@ def contiguous_decision(problem: Problem, period: int) -> bool:
                     if memory <= platform.devices[0].memory_bytes and delay < best.get(key, delay + 1):
                         best[key] = delay
     return any(start == 0 for start, _, _ in best)
+
+
+def kept_in_group(chain: Chain, start: int, stop: int) -> tuple[int, int]:
+    """Return the bytes and the number of weights whose state one rank of a group keeps, each shared weight once."""
+    size = sum(layer.own[0] for layer in chain.layers[start:stop])
+    count = sum(layer.own[1] for layer in chain.layers[start:stop])
+    for known in chain.shared or ():
+        if all(start <= holder < stop for holder in known.layers):
+            size, count = size - known.weight_bytes, count - known.parameter_count
+    return size, count
 
 
 def most_worked_with(chain: Chain, start: int, stop: int) -> int:

@@ -19,6 +19,12 @@ PUBLISHED = {
     "gpt2-xl": 1_557_611_200,
     "llama-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
+    # by hand of config.json on huggingface.co of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B and -235B-A22B, and
+    # deepseek-ai/DeepSeek-V3 (its biases of routers included, and not its module of multi-token prediction)
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_419_200,
     "alexnet": 61_100_840,
     "vgg16": 138_357_544,
     "resnet50": 25_557_032,
@@ -237,10 +243,47 @@ def test_the_translators_target_is_its_source_in_upper_case():
 def test_rotary_positions_make_attention_depend_on_distance():
     block = zoo.load("llama-tiny")(1)[0].block0
     vector = torch.randn(16)
-    rotated = block._rotated(vector.expand(1, 1, 64, 16))[0, 0]
+    rotated = block.rotated(vector.expand(1, 1, 64, 16))[0, 0]
     products = rotated @ rotated.T
     torch.testing.assert_close(products.diagonal(3), products.diagonal(3)[:1].expand(61))
     assert not torch.allclose(products[0, 3], products[0, 9])
+
+
+TINY = "blocks=2,hidden=64,heads=4,expert_width=32,vocabulary=128,sequence=16,experts=4,chosen=2"
+
+
+def test_tokens_get_what_their_experts_make():
+    experts = zoo.load(f"mixtral-8x7b,{TINY},groups=2")(2)[0].block1.experts
+    x = torch.randn(2, 16, 64)
+    wanted = []
+    for token in x.flatten(0, 1):
+        shares, chosen = experts.router(token).softmax(-1).topk(2)
+        made = [(token @ experts.widen[k]).chunk(2) for k in chosen]
+        made = [
+            (torch.nn.functional.silu(gate) * up) @ experts.narrow[k]
+            for (gate, up), k in zip(made, chosen, strict=True)
+        ]
+        wanted.append(sum(share * x for share, x in zip(shares / shares.sum(), made, strict=True)))
+    torch.testing.assert_close(experts(x).flatten(0, 1), torch.stack(wanted))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"qwen3-30b-a3b,{TINY},groups=2,width=16",
+        f"deepseek-v3,{TINY},groups=4,feed_forward=96,dense=1,width=16,latent=32,query_latent=48,rotary=8",
+    ],
+)
+def test_mixtures_learn(name):
+    layers, x, loss = zoo.load(name)(4)
+    target = zoo.load(name).data(4)(0, 0)[1]
+    step, losses = torch.optim.Adam(layers.parameters(), 1e-2), []
+    for _ in range(20):
+        losses.append(loss(layers(x), target))
+        step.zero_grad()
+        losses[-1].backward()
+        step.step()
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_the_auxiliary_logits_travel_beside_the_features():

@@ -145,20 +145,21 @@ def cases(problem: Problem) -> list[Case]:
     devices = sorted(platform.devices, key=lambda device: device.memory_bytes, reverse=True)
     speeds = sorted((device.speed for device in platform.devices), reverse=True)
     weight_bytes, parameters = memory_model.weights_of(problem.chain, 0, len(problem.chain))
-    gradient = memory_model.gradient_bytes(policy, weight_bytes, parameters)
+    own = memory_model.own_of(problem.chain, 0, len(problem.chain))
+    gradient = memory_model.summed_bytes(policy, (weight_bytes, parameters), own)
     fastest = max(level.bandwidth for level in platform.levels), platform.paths[0][1]
     memories, powers = list(accumulate(d.memory_bytes for d in devices)), list(accumulate(speeds))
     cases = []
     for r in range(1, len(platform) + 1 if problem.replicas else 2):
         sync = time_model.sync_period_ns(policy, gradient, r, *fastest)
-        weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, r)
+        weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, r, own)
         cases.append(Case(memories[r - 1] - r * weights, powers[r - 1], sync))
     if len(platform) > 1 and len(problem.chain) > 1:
         least_cut = min(problem.chain.cut_bytes[1:-1])
         levels = range(len(platform.levels))
         load = min(platform.transfer_ns(least_cut, k) * (1 if platform.both_ways(k) else 2) for k in levels)
         floor = ceil_div(load, most_in_common(len(platform)) if problem.replicas else 1)
-        weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1)
+        weights = memory_model.weights_bytes(policy, weight_bytes, parameters, 1, own=own)
         cases.append(Case(memories[-1] - weights - 4 * least_cut, powers[-1], floor))
     return cases
 

@@ -84,7 +84,7 @@ class Blocks:
         self.facts = facts
         chain = facts.problem.chain
         looks = [
-            (facts.forward[i], facts.backward[i], layer.weight_bytes, layer.parameter_count, facts.kept[i])
+            (facts.forward[i], facts.backward[i], layer.weight_bytes, layer.parameter_count, *layer.own, facts.kept[i])
             for i, layer in enumerate(chain.layers)
         ]
         look, self.count = Counter(looks).most_common(1)[0]
@@ -138,24 +138,21 @@ class Blocks:
         facts = self.facts
         return {
             part: [
-                facts.sync_of(spread, memory_model.gradient_bytes(facts.problem.policy, *self._weights(part)))
+                facts.sync_of(spread, memory_model.summed_bytes(facts.problem.policy, weights[:2], weights[2:]))
                 for spread in facts.spreads
             ]
-            for part in self._parts
+            for part, weights in ((part, self._weights(part)) for part in self._parts)
         }
 
     @cached_property
     def _parts(self) -> list[tuple[int, ...]]:
         return list(dict.fromkeys(part for parts in _partitions(self.others) for part in ((), *parts)))
 
-    def _weights(self, others: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """Bytes and parameters by the number of blocks; what layers share counts in the first that has it."""
-        size, count = self.facts.weights_alone
-        size, count = np.diff(size), np.diff(count)
-        blocks, block = np.arange(self.count + 1), self.places
-        least = min(int(size[i]) for i in block), min(int(count[i]) for i in block)
-        extra = sum(int(size[i]) for i in others), sum(int(count[i]) for i in others)
-        return blocks * least[0] + extra[0], blocks * least[1] + extra[1]
+    def _weights(self, others: tuple[int, ...]) -> tuple[Ints, ...]:
+        """Bytes and parameters, and those of which the state is kept, by the number of blocks; what layers share counts
+        in the first that has it."""
+        every, blocks = map(np.diff, self.facts.weights_alone), np.arange(self.count + 1)
+        return tuple(blocks * min(int(x[i]) for i in self.places) + sum(int(x[i]) for i in others) for x in every)
 
     def _held(self, others: tuple[int, ...], place: int) -> Ints:
         facts, chain = self.facts, self.facts.problem.chain

@@ -209,23 +209,24 @@ class Facts:
         if not self.problem.chain.sums.shared:
             return self.fixed
         start, stop = self._ranges
-        size, count = self.weights_alone
-        return np.stack([self._fixed(x, size[stop] - size[start], count[stop] - count[start]) for x in self.spreads])
+        alone = tuple(x[stop] - x[start] for x in self.weights_alone)
+        return np.stack([self._fixed(x, *alone) for x in self.spreads])
 
     @cached_property
-    def weights_alone(self) -> tuple[Ints, Ints]:
-        """Prefix sums of weights, bytes and parameters, where those that layers share count in the first of them."""
+    def weights_alone(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Prefix sums of weights, bytes and parameters, and of what ranks keep the state of, where those that layers
+        share count in the first of them."""
         sums = self.problem.chain.sums
-        size, count = sums.weight_bytes, sums.parameters
+        found = sums.weight_bytes, sums.parameters, sums.own_bytes, sums.own_parameters
         for shared in sums.shared:
-            later = np.maximum(shared.holders - 1, 0)
-            size, count = size - later * shared.weight_bytes, count - later * shared.parameters
-        return size, count
+            later, each = np.maximum(shared.holders - 1, 0), (shared.weight_bytes, shared.parameters, *shared.own)
+            found = tuple(x - later * one for x, one in zip(found, each, strict=True))  # type: ignore[assignment]
+        return found
 
     @cached_property
     def sync_ns(self) -> Floats:
         """Least period (ns) at which the all-reduces of a run keep up, tables by :attr:`spreads`."""
-        gradient = memory_model.gradient_bytes(self.problem.policy, *self._weights)
+        gradient = memory_model.summed_bytes(self.problem.policy, self._weights[:2], self._weights[2:])
         return np.stack([self.sync_of(spread, gradient) for spread in self.spreads])
 
     def sync_of(self, spread: Spread, gradient: Ints) -> Floats:
@@ -245,21 +246,20 @@ class Facts:
         return position[:, None], np.maximum(position[None, :], position[:, None])
 
     @cached_property
-    def _weights(self) -> tuple[Ints, Ints]:
-        return memory_model.weights_of(self.problem.chain, *self._ranges)
+    def _weights(self) -> tuple[Ints, Ints, Ints, Ints]:
+        whole = memory_model.weights_of(self.problem.chain, *self._ranges)
+        return *whole, *memory_model.own_of(self.problem.chain, *self._ranges)
 
-    def _fixed(self, spread: Spread, size: Ints, count: Ints) -> Ints:
+    def _fixed(self, spread: Spread, *weights: Ints) -> Ints:
         cuts = np.array(self._cuts, dtype=np.int64)
         buffers = self.buffer_bytes(spread, cuts[:, None], cuts[None, :])
-        found: Ints = (
-            self.held_by_weights(spread, size, count) + buffers + self.problem.chain.working_bytes(*self._ranges)
-        )
+        found: Ints = self.held_by_weights(spread, *weights) + buffers + self.problem.chain.working_bytes(*self._ranges)
         return found
 
-    def held_by_weights(self, spread: Spread, size: Ints, count: Ints) -> Ints:
+    def held_by_weights(self, spread: Spread, size: Ints, count: Ints, *own: Ints) -> Ints:
         """Return what a device holds of weights, gradients and optimizer state."""
         policy = self.problem.policy
-        held = [memory_model.weights_bytes(policy, size, count, 1, r) for r in {spread.low, spread.high}]
+        held = [memory_model.weights_bytes(policy, size, count, 1, r, own) for r in {spread.low, spread.high}]  # type: ignore[arg-type]  # two
         more = policy.clip and not policy.drains  # a second gradient waits for the norm of all
         least: Ints = np.minimum.reduce(held)
         return least + memory_model.gradient_bytes(policy, size, count) if more else least

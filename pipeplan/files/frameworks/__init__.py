@@ -88,6 +88,7 @@ class Reader:
     what: str
     own: tuple[str, ...]  # how options begin of which a file has at least one
     tensor: str = ""  # the option that says how many GPUs run each layer together
+    experts: str = ""  # and how many share its experts
     selective: Callable[[Options], bool] = lambda options: False  # whether the cores of attention run again
 
     def __call__(self, source: Source) -> Imported:
@@ -95,9 +96,10 @@ class Reader:
         if not any(name.startswith(self.own) for name in source.options.given):
             wanted = ", ".join(f"--{x}.." if x.endswith((".", "-")) else f"--{x}" for x in self.own)
             raise BadInput(f"{source.path}: isn't {self.what}: it has no option such as {wanted}")
-        together = source.options.count(self.tensor, 1)
-        if together != source.chain.tensor:
-            raise BadInput(f"{source.path}: --{self.tensor} is {together}, the profile's degree {source.chain.tensor}")
+        chain = source.chain
+        for name, degree in ((self.tensor, chain.tensor), (self.experts, chain.experts)):
+            if (together := source.options.count(name, 1)) != degree:
+                raise BadInput(f"{source.path}: --{name} is {together}, the profile's degree {degree}")
         return self.read(source)
 
 
@@ -107,6 +109,7 @@ READERS: dict[str, Reader] = {
         "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
         ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
         "tensor-model-parallel-size",
+        "expert-model-parallel-size",
         selective,
     ),
     "torchtitan": Reader(
@@ -114,5 +117,6 @@ READERS: dict[str, Reader] = {
         "torchtitan's flags or TOML, with or without module_fqns_per_model_part",
         ("parallelism.",),
         "parallelism.tensor-parallel-degree",
+        "parallelism.expert-parallel-degree",
     ),
 }

@@ -23,7 +23,7 @@ from .options import Options
 
 KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 METHODS: dict[Rule, str] = {"first": "block", "every": "uniform"}  # by the rules of what is recomputed
-OTHERS = ("context-parallel-size", "expert-model-parallel-size")
+OTHERS = ("context-parallel-size",)
 BY_NAME = {row.megatron: name for name, row in OPTIMIZERS.items() if row.megatron is not None}
 MOST_LETTERS = 10**5
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -98,8 +98,9 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
         {"tensor-model-parallel-size": chain.tensor, "sequence-parallel": chain.sequence_parallel}
         if chain.tensor > 1
         else {},
+        {"expert-model-parallel-size": chain.experts, "expert-tensor-parallel-size": 1} if chain.experts > 1 else {},
         {"pipeline-model-parallel-size": shape.ranks},
-        {"micro-batch-size": chain.microbatch},
+        {"micro-batch-size": chain.each},
         {"global-batch-size": chain.microbatch * asked.microbatches},
         {"untie-embeddings-and-output-weights": not tied},  # which isn't the default there
         {"mtp-num-layers": mtp} if mtp else {},
@@ -115,8 +116,8 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
     if zero > 1:
         fsdp = {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": SHARDED[zero]}
         lines.append({**fsdp, "ckpt-format": "fsdp_dtensor"})
-    world = shape.ranks * shape.pipelines * chain.tensor
-    return f"# {world} GPUs: data-parallel size {shape.pipelines}\n", parts, lines
+    world = shape.ranks * shape.pipelines * chain.width
+    return f"# {world} GPUs: data-parallel size {shape.pipelines * chain.several}\n", parts, lines
 
 
 def _letters_of(unit: Unit, mtp: int) -> str:
@@ -190,18 +191,18 @@ def _zero(options: Options) -> Zero | None:
 
 def _microbatches(source: Source, shape: Shape) -> int:
     """Return the microbatches of all pipelines for an update."""
-    options, each = source.options, source.chain.microbatch
+    options, each, replicas = source.options, source.chain.each, shape.pipelines * source.chain.several
     micro = options.count("micro-batch-size", each)
     if micro != each:
         raise BadInput(
             f"{source.path}: --micro-batch-size is {micro}, the profile is of {each} samples; profile with "
             f"--microbatch {micro}"
         )
-    whole = options.count("global-batch-size", micro * shape.pipelines)
-    if whole % (micro * shape.pipelines):
+    whole = options.count("global-batch-size", micro * replicas)
+    if whole % (micro * replicas):
         raise BadInput(
             f"{source.path}: --global-batch-size {whole} isn't a multiple of microbatches of {micro} in each of "
-            f"{shape.pipelines} pipelines"
+            f"{replicas} pipelines"
         )
     group = options.count("microbatch-group-size-per-virtual-pipeline-stage", shape.ranks)
     if shape.chunks > 1 and group != shape.ranks:
@@ -209,7 +210,7 @@ def _microbatches(source: Source, shape: Shape) -> int:
             f"{source.path}: microbatches go through a chunk in groups of {group}; plans know groups of as many as "
             f"ranks, {shape.ranks}"
         )
-    return whole // micro
+    return whole // source.chain.microbatch
 
 
 def selective(options: Options) -> bool:

@@ -26,7 +26,7 @@ SCHEDULES: dict[ScheduleKind, str] = {
     "interleaved-zb": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-OTHERS = ("context-parallel-degree", "expert-parallel-degree")
+OTHERS = ("context-parallel-degree",)
 PARTS = "parallelism.module-fqns-per-model-part"
 POINTS = "parallelism.pipeline-parallel-split-points"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
@@ -63,16 +63,20 @@ def torchtitan(asked: Asked) -> str:
         raise CannotExpress(
             "torchtitan: with tensor parallelism it parts the sequence, too; plan with --sequence-parallel"
         )
-    shape, each = found.shape, asked.microbatches // found.shape.pipelines
+    if chain.experts > 1 and not zero:
+        raise CannotExpress("torchtitan: the ranks of experts are those that share weights; plan with --zero 1")
+    shape, each, several = found.shape, asked.microbatches // found.shape.pipelines, chain.several
     without = (
         f"# without pipelines it ignores num_pp_microbatches; for {each} microbatches an update "
-        f"training.num_tokens_per_train_step is {each * shape.pipelines} times num_tokens_per_microbatch_per_dp_rank\n"
+        f"training.num_tokens_per_train_step is {each * shape.pipelines * several} times "
+        "num_tokens_per_microbatch_per_dp_rank\n"
     )
     flags = [
         *([f"--parallelism.tensor_parallel_degree {chain.tensor}"] if chain.tensor > 1 else []),
+        *([f"--parallelism.expert_parallel_degree {chain.experts}"] if chain.experts > 1 else []),
         f"--parallelism.pipeline_parallel_degree {shape.ranks}",
-        f"--parallelism.data_parallel_replicate_degree {1 if zero else shape.pipelines}",
-        f"--parallelism.data_parallel_shard_degree {shape.pipelines if zero else 1}",
+        f"--parallelism.data_parallel_replicate_degree {1 if zero else shape.pipelines * several}",
+        f"--parallelism.data_parallel_shard_degree {shape.pipelines * several if zero else 1}",
         *([f"{RESHARD} {'always' if zero == 3 else 'never'}"] if zero else []),
         f"--parallelism.pipeline_parallel_schedule {SCHEDULES[asked.kind(shape)]}",
         f"--parallelism.num_pp_microbatches {each}",
@@ -154,17 +158,17 @@ def _zero(options: Options, ranks: int, sharded: bool) -> Zero | None:
 
 def _pipelines(source: Source, ranks: int) -> tuple[int, bool]:
     """Return how many pipelines the degrees of data parallelism make of the GPUs, and whether they share state."""
-    options = source.options
+    options, gpus = source.options, source.gpus * source.chain.several
     replicate = options.count("parallelism.data-parallel-replicate-degree", 1)
     shard = options.count("parallelism.data-parallel-shard-degree", -1, least=-1)
     if shard < 1:
-        shard = max(1, source.gpus // (ranks * replicate))
-    if ranks * replicate * shard != source.gpus:
+        shard = max(1, gpus // (ranks * replicate))
+    if ranks * replicate * shard != gpus:
         raise BadInput(
             f"{source.path}: {ranks} ranks x {replicate} replicas x {shard} shards are "
-            f"{ranks * replicate * shard} GPUs, not {source.gpus}"
+            f"{ranks * replicate * shard} GPUs, not {gpus}"
         )
-    return replicate * shard, shard > 1
+    return max(1, replicate * shard // source.chain.several), shard > 1
 
 
 def _microbatches(source: Source, ranks: int, pipelines: int) -> tuple[int, tuple[str, ...]]:
@@ -177,7 +181,7 @@ def _microbatches(source: Source, ranks: int, pipelines: int) -> tuple[int, tupl
     if ranks > 1:
         return options.count("parallelism.num-pp-microbatches", 1) * pipelines, ()
     whole = options.count("training.num-tokens-per-train-step", -1, least=-1)
-    each = options.count("training.num-tokens-per-microbatch-per-dp-rank", 16384)
+    each = options.count("training.num-tokens-per-microbatch-per-dp-rank", 16384) * source.chain.several
     if whole > 0 and whole % (each * pipelines):
         raise BadInput(f"{options.path}: {whole} tokens an update aren't a multiple of {each} on {pipelines} GPUs")
     return max(1, whole // each) if whole > 0 else pipelines, ()
@@ -186,7 +190,7 @@ def _microbatches(source: Source, ranks: int, pipelines: int) -> tuple[int, tupl
 def _of_samples(source: Source, local: str, ranks: int, pipelines: int) -> tuple[int, tuple[str, ...]]:
     """Return what :func:`_microbatches` does where batches are said in samples, as torchtitan's older TOML says them:
     ``local`` those of one pipeline, which are one microbatch where it is one rank."""
-    options, profiled = source.options, source.chain.microbatch
+    options, profiled, several = source.options, source.chain.each, source.chain.several
     samples = options.count(local)
     each = options.count("parallelism.pipeline-parallel-microbatch-size", 1) if ranks > 1 else samples
     if each != profiled or samples % each:
@@ -194,12 +198,18 @@ def _of_samples(source: Source, local: str, ranks: int, pipelines: int) -> tuple
             f"{source.path}: --{local} {samples} is in microbatches of {each}, the profile is of {profiled} samples; "
             f"profile with --microbatch {each}"
         )
-    steps, odd = divmod(max(1, options.count("training.global-batch-size", -1, least=-1)), samples * pipelines)
+    steps, odd = divmod(
+        max(1, options.count("training.global-batch-size", -1, least=-1)), samples * pipelines * several
+    )
     if steps and odd:
-        raise BadInput(f"{source.path}: --training.global-batch-size isn't a multiple of {samples} x {pipelines}")
+        raise BadInput(
+            f"{source.path}: --training.global-batch-size isn't a multiple of {samples} x {pipelines * several}"
+        )
     if ranks == 1:
         return max(1, steps) * pipelines, ()
-    notes = (f"an update is {steps} batches of {samples * pipelines} samples there; one is judged",) * (steps > 1)
+    notes = (f"an update is {steps} batches of {samples * pipelines * several} samples there; one is judged",) * (
+        steps > 1
+    )
     return samples // each * pipelines, notes
 
 

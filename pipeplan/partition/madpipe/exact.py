@@ -130,7 +130,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         )
     device, tables = platform.devices[0], StageTables.between(problem, cuts)
     start, stop, saved = tables.start, tables.stop, tables.kept
-    none, one = (memory_model.versioned_bytes(policy, *tables.weights, kept) for kept in (0, 1))
+    none, one = (memory_model.versioned_bytes(policy, *tables.weights, kept, own=tables.own) for kept in (0, 1))
     limit = in_flight_limit(problem, start, stop, saved, saved, device.memory_bytes)
     timed = chain.timed(device.times)
     holds = np.zeros(np.broadcast(start, stop).shape, dtype=object)

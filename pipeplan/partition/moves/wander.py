@@ -119,10 +119,10 @@ class Misfits:
     def _weight(self, cost: StageCost, count: int, of_first: int, replicas: int) -> int:
         policy = self.problem.policy
         held = max(count, of_first) if policy.vertical_sync else count
-        key = cost.weight_bytes, cost.parameters, held, replicas
+        key = cost.weight_bytes, cost.parameters, cost.own, held, replicas
         if key not in self._weights:
             kept = memory_model.versions(policy, held, replicas)
-            size = memory_model.versioned_bytes(policy, cost.weight_bytes, cost.parameters, kept, replicas)
+            size = memory_model.versioned_bytes(policy, cost.weight_bytes, cost.parameters, kept, replicas, cost.own)
             self._weights[key] = int(size)
         return self._weights[key]
 

@@ -110,7 +110,7 @@ class Run:
     def timed(self, constants: Constants) -> Chain:
         """Return the chain with the times of ``constants``, and with what its groups exchange."""
         chain = timed(self.chain, constants)
-        return chain if chain.tensor == 1 else with_exchanges(chain, self.platform.levels[0].bandwidth)
+        return chain if chain.width == 1 else with_exchanges(chain, self.platform.whole or self.platform)
 
     def costed(self, constants: Constants) -> Costed:
         """Return the run as it is predicted with ``constants``."""

@@ -45,8 +45,8 @@ class Reached:
 @dataclass(frozen=True, slots=True)
 class OnePlatform:
     """One platform: its number of GPUs, the memory of each (bytes), after how much all plans update
-    weights, the bound of class ``any`` (ns), a cell each, and how many GPUs run each layer together (``tensor``),
-    of layers as they are or ``selective``."""
+    weights, the bound of class ``any`` (ns), a cell each, and how many GPUs run each layer together (``tensor``), in
+    which ``variant`` of them."""
 
     gpus: int
     memory_bytes: int
@@ -55,7 +55,7 @@ class OnePlatform:
     bound_ns: int
     cells: tuple[Reached, ...]
     tensor: int = 1
-    selective: bool = False
+    variant: str = "1"
 
     @property
     def best_ns(self) -> int | None:
@@ -101,8 +101,8 @@ def _platforms(
         for memory in memories if count % width == 0 else ():
             platform = replace(
                 whole, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
-            ).grouped(width)
-            every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count
+            ).grouped(width, problem.chain.tensor * problem.chain.context)
+            every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count // problem.chain.several
             yield at_interval(replace(problem, platform=platform), every), *rest
 
 
@@ -158,10 +158,12 @@ def _row(
         else:
             cells.append(_reached(name, plans[name], seconds[name]))
     count, memory = len(problem.platform.whole or problem.platform), problem.platform.devices[0].memory_bytes
-    samples, width = interval * problem.chain.microbatch, problem.platform.width
+    samples = interval * problem.chain.microbatch
     policies = {problem.policy, *(found.plan.policy for found in plans.values() if found is not None)}
     bound = min(any_bound(problem.with_policy(policy)).period_ns for policy in policies)
-    return OnePlatform(count, memory, interval, samples, bound, tuple(cells), width, problem.chain.selective)
+    return OnePlatform(
+        count, memory, interval, samples, bound, tuple(cells), problem.chain.tensor, problem.chain.variant
+    )
 
 
 def _better(one: Planned | None, other: Planned) -> Planned:

@@ -278,7 +278,8 @@ def judge(
     best = best if best.evaluation.period_ns < period else today
     for other in others:
         with suppress(Infeasible, BadInput):
-            best = make_target_plan(other, name, settings, effort, beat_ns=best.evaluation.period_ns)
+            beat = best.evaluation.period_ns * other.chain.microbatch // best.plan.chain.microbatch
+            best = make_target_plan(other, name, settings, effort, beat_ns=beat)
     return Judged(today, best)
 
 

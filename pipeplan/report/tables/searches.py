@@ -41,11 +41,11 @@ def print_rows(
     for line in assumed(assumptions):
         out.print(line)
     names = [cell.algorithm for cell in rows[0].cells]
-    degrees = len({(row.tensor, row.selective) for row in rows}) > 1 or rows[0].tensor > 1
+    degrees = len({row.variant for row in rows}) > 1 or rows[0].tensor > 1
     table = make_table(*["tensor"] * degrees, "GPUs", "memory", counted, "bound", *names)
     for row in rows:
         table.add_row(
-            *[f"{row.tensor}{' selective' * row.selective}"] * degrees,
+            *[row.variant] * degrees,
             str(row.gpus),
             f"{row.memory_bytes / 1e9:g} GB",
             str(row.update_samples),
@@ -150,7 +150,8 @@ def judged_figures(judged: Judged, target: str) -> dict[str, Any]:
 def print_change(judged: Judged, target: str) -> None:
     """Print both plans below each other, and how much shorter the best one is."""
     out = console()
-    today, best = judged.today.evaluation.period_ns, judged.best.evaluation.period_ns
+    today, samples = judged.today.evaluation.period_ns, judged.today.plan.chain.microbatch
+    best = judged.best.evaluation.period_ns * samples // judged.best.plan.chain.microbatch
     out.print()
     if judged.best is judged.today:
         out.print(f"change      no shorter plan that {TARGETS[target].what} can express was found")
@@ -162,7 +163,7 @@ def print_change(judged: Judged, target: str) -> None:
             f": {format_ns(best)} with what pipeplan finds for {TARGETS[target].what} and the same updates",
         )
     )
-    degrees = any(x.plan.chain.tensor > 1 for x in (judged.today, judged.best))
+    degrees = any(x.plan.chain.width > 1 for x in (judged.today, judged.best))
     shape = [*["tensor"] * degrees, "ranks x\npipelines"]
     columns = ("plan", *shape, "schedule", "recomputed", "units of\neach stage", "period", "peak", "gap")
     table = make_table(*columns, left=("plan", "schedule", "recomputed", "units of\neach stage"), space=2)
@@ -170,7 +171,7 @@ def print_change(judged: Judged, target: str) -> None:
         found = _judged(planned, target)
         table.add_row(
             name,
-            *[str(found["tensor"])] * degrees,
+            *[found["variant"]] * degrees,
             f"{found['ranks']} x {found['pipelines']}",
             found["schedule"],
             found["recomputed"],
@@ -192,6 +193,7 @@ def _judged(planned: Planned, target: str) -> dict[str, Any]:
         "bound_ns": plan.lower_bounds[0].period_ns,
         "gap": gap(result.period_ns, plan.lower_bounds[0]),
         "tensor": plan.chain.tensor,
+        "variant": plan.chain.variant,
         "ranks": found.shape.ranks,
         "pipelines": found.shape.pipelines,
         "schedule": plan.schedule.kind,

@@ -253,6 +253,11 @@ class Job:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
         if self.plan.chain.selective:
             raise BadInput("the plan is of layers that run attention's core again, which run doesn't; export it")
+        if self.plan.chain.width > self.plan.chain.tensor:
+            raise BadInput(
+                f"in the plan {self.plan.chain.experts} GPUs share a layer's experts, which run doesn't; export it "
+                "to Megatron-LM or torchtitan"
+            )
         if policy.sharing.scattered and self.sums:
             raise BadInput(
                 f"--zero {policy.zero}: run shares the optimizer's state alone (--zero 1); export the plan to "

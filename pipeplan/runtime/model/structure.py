@@ -270,8 +270,8 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def hooked_as(weight: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
-    """Return ``other``, which takes the place of ``weight``, with the hooks that were set on that."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    """Return ``other``, which takes the place of ``weight``, with the hooks and the copies that were set on that."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "copies"):
         hooks = getattr(weight, name, None)
         if hooks:
             setattr(other, name, hooks)

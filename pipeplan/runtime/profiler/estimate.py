@@ -213,7 +213,9 @@ class _AsOnGpu(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             kwargs |= dict(zip(names, args, strict=False))
-            return func(**{**kwargs, "dropout_p": 0.0})
+            width, value = kwargs["query"].shape[-1], kwargs["value"]
+            padded = functional.pad(value, (0, width - value.shape[-1])) if width > value.shape[-1] else value
+            return func(**{**kwargs, "value": padded, "dropout_p": 0.0})[..., : value.shape[-1]]
         if func in _DROPOUT:
             trains = "training" if func is functional.dropout else "train"
             given = dict(zip(("input", "p", trains), args, strict=False)) | kwargs
@@ -241,7 +243,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         self.compute_ns = self.memory_ns = 0.0
         self.kernels = self.operations = 0
         self.convolutions = False  # whether one was counted
-        self.exchanged: list[tuple[Collective, int, bool]] = []  # kind, bytes of the whole, hidden
+        self.exchanged: list[tuple[Collective, int, int, bool]] = []  # kind, bytes of the whole, ranks, hidden
 
     def mark(self) -> _Mark:
         """Return what was counted so far."""
@@ -257,9 +259,12 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
     def exchanges(self, start: _Mark, end: _Mark, backward: bool) -> list[Exchange]:
         """Return what a group's ranks exchanged between two marks, alike ones counted."""
-        counts = Counter((kind, size) for kind, size, _ in self.exchanged[start[-1] : end[-1]])
-        hidden = Counter((kind, size) for kind, size, beside in self.exchanged[start[-1] : end[-1]] if beside)
-        return [Exchange(kind, backward, size, n, hidden[kind, size]) for (kind, size), n in counts.items()]
+        made = self.exchanged[start[-1] : end[-1]]
+        counts, hidden = Counter(x[:3] for x in made), Counter(x[:3] for x in made if x[3])
+        return [
+            Exchange(kind, backward, size, n, hidden[kind, size, ranks], ranks)
+            for (kind, size, ranks), n in counts.items()
+        ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -269,7 +274,8 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
             out = (*out[:3], _lstm_workspace(args[0], out[0]))
         if getattr(packet, "_qualified_op_name", None) == EXCHANGE:
             whole = max(args[0], out, key=lambda x: x.nbytes)
-            self.exchanged.append((args[1], whole.nbytes, len(args) > 3 and args[3]))
+            ranks = args[2] if args[1] == "all-to-all" else 0  # among others than those of the tensor degree
+            self.exchanged.append((args[1], whole.nbytes, ranks, len(args) > 3 and args[3]))
             self.operations += 1
         elif packet is None or not is_free(func, packet):
             self._count(packet, args, kwargs, out)

@@ -306,7 +306,7 @@ def _measurement(code: LayerCode, sized: Layer, samples: Samples, reading_ns: in
         backward_weight_ns=backward_weight_ns,
         optimizer_ns=_median(samples.optimizer_ns),
         work=samples.work,
-        exchanges=samples.exchanges,
+        exchanges=(*samples.exchanges, *sized.exchanges),
     )
     return LayerMeasurement(
         layer, len(samples.forward_ns), _spread(samples.forward_ns), _spread(samples.backward_ns), reading_ns

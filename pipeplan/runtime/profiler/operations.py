@@ -37,7 +37,7 @@ _KINDS = {  # those that an accelerator may have a rate for; convolutions go by 
         aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten.avg_pool2d, aten.avg_pool2d_backward,
         aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward,
     ),
-    "product": (aten.mm, aten.addmm, aten.bmm, aten.baddbmm),
+    "product": (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm),
 }  # fmt: skip
 _PRODUCTS = _KINDS["product"]
 _KIND_OF = {packet: kind for kind, packets in _KINDS.items() for packet in packets}
@@ -89,6 +89,12 @@ def kernels_of(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: An
 
 def _product(packet: Any, args: Sequence[Any]) -> Product:
     one, other = args[1:3] if packet in (aten.addmm, aten.baddbmm) else args[:2]
+    if packet is aten._grouped_mm:  # rows of one, or the depth of weights' gradients, are parted by the groups
+        groups = int((other if other.dim() == 3 else args[2]).shape[0])
+        rows, depth = int(one.shape[-2]), int(one.shape[-1])
+        if other.dim() == 3:
+            return Product(groups, -(-rows // groups), int(other.shape[-1]), depth)
+        return Product(groups, rows, int(other.shape[-1]), depth / groups, weights=True)
     batch = int(one.shape[0]) if one.dim() == 3 else 1
     return Product(batch, int(one.shape[-2]), int(other.shape[-1]), int(one.shape[-1]))
 
@@ -156,6 +162,8 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         times, first = _ATTENTION[packet]
         query, key, value = args[first : first + 3]
         return times * _attention_flops(query, key, value, bool(_argument(packet, args, kwargs, "is_causal")))
+    if packet is aten._grouped_mm:
+        return 2.0 * args[0].numel() * int(args[1].shape[-1])
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 

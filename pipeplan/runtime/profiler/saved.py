@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...problem import Layer, WeightNeeds, matrix_state
+from ...problem import Exchange, Layer, WeightNeeds, matrix_state
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
 from ..model.split_backward import Saved, WeightPart, input_part
 from ..model.structure import tensors_in
@@ -196,6 +196,10 @@ def _viewed(
     return None
 
 
+def _numbers(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
 def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Value]) -> list[Layer]:
     """Return the layers of ``network`` with all their sizes, and times of 0.
 
@@ -212,6 +216,10 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
         ]
     for code, fields, need in zip(network.layers, saved_fields(network, saved, values), needs, strict=True):
         parameters = list(code.module.parameters())
+        alike = {
+            n: [p for p in parameters if getattr(p, "copies", 1) == n]
+            for n in {getattr(p, "copies", 1) for p in parameters}
+        }
         layers.append(
             Layer(
                 name=code.name,
@@ -219,10 +227,16 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
                 backward_ns=0,
                 weight_bytes=sum(p.nbytes for p in parameters),
                 output_bytes=sum(values[v].size for v in code.makes),
-                parameters=sum(p.numel() for p in parameters),
+                parameters=_numbers(parameters),
                 weight_needs=need,
                 module=code.path,
                 matrix_state=matrix_state(p.shape for p in parameters),
+                own_parameters=None if set(alike) <= {1} else sum(-(-_numbers(alike[n]) // n) for n in alike),
+                exchanges=tuple(
+                    Exchange("all-reduce", False, sum(p.nbytes for p in alike[n]), ranks=n, update=True)
+                    for n in sorted(alike)
+                    if n > 1
+                ),
                 **fields,
             )
         )

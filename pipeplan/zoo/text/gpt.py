@@ -155,7 +155,7 @@ class Block(nn.Module):
 
 def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
-    parts = partial(Embedding, config), partial(Block, config), partial(nn.LayerNorm, config.hidden)
+    parts = partial(Embedding, config), lambda _: Block(config), partial(nn.LayerNorm, config.hidden)
     return decoder(config, seed, parts, network)
 
 

@@ -5,8 +5,10 @@ Sources: Touvron et al., LLaMA (2023); Grattafiori et al., The Llama 3 Herd of M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,25 +58,38 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width, rest = divmod(config.hidden, config.heads)
-        if rest or width % 2 or config.heads % config.groups:
+        self.group = config.group
+        self.norm1 = nn.RMSNorm(config.hidden, eps=config.epsilon)
+        self.add_attention(config)
+        self.norm2 = nn.RMSNorm(config.hidden, eps=config.epsilon)
+        self.add_feed_forward(config.hidden, config.feed_forward)
+
+    def add_attention(self, config: Any, width: int = 0) -> None:
+        """Add the weights of attention, of heads of a ``width``, 0: as hidden units are shared evenly by heads."""
+        even, rest = divmod(config.hidden, config.heads)
+        if (rest and not width) or (width or even) % 2 or config.heads % config.groups:
             raise BadInput(
                 f"heads: {config.heads} heads in {config.groups} groups don't share {config.hidden} hidden units evenly"
             )
-        self.width, self.group = width, config.group
+        self.width = width = width or even
         heads = self.group.share(config.heads, "heads")
         groups = max(1, config.groups // config.tensor)  # of more ranks than groups each has one of its own
         self.group.share(config.groups if self.group.index is not None else max(config.groups, config.tensor), GROUPS)
-        inner = self.group.share(config.feed_forward, "columns")
-        self.norm1 = nn.RMSNorm(config.hidden, eps=config.epsilon)
-        self.query = _linear(config.hidden, heads * width)
-        self.key = _linear(config.hidden, groups * width)
-        self.value = _linear(config.hidden, groups * width)
-        self.project = _linear(heads * width, config.hidden)
-        self.norm2 = nn.RMSNorm(config.hidden, eps=config.epsilon)
-        self.gate = _linear(config.hidden, inner)
-        self.up = _linear(config.hidden, inner)
-        self.down = _linear(inner, config.hidden)
+        self.query = linear(config.hidden, heads * width)
+        self.key = linear(config.hidden, groups * width)
+        self.value = linear(config.hidden, groups * width)
+        self.project = linear(heads * width, config.hidden)
+        self.add_angles(config, width)
+
+    def add_feed_forward(self, hidden: int, width: int) -> None:
+        """Add the weights of a gated feed-forward part of so many columns in all."""
+        inner = self.group.share(width, "columns")
+        self.gate = linear(hidden, inner)
+        self.up = linear(hidden, inner)
+        self.down = linear(inner, hidden)
+
+    def add_angles(self, config: Any, width: int) -> None:
+        """Add the angles by which positions turn ``width`` numbers."""
         # every block has the table of its own: a chain hands on one tensor, the hidden states
         frequencies = config.rotary_base ** (-torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(config.sequence), frequencies)
@@ -83,20 +98,34 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (batch, sequence, hidden) after the block."""
-        made = self.group.products(self.norm1(x), [self.query, self.key, self.value])
-        query, key, value = map(self._heads, made)
-        attended = functional.scaled_dot_product_attention(
-            self._rotated(query), self._rotated(key), value, is_causal=True, enable_gqa=True
-        )
-        x = x + self.group.added(attended.transpose(1, 2).flatten(2), self.project)
-        gate, up = self.group.products(self.norm2(x), [self.gate, self.up])
-        out: Tensor = x + self.group.added(functional.silu(gate) * up, self.down)
-        return out
+        x = x + self.attended(self.norm1(x))
+        return x + self.fed(self.norm2(x))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def attended(self, x: Tensor) -> Tensor:
+        """Return what attention makes of ``x``."""
+        made = self.group.products(x, [self.query, self.key, self.value])
+        query, key, value = map(self.heads, made)
+        return self.projected(self.rotated(self.normed(query, 0)), self.rotated(self.normed(key, 1)), value)
+
+    def normed(self, heads: Tensor, which: int) -> Tensor:
+        """Return queries (0) or keys (1) as attention takes them, before they are turned."""
+        return heads
+
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the sum over all heads (batch, heads, sequence, width) of what these attend to."""
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.group.added(attended.transpose(1, 2).flatten(2), self.project)
+
+    def fed(self, x: Tensor) -> Tensor:
+        """Return what the gated feed-forward part makes of ``x``."""
+        gate, up = self.group.products(x, [self.gate, self.up])
+        return self.group.added(functional.silu(gate) * up, self.down)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Return ``x`` (batch, sequence, heads x width) head by head."""
         return x.view(*x.shape[:2], -1, self.width).transpose(1, 2)
 
-    def _rotated(self, x: Tensor) -> Tensor:
+    def rotated(self, x: Tensor) -> Tensor:
         """Turn each pair (i, i + width / 2) of ``x`` (batch, heads, sequence, width) by its place's angle."""
         sequence = x.shape[2]
         cosine, sine = self.cosine[:sequence], self.sine[:sequence]
@@ -104,7 +133,8 @@ class Block(nn.Module):
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a product without biases."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=0.02)
     return layer
@@ -116,9 +146,15 @@ def _embedding(config: LlamaConfig) -> nn.Embedding:
     return table
 
 
-def network(config: LlamaConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
-    parts = partial(_embedding, config), partial(Block, config), partial(nn.RMSNorm, config.hidden, eps=config.epsilon)
+def network(
+    config: LlamaConfig, seed: int, block: Callable[[int], nn.Module] | None = None
+) -> tuple[nn.Sequential, Loss]:
+    """Return the layers ``embedding, block0, .., norm, head`` and the loss; ``block`` makes others than Llama's."""
+    parts = (
+        partial(_embedding, config),
+        block or (lambda _: Block(config)),
+        partial(nn.RMSNorm, config.hidden, eps=config.epsilon),
+    )
     return decoder(config, seed, parts, network)
 
 

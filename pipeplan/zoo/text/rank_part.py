@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +35,8 @@ def exchange_by(does: Callable[[Tensor, str], Tensor]) -> None:
 @torch.library.custom_op("pipeplan::exchange", mutates_args=())
 def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
     """Return ``x`` (batch, sequence, ..) as an exchange among so many ``ranks`` leaves it: ``all-reduce``, or along the
-    sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too. A ``hidden`` one goes on beside
-    products of the same pass."""
+    sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too, and ``all-to-all`` is of rows. A
+    ``hidden`` one goes on beside products of the same pass."""
     if _by:
         return _by[0](x, kind)
     raise RuntimeError(f"this is the part of one of {ranks} tensor-parallel ranks; it is there to be estimated")
@@ -42,6 +44,8 @@ def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
 
 @exchange.register_fake
 def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
+    if kind == "all-to-all":
+        return torch.empty_like(x)
     sequence = {"all-gather": x.shape[1] * ranks, "reduce-scatter": x.shape[1] // ranks}.get(kind, x.shape[1])
     return x.new_empty((x.shape[0], sequence, *x.shape[2:]))
 
@@ -171,13 +175,51 @@ def _of_part(numbers: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
     return own.masked_fill(others, 0), others
 
 
+class _Traded(torch.autograd.Function):
+    """Rows that go to the ranks with their experts, each so many ``times``, of which ``length`` come; back likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, times: int, length: int) -> Tensor:
+        ctx.asked = x.shape, ranks, max(times * len(x), length)
+        exchange(x.new_empty((ctx.asked[2], x.shape[1])), "all-to-all", ranks)
+        return x.view_as(x) if length == len(x) else x.new_empty((length, x.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,), (shape, ranks, rows) = gradients, ctx.asked
+        exchange(gradient.new_empty((rows, shape[1])), "all-to-all", ranks)
+        return gradient if gradient.shape == shape else gradient.new_empty(shape), None, None, None
+
+
 class Group(NamedTuple):
     """A group of ``ranks`` that run each layer together; with ``sequence_parallel`` what is between products is spread
-    along the sequence as well. A part is that of rank ``index`` in a run, or of none in particular, to be estimated."""
+    along the sequence as well. A part is that of rank ``index`` in a run, or of none in particular, to be estimated.
+    ``experts`` ranks have each a part of the experts of a layer."""
 
     ranks: int = 1
     sequence_parallel: bool = False
     index: int | None = None
+    experts: int = 1
+
+    @property
+    def width(self) -> int:
+        """How many ranks have parts of a layer, or of its experts."""
+        return lcm(self.ranks, self.experts)
+
+    def mark(self, model: nn.Module) -> None:
+        """Note at each weight of ``model`` how many of the group's ranks have the same; those of three dimensions are
+        of experts."""
+        for parameter in model.parameters() if self.experts > 1 else ():
+            parameter.copies = self.width // (self.experts if parameter.dim() == 3 else self.ranks)  # type: ignore[attr-defined]  # ours
+
+    def traded(self, rows: Tensor, times: int = 1, length: int | None = None) -> Tensor:
+        """Return what comes of ``rows`` (tokens, hidden) that each go to the ranks of so many experts, or back from
+        them: as many as went, or ``length``."""
+        if self.experts == 1:
+            return rows
+        asked = self.experts, times, len(rows) if length is None else length
+        out: Tensor = _Traded.apply(rows, *asked)  # type: ignore[no-untyped-call]  # torch's
+        return out
 
     def share(self, count: int, what: str) -> int:
         """Return a rank's share of ``count`` columns, heads or rows; BadInput where they don't divide."""
@@ -308,11 +350,16 @@ class PartHead(nn.Linear):
 
 
 def decoder(
-    config: Any, seed: int, parts: tuple[Factory, Factory, Factory], network: Callable[[Any, int], Any]
+    config: Any,
+    seed: int,
+    parts: tuple[Factory, Callable[[int], nn.Module], Factory],
+    network: Callable[[Any, int], Any],
 ) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration.
 
-    ``parts`` make an embedding, a block and a norm; of a rank in a run they get its part of a whole ``network``."""
+    ``parts`` make an embedding, a block by its number and a norm; of a rank in a run they get its part of a whole
+    ``network``.
+    """
     embedding, block, norm = parts
 
     def head() -> PartHead:
@@ -320,7 +367,7 @@ def decoder(
         nn.init.normal_(linear.weight, std=0.02)
         return linear
 
-    blocks = [(f"block{index}", block) for index in range(config.blocks)]
+    blocks = [(f"block{index}", partial(block, index)) for index in range(config.blocks)]
     layers: Any = chain([("embedding", embedding), *blocks, ("norm", norm), ("head", head)], seed)
     if config.tied:
         layers.head.weight = getattr(layers.embedding, "tokens", layers.embedding).weight
