@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .api.calibrating import calibrate as calibrate
     from .api.comparing import Comparison as Comparison
     from .api.comparing import compare as compare
-    from .api.importing import import_plan as import_plan
+    from .api.comparing import import_plan as import_plan
     from .api.planning import estimate as estimate
     from .api.planning import grid as grid
     from .api.planning import plan as plan
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         **dict.fromkeys(("plan", "grid", "estimate", "read_plan"), "api.planning"),
-        **dict.fromkeys(("compare", "Comparison"), "api.comparing"),
+        **dict.fromkeys(("compare", "Comparison", "import_plan"), "api.comparing"),
         **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
         "calibrate": "api.calibrating",
         "synthesize": "api.synthesizing",
-        "import_plan": "api.importing",
         "PlanResult": "api.result",
         **dict.fromkeys(("PipeplanError", "BadInput", "Infeasible"), "errors"),
         "Platform": "problem",

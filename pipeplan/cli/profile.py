@@ -155,7 +155,7 @@ def judge_arguments(
     refuse_two_documents(as_json, output=output, best=best)
     if output is not None and output == best:
         raise click.UsageError("--output and --best would both write the same file")
-    from ..api.importing import import_plan
+    from ..api.comparing import import_plan
     from ..report.tables.searches import judged_figures, print_change
 
     about, deadline = status(), shared.pop("deadline")

@@ -19,7 +19,7 @@ from ..cost.saved import for_weights, for_weights_bytes, inner_bytes, saved_byte
 from ..cost.time_model import whole_step_ns
 from ..errors import BadInput
 from ..problem import Chain, Layer, WeightNeeds
-from ..problem.fields import merged, renumbered
+from ..problem.layers import merged, renumbered
 
 AUTO = "auto"  # blocks where there are lists of like ones, else nothing
 

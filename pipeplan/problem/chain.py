@@ -11,8 +11,7 @@ from math import lcm
 import numpy as np
 
 from ..integers import IntLike, Ints, plain
-from .fields import renumbered
-from .layers import Layer, LayerTimes, SharedWeights
+from .layers import Layer, LayerTimes, SharedWeights, renumbered
 from .policy import Precision
 
 

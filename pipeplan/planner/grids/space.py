@@ -19,7 +19,7 @@ from ...cost.saved import for_weights, storages
 from ...errors import BadInput
 from ...plan import Schedule, Stage
 from ...problem import Chain, Layer, Problem
-from ...problem.fields import Scale, scaled
+from ...problem.layers import Scale, scaled
 from ...schedule.kinds import too_long
 
 _FIXED = ("name", "weight_bytes", "parameter_count")

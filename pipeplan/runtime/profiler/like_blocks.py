@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...problem import Chain, Layer
-from ...problem.fields import named_by, renumbered
+from ...problem.layers import named_by, renumbered
 from ..model.contract import Built, is_whole
 from ..model.network import module_names, named_layers
 from ..model.trace.trace import unique
