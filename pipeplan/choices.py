@@ -34,7 +34,7 @@ Weights = Literal["flush", "2bw", "2bw-uniform", "stash", "latest"]
 DRAINED: Final = "flush"  # the weights of what is asked to drain
 PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what plans are made for
 BEST: Final = "best"  # of all orders that are found, instead of a schedule's
-AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "balance", "data-parallel"]
+AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "piper", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
 Precision = Literal["fp32", "mixed", "autocast"]
 Zero = Literal[0, 1, 2, 3]

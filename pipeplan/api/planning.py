@@ -35,7 +35,7 @@ from .tensor import EACH, OfDegree, Worth, best_degree, parts
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 DEFAULTS: Planning = defaults(Planning)
 GRID_DEFAULTS: Grids = defaults(Grids)
-SEGMENTS = (AUTO, "data-parallel")  # which choose among them where nobody says what may be recomputed
+SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
 STATING = ("split", "replicas", "on", "recompute")
 
 
@@ -213,7 +213,7 @@ def _refuse_with_each(said: Planning, question: Question) -> None:
     kind = question.kind
     others = {
         f"--for {said['for_']}": said["for_"] is not None,
-        f"--algorithm {said['algorithm']}": said["algorithm"] not in (AUTO, "contiguous"),
+        f"--algorithm {said['algorithm']}": said["algorithm"] not in (AUTO, "contiguous", "piper"),
         "--split": question.stated is not None,
         f"--schedule {said['schedule']}": kind is not None and kind not in ("pattern", "1f1b", "message-driven"),
     }

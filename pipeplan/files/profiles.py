@@ -85,13 +85,17 @@ ProfileFile = form(
 
 
 def read_profile(path: str, text: str | None = None) -> Chain:
-    """Return the chain in a profile, ``text`` if it was read: this project's JSON, or PipeDream's ``graph.txt``.
+    """Return the chain in a profile, ``text`` if it was read: in this project's form, PipeDream's or Piper's.
 
     ``path`` is a file, ``-`` for standard input, or ``example:NAME`` for one that comes with the program.
     """
     text = read_text(located(path)) if text is None else text
     if not text.strip():
         raise BadInput(f"{path}: is empty; a profile is JSON or a graph.txt")
+    if text.lstrip()[0] == "{" and '"TMPCs"' in text:
+        from .piper_json import read_piper
+
+        return read_piper(text, Path(path).name.split(".")[0], path)
     if text.lstrip()[0] in "{[":
         return chain_of(read_json(text, ProfileFile, path), path)
     from .graph_txt import read_graph_text  # networkx takes longer to load than most plans to find

@@ -50,6 +50,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         "PipeDream section 3.1",
         options={"straight": (False, True)},
     ),
+    "piper": Algorithm(
+        Late("partition.piper:piper"),
+        "replicas, recomputed layers and, with --tensor each, degrees of stages, memory as Piper counts it",
+        "Piper section 4, on layers in their order",
+    ),
     "balance": Algorithm(
         Late("partition.balance:balance"), "equal compute per device, one stage each", "baseline (block partition)"
     ),
