@@ -15,6 +15,7 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.piper_json import read_piper
 from pipeplan.partition.piper import Piper, Variant
 from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Checkpointing
 
 GIB = 2**30
 
@@ -90,7 +91,7 @@ def test_blocks_of_bert_take_what_its_own_code_prints() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "segments"])
-def test_its_stages_are_planned(checkpointing) -> None:
+def test_its_stages_are_planned(checkpointing: Checkpointing) -> None:
     planned = 0
     for seed in range(300, 330):
         try:
@@ -138,6 +139,6 @@ def test_its_inputs_are_profiles_with_variants() -> None:
      ({"edges": [{"sourceId": 3, "destId": 9, "communicationCost": 1}]}, "acyclic"),
      ({"edges": [{"sourceId": 4, "destId": 3, "communicationCost": -1}]}, "communicationCost")],
 )  # fmt: skip
-def test_no_input_of_its_is_refused(change, words) -> None:
+def test_no_input_of_its_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(BadInput, match=words):
         read_piper(json.dumps(piper_input() | change), "bert", "bert.json")

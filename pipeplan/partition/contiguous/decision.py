@@ -243,7 +243,8 @@ class _Sweep:
             i = stop
         devices = self.states.devices(steps)
         return tuple(
-            Stage(start, stop, group, *how) for (start, stop, *how), group in zip(ranges, devices, strict=True)
+            Stage(start, stop, group, checkpoint, tensor, selective)
+            for (start, stop, checkpoint, tensor, selective), group in zip(ranges, devices, strict=True)
         )
 
     def _row(self, state: int) -> int:
