@@ -268,7 +268,8 @@ class _Source:
 def _named(model: str, microbatch: int | None) -> _Source:
     batch = microbatch or MICROBATCH
     build, batches = named_model(model, batch)
-    return _Source(model.removeprefix(ZOO), batch, build, partial(build_named, model, batch), batches)
+    name = model.removeprefix(ZOO).partition(",tensor_plan=")[0]
+    return _Source(name, batch, build, partial(build_named, model, batch), batches)
 
 
 def _live(model: Any, inputs: Any, loss: Callable[..., Any] | None, microbatch: int | None, gpu: str | None) -> _Source:

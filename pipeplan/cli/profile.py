@@ -71,14 +71,25 @@ ALONE = """
 @option_of(WORDS["granularity"])
 @option_of(WORDS["blocks"])
 @asking(Parts)
+@options("--tensor-plan MODULE:FUNCTION Which matrices of module:function are parted, as in run.")
 @options("--name TEXT Name in the profile.  [default: MODEL's]", name={"metavar": None})
 @options("-o, --output OUT = - Where to write the profile.")
 @DEBUG
 @options("-q, --quiet  No progress and no table of the layers on standard error.")
-def command(model: str, estimate: str | None, host_time: str | None, output: str, quiet: bool, **asked: Any) -> None:
+def command(
+    model: str,
+    estimate: str | None,
+    host_time: str | None,
+    tensor_plan: str | None,
+    output: str,
+    quiet: bool,
+    **asked: Any,
+) -> None:
     """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function."""
     from ..api.profiles import profile
 
+    if tensor_plan is not None:
+        model += f",tensor_plan={tensor_plan}"
     if estimate is not None and not quiet:
         from ..files.machines.accelerators import accelerator, constants_of
         from ..runtime.profiler.estimate import said_host_time

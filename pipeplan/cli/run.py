@@ -51,6 +51,8 @@ RUN = """
 --model MODEL               zoo:NAME, hf:CONFIG or module:function.  [default: the zoo model of the plan's name]
 --data MODULE:FUNCTION
     data(index, seed) -> (input, target), or what is or returns a DataLoader or a Dataset.  [default: the zoo's]
+--tensor-plan MODULE:FUNCTION
+    Where GPUs run layers together: {name: "colwise" or "rowwise"} of --model's matrices, such as {"*.up": "colwise"}.
 --steps N                   Weight updates, those of a resumed run included.  [default: 50]
 --epochs N                  Instead of --steps: passes over the data, of whole updates.
 --epoch-length N            Microbatches of an epoch.  [default: those that the data have]
@@ -197,6 +199,7 @@ def command(
     plan: str,
     model: str | None,
     data: str | None,
+    tensor_plan: str | None,
     log_dir: Path | None,
     trace: str | None,
     against: str | None,
@@ -214,6 +217,8 @@ def command(
     refuse_two_documents(as_json, trace=trace)
     other = None if against is None else _against(against, plan, given)
     loaded = _run_otherwise(plan, given)
+    if tensor_plan is not None:
+        model = f"{model or loaded.chain.name},tensor_plan={tensor_plan}"
     spec = _model(model, data, plan, loaded.chain.name)
     asked = replace(_options(loaded, spec, given), traced=trace is not None)
     if dry_run:

@@ -2,32 +2,44 @@
 
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import parted
 from cases.runtime import largest_difference, plan_of, serial
 
 import pipeplan as pp
+from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform
 from pipeplan.runtime.engine.job import RunOptions
+from pipeplan.runtime.model.build.hugging_face import named
+from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import newest
+from pipeplan.runtime.training.update.optimizers import Choice
+from pipeplan.zoo.text.rank_part import Shard
 
 GPT = (
     "gpt-tiny,blocks=2,hidden=32,heads=4,sequence=16,vocabulary=200,tied=true"  # embedding, 2 blocks, norm, head, loss
 )
 LLAMA = "llama-tiny,blocks=2,hidden=32,heads=4,groups=2,feed_forward=48,sequence=16,vocabulary=300"
+QWEN = (
+    "hf:Qwen3ForCausalLM,num_hidden_layers=2,hidden_size=16,intermediate_size=24,num_attention_heads=4,head_dim=8,"
+    "num_key_value_heads=2,vocab_size=140,sequence=8,max_position_embeddings=8,tie_word_embeddings=true"
+)
 CLOSE = 1e-5  # sums of parts come in another order
 
 
 @cache
 def profiled(model):
-    found = pp.profile(f"zoo:{model}", gpu="h100", microbatch=2, tensor="1,2", name=model)
-    return found.chain, found.chain.part(found.chain.variants[0])
+    name = model if ":" in model else f"zoo:{model}"
+    found = pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block")
+    return replace(found.chain, variants=()), found.chain.part(found.chain.variants[0])
 
 
 def planned(model, stages, tensor=2, **policy):
@@ -39,7 +51,8 @@ def planned(model, stages, tensor=2, **policy):
 
 def trained(plan, model, steps, **options):
     given = {"steps": steps, "device": "cpu", "seed": 2, "timeout_s": 60.0, **options}
-    return run_plan(plan, ModelSpec(f"zoo:{model}"), RunOptions(**given))
+    spec = ModelSpec(model, "cases.parted:data" if model.startswith("cases") else None)
+    return run_plan(plan, spec, RunOptions(**given))
 
 
 def as_planned(report, activations=True):
@@ -85,3 +98,76 @@ def test_a_llama_goes_on_in_parts_with_replicas_that_share_their_steps(tmp_path)
     assert report.losses == pytest.approx(losses[8:], abs=CLOSE)
     as_planned(report, activations=False)  # over groups of heads a CPU's attention keeps more than the planned GPU's
     assert largest_difference(torch.load(saved), state) <= CLOSE
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
+def test_a_transformers_model_is_parted_by_its_own_plan(tmp_path):
+    """Norms of heads are whole and used by every part, and embedding and head one table."""
+    saved = tmp_path / "state.pt"
+    plan = planned(QWEN, [(0, 3, (0,)), (3, 7, (1,))])
+    report = trained(plan, QWEN, 3, lr=0.2, save=saved)
+    assert report.compared.startswith("the first microbatch trains as in plain torch")
+    as_planned(report, activations=False)
+    build = named(QWEN.removeprefix("hf:"))
+    model, _ = build(2, seed=2)
+    optimizer, losses, data = torch.optim.SGD(model.parameters(), lr=0.2), [], build.data(2)
+    for step in range(3):
+        for m in range(4 * step, 4 * step + 4):
+            loss = model(**data(m, 2), use_cache=False).loss
+            losses.append(float(loss.detach()))
+            (loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert report.losses == pytest.approx(losses, abs=CLOSE)
+    assert largest_difference(torch.load(saved), model.state_dict()) <= CLOSE
+
+
+def test_layers_of_ones_own_are_parted_as_their_author_says(tmp_path):
+    saved, model = tmp_path / "state.pt", "cases.parted:scaled,tensor_plan=cases.parted:whole_plan"
+    report = trained(planned(model, [(0, 5, (0,))]), model, 2, lr=0.2, save=saved)
+    as_planned(report)
+    assert report.compared.startswith("the first microbatch trains as in plain torch")
+    torch.manual_seed(2)
+    layers = parted.layers(scaled=True)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.2)
+    for step in range(2):
+        for m in range(4 * step, 4 * step + 4):
+            x, target = parted.data(m, 2)
+            (parted.loss(layers(x), target) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(torch.load(saved), layers.state_dict()) <= CLOSE
+
+
+def test_parts_that_train_otherwise_than_the_whole_are_refused():
+    """Of a norm inside of the parts each has the gradient of its own heads alone."""
+    model = "cases.parted:scaled,tensor_plan=cases.parted:plan"
+    with pytest.raises(BadInput, match=r"would not train as its own code says: the gradient of 2\.scale"):
+        trained(planned(model, [(0, 5, (0,))]), model, 1)
+
+
+def test_what_cannot_be_parted_is_refused_in_a_sentence():
+    own = "cases.parted:build,tensor_plan=cases.parted:"
+    with pytest.raises(BadInput, match=r"no module is called '\*\.upp'"):
+        profiled(f"{own}misspelt")
+    with pytest.raises(BadInput, match="says which of its matrices are parted"):
+        profiled("cases.parted:build")
+    plan = planned(f"{own}plan", [(0, 5, (0,))])
+    replaced = replace(plan, chain=replace(plan.chain, sequence_parallel=True))
+    with pytest.raises(BadInput, match="parted along the sequence"):
+        trained(replaced, f"{own}plan", 1)
+    with pytest.raises(BadInput, match="as running each layer on several GPUs needs"):
+        trained(plan, f"{own}plan", 1, optimizer=Choice("Adafactor"))
+    with pytest.raises(BadInput, match="dropout: of the scores of attention"):
+        load_model(ModelSpec("zoo:gpt-tiny,attention=unfused,dropout=0.1").part(2, 0), 2, 0)
+
+
+def test_a_part_of_a_table_that_is_longer_than_the_vocabulary():
+    whole = torch.arange(10.0).view(5, 2)
+    shards = [Shard(0, 5, 4, 1, 2, index) for index in range(2)]
+    assert [x.of(whole).tolist() for x in shards] == [whole[:4].tolist(), [[8, 9], [0, 0], [0, 0], [0, 0]]]
+    assert torch.equal(shards[0].whole([x.of(whole) for x in shards]), whole)
+    rows = torch.arange(12.0).view(1, 12)
+    shards = [Shard(1, 12, 2, 3, 2, index) for index in range(2)]
+    assert shards[1].of(rows).tolist() == [[2, 3, 6, 7, 10, 11]]
+    assert torch.equal(shards[0].whole([x.of(rows) for x in shards]), rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import call
@@ -25,14 +25,15 @@ from ...problem import CHANGED
 from ...units import format_bytes
 from ..data.loader import Span
 from ..device import FILL, free_bytes, place, random_state, set_random_state
+from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
 from ..measure.held_bytes import HeldBytes
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.loading import OwnPart
 from ..model.contract import sample_of
-from ..model.loaded import LoadedModel, constants_of
-from ..model.network import own_loss
+from ..model.loaded import LOSS_ROOT, LoadedModel, constants_of
+from ..model.network import Loss, own_loss
 from ..model.pieces import Piece
 from ..model.structure import converted, mapped, own_memory, tensors_in, tensors_of
 from ..model.trace.compared import Author, Ran, compare
@@ -75,14 +76,30 @@ def compare_stages(
     given: Sequence[Tensor],
     inputs: Sequence[Tensor],
     target: Any,
+    joined: Callable[[], None] | None = None,
+    loss: Loss | None = None,
 ) -> str:
     """Compare ``model``, which is whole and takes ``inputs``, in the stages of a run with its ``author``'s, which is
-    ``given`` the like; return what :func:`compare` does of the stages that have replicas."""
+    ``given`` the like; return what :func:`compare` does of the stages that have replicas.
+
+    Where ``model`` is one rank's part of what the author's has, with another ``loss``, its gradients are ``joined`` to
+    those of the author's weights."""
     stages = lowered.plan.allocation.stages
     pieces = [piece for stage in stages for piece in model.pieces(stage)]
     replicated = [module for stage in stages if stage.replicas > 1 for module in model.modules(stage)]
     step = partial(_one_step, lowered, model, device, inputs, target)
-    return compare(author, pieces, model.loss, given, target, step, replicated)
+
+    def whole() -> Ran:
+        value, outputs, backward = step()
+
+        def backwards() -> None:
+            backward()
+            if joined is not None:
+                joined()
+
+        return value, outputs, backwards
+
+    return compare(author, pieces, loss or model.loss, given, target, whole, replicated)
 
 
 def _one_step(
@@ -129,28 +146,33 @@ def compared(
     device: torch.device,
     half: torch.dtype | None,
     autocast: Autocast | None,
+    together: LayerGroup | None = None,
 ) -> LoadedModel:
-    """Return ``model``, fitted to its plan, with a note that says that it was compared, or why not.
+    """Return ``model``, fitted to its plan, with a note that says that it was compared, or why not; all that run its
+    layers ``together`` with this process compare at once, each its part with the whole.
 
     BadInput names the first difference.
     """
-    begun, chain = time.perf_counter(), job.plan.chain
-    needed = COPIES * sum(layer.weight_bytes for layer in chain.layers) + int(saved_bytes(chain, 0, len(chain)))
+    begun, chain, copies = time.perf_counter(), job.plan.chain, COPIES
+    if together is not None:
+        copies *= 1 + chain.tensor
+    needed = copies * sum(layer.weight_bytes for layer in chain.layers) + int(saved_bytes(chain, 0, len(chain)))
     free = free_bytes(str(device))
     if needed > FILL * free:
         return _noted(model, f"takes {format_bytes(needed)} in one process, and {format_bytes(free)} are free")
+    about = chain.microbatch, job.options.seed, device
+    build = partial(OwnPart, small=sys.maxsize, dtype=half, autocast=autocast)
     whole = model
     if half is not None or _lacks_values(model):
-        given = job.model, chain.microbatch, job.options.seed, device
-        part = OwnPart(*given, small=sys.maxsize, dtype=half, autocast=autocast)
-        whole = fitted(part.load(), chain)
-        if _lacks_values(whole):
-            return _noted(model, "has weights without values, which come from a file")
-    module = whole.roots[0][1]
-    modules = [*(root for _, root in whole.roots), *(layer.module for layer in whole.layers)]
-    if half is not None:
-        converted(nn.ModuleList(modules), half, constants_of(whole))
-    place(modules, device)
+        whole = fitted(build(job.model, *about).load(), chain)
+    plain = whole if together is None else build(job.model.whole, *about).load()
+    if _lacks_values(whole) or _lacks_values(plain):
+        return _noted(model, "has weights without values, which come from a file")
+    for one in (whole, plain) if together is not None else (whole,):
+        modules = [*(root for _, root in one.roots), *(layer.module for layer in one.layers)]
+        if half is not None:
+            converted(nn.ModuleList(modules), half, constants_of(one))
+        place(modules, device)
     first = lowered.first.microbatch
     with user_code("data"):
         given = next(reads_of(whole.data.source, Span(job.options.seed, first, first + 1, job.options.epoch))).given
@@ -158,12 +180,26 @@ def compared(
     x = mapped(lambda tensor: _at(tensor, device, half), x)
     target = mapped(lambda tensor: _at(tensor, device, None), target)
     inputs = [tensor.to(device) for tensor in whole.data.enter(first, given)[0]]
-    author = Author.of(module, x, whole.loss is own_loss, autocast)
-    changed = compare_stages(author, lowered, whole, device, tensors_in(x), inputs, target)
+    roots = [(prefix, root) for prefix, root in plain.roots if prefix != LOSS_ROOT]
+    author = Author.of(roots[0][1], x, whole.loss is own_loss, autocast)
+    if whole.chain:
+        author = Author.of_layers(roots, autocast)
+    joined = None if together is None else partial(_joined, whole, plain, together)
+    changed = compare_stages(author, lowered, whole, device, tensors_in(x), inputs, target, joined, plain.loss)
     if changed:
         raise BadInput(f"{CHANGED.format(name=author.name, buffer=changed)}; plan with --no-replicas")
     seconds = time.perf_counter() - begun
     return replace(model, compared=f"the first microbatch trains as in plain torch: compared in {seconds:.2g} s")
+
+
+def _joined(part: LoadedModel, whole: LoadedModel, together: LayerGroup) -> None:
+    """Give the weights of ``whole`` the gradients that all those ``together`` have for their parts of it."""
+    own = {p + name: x for p, root in part.roots for name, x in root.named_parameters(remove_duplicate=False)}
+    for prefix, root in whole.roots:
+        for name, weight in root.named_parameters():
+            mine, shard = own[prefix + name], part.shards.get(prefix + name)
+            found, mine.grad = mine.grad, None
+            weight.grad = found if found is None or shard is None else together.whole(found, shard.whole).to(found)
 
 
 def _noted(model: LoadedModel, why: str) -> LoadedModel:

@@ -235,7 +235,7 @@ class MiniBatchEnd:
         asked, best = options.held_out, False
         if self._held_out is not None and asked is not None and (step % asked.every == 0 or step == last):
             means, best = self._held_out.judge(step, self._run)
-            last_of = self._rank.first_of if self._run.meeting.leads else []
+            last_of = self._rank.first_of if self._rank.leads else []
             if len(self._rank.lowered.plan.allocation.stages) - 1 in last_of:
                 self._run.launcher.done(StepDone(step, (), time.monotonic_ns(), metrics=means, best=best))
             if self._held_out.ends and step < last:
@@ -254,9 +254,9 @@ class MiniBatchEnd:
                 buffers = [buffer for module in rank.modules(s) for buffer in module.buffers()]
                 share_from(rank.lowered.ranks_of(s)[0], group, buffers)
         trial = None if self._held_out is None else self._held_out.trial
-        state = training_state(rank, stages.updates, stages.scaling, trial, meeting.together)
+        state = training_state(rank, stages.updates, stages.scaling, trial)
         good = self._good if folder == job.folder else self._best
-        if meeting.leads:
+        if rank.leads:
             write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, keep, good)
         self._saved = step if folder == job.folder else self._saved
 
@@ -265,7 +265,7 @@ class MiniBatchEnd:
         lowered = self._rank.lowered
         if version > lowered.first.step + lowered.filled // lowered.interval + 2:
             self._stages.states.open = False  # every version and all of the optimizer's state have been there
-        if stage == len(lowered.plan.allocation.stages) - 1 and self._run.meeting.leads:
+        if stage == len(lowered.plan.allocation.stages) - 1 and self._rank.leads:
             runner = self._stages.runners[stage]
             rate = self._stages.updates[stage].stepper.rates.used
             self._run.meeting.recorder.later(lambda: self._tell_of(version, runner.losses, rate))

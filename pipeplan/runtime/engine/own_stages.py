@@ -13,7 +13,7 @@ from torch import nn
 
 from ...registry import Late
 from ..device import CPU
-from ..exchange.collective import SumGroup
+from ..exchange.collective import SumGroup, any_rank
 from ..exchange.transport import EmulatedLink
 from ..measure.held_bytes import HeldBytes, StateBytes
 from ..measure.progress import Trial
@@ -116,13 +116,18 @@ class _Building:
         self.scaling, self.clipping = None, None
         half = half_type(job.plan, options.half)
         if half is not None:
-            self.scaling = Scaling(first_scale(job.plan, half, options.half), meeting.any if lowered.drains else None)
+            self.scaling = Scaling(first_scale(job.plan, half, options.half), self._any if lowered.drains else None)
         if options.clip_norm is not None:
             home = rank.device if meeting.sums == "nccl" else CPU
-            about = meeting.recorder, self.scaling, meeting.together
+            about = meeting.recorder, self.scaling, rank.together
             self.clipping = Clipping(options.clip_norm, meeting.everybody, home, *about)
         self._borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
         self._gradients: dict[int, Gradients] = {}
+
+    def _any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set in any process; all ask together."""
+        together = self._rank.together
+        return any_rank(flag if together is None else together.most([int(flag)]) > [0])
 
     def update(self, s: int) -> StageUpdate:
         """Return what updates stage ``s``; earlier ones of the rank come first."""
@@ -139,7 +144,7 @@ class _Building:
             on_host = meeting.sums == "gloo"
             way = OnThread(exchange) if on_host else OnStream(exchange, rank.device)
         counted = [i for tie, i in places if tie.stages[0] == s in rank.first_of]
-        if not meeting.leads:
+        if not rank.leads:
             names = rank.names(s)
             parts = {i for i, x in enumerate(gradients.versions.installed) if names.get(x) in rank.model.shards}
             exchange.answers, counted = parts.__contains__, [i for i in counted if i in parts]

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from ...errors import BadInput
 from ...registry import Late
-from ..device import begin_peak, freed_kept, label, peak_bytes
+from ..device import begin_peak, freed_kept, kind_of, label, own_device, peak_bytes
 from ..exchange.collective import gathered
+from ..exchange.layer_group import LayerGroup
 from ..exchange.transport import everybodys, exchanging
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
@@ -49,16 +50,20 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
 
     Where several run each layer together, these are one rank, and each has its part of the model.
     """
-    together = job.plan.chain.tensor
-    number, place = divmod(number, together)
-    if together > 1:
-        job = replace(job, model=job.model.part(together, place))
-        job.model.exchanges_by(lambda x, _: x.clone())  # which has the right shape, until others are met
+    width = job.plan.chain.tensor
+    number, place = divmod(number, width)
+    together = None
+    if width > 1:
+        device = own_device(kind_of(job.options.device, job.plan.chain), launcher.local_rank)
+        timeout = timedelta(seconds=job.timeout_s(job.lowered()))
+        together = LayerGroup(launcher.meet(), number, place, width, device, timeout)
+        job = replace(job, model=job.model.part(width, place))
+        job.model.exchanges_by(together.exchange)
     torch.set_num_threads(job.options.threads)
     held_out = None
     if job.options.held_out is not None and not job.options.evaluates:
         held_out = evaluating(job, number, launcher)
-    rank, ties, masters = build_model(job, number, launcher)
+    rank, ties, masters = build_model(job, number, launcher, together)
     reader = Reader(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
     stages = build_stages(job, rank, meeting, ties, masters)
@@ -128,11 +133,14 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
     """Give rank 0 what everybody has measured, and write the trained model's state if that is asked for."""
     job, rank, meeting, stages = run.job, run.rank, run.meeting, run.stages
     runners, scaling = stages.runners, stages.scaling
-    clock, together = compared_clocks(rank.number, meeting.recorder.lag_ns), meeting.together
+    clock, together = compared_clocks(rank.number, meeting.recorder.lag_ns), rank.together
     most = [stages.activations.peak_bytes, stages.states.device_bytes, stages.states.host_bytes]
     gpu = peak_bytes(rank.device)
     if together is not None:
-        most, gpu = together.most(most), None if gpu is None else tuple(together.most(gpu))
+        most = together.most(most)
+        if gpu is not None:
+            a, b, c, d = together.most(gpu)
+            gpu = a, b, c, d
     measurements = gathered(
         rank.number,
         RankMeasurement(
@@ -162,13 +170,13 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
                 trained |= averaged(rank, stages.updates)
             if together is not None:
                 trained = wholes(trained, rank.model.shards, together)
-            if meeting.leads:
+            if rank.leads:
                 save_model(rank.number, trained, rank.model, job.options.save, meeting.patient)
-        if rank.number == 0 and meeting.leads:
+        if rank.number == 0 and rank.leads:
             save_config(job.options.save, job.model)
     meeting.links.close()
     dist.destroy_process_group()
-    if measurements is None or not meeting.leads:
+    if measurements is None or not rank.leads:
         return None
     notes = (*job.notes, *rank.model.notes, *of_schedule(rank.lowered))
     made: RunReport = make_report(rank.lowered, measurements)

@@ -18,7 +18,6 @@ from ..device import Exchange, exchange_of, gpu_of, kind_of, own_device, place, 
 from ..exchange.collective import (
     PATIENCE,
     agree,
-    any_rank,
     clock_offset,
     greet,
     replica_groups,
@@ -54,7 +53,13 @@ Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full pre
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[Tie], Masters]:
+def _compares(job: Job, model: LoadedModel) -> bool:
+    return job.compares and (not model.chain or job.model.parted_by_user)
+
+
+def build_model(
+    job: Job, number: int, launcher: Launcher, together: LayerGroup | None = None
+) -> tuple[Rank, list[Tie], Masters]:
     """Return the rank with its model, the weights that stages share, and those in full precision of a model in 16 bits.
 
     BadInput when it isn't what the plan is for, or other ranks have built another one.
@@ -69,8 +74,8 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     model = part.load()
     launcher.compare(job.model, model)
     model = fitted(model, plan.chain)
-    if number == 0 and job.compares and not model.chain:
-        model = compared(job, lowered, model, device, half, autocast)
+    if number == 0 and _compares(job, model):
+        model = compared(job, lowered, model, device, half, autocast, together)
     check_ties(model, plan.chain, cuts)
     ties = ties_of(lowered, model)
     source = options.load or model.source
@@ -86,7 +91,7 @@ def build_model(job: Job, number: int, launcher: Launcher) -> tuple[Rank, list[T
     if half is not None:
         model, masters = halved(model, half, _own_modules(lowered, number, model), device)
     check_model(model, plan.chain)
-    rank = Rank(lowered, number, device, model, groups)
+    rank = Rank(lowered, number, device, model, groups, together)
     for s in rank.stages:
         place(rank.modules(s), device)
     if isinstance(model.loss, nn.Module):
@@ -144,7 +149,7 @@ class Meeting:
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
     each edge. ``clock`` is the comparison of clocks before the run. Where
     gradients are clipped ``everybody`` is the group that sums for their norm. ``patient`` is one of all hosts for what
-    may take long. ``together`` are those that run each layer with this one, if any do.
+    may take long.
     """
 
     links: Links
@@ -156,16 +161,6 @@ class Meeting:
     clock: Compared
     everybody: Group = None
     patient: Group = None
-    together: LayerGroup | None = None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process tells, and writes, what all that run its layers have."""
-        return self.together is None or self.together.place == 0
-
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is set in any process; all ask together."""
-        return any_rank(flag if self.together is None else self.together.most([int(flag)]) > [0])
 
 
 def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters: Masters) -> Meeting:
@@ -176,13 +171,8 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     watch_last(device)
     spare_sockets()
     with exchanging("the meeting of the ranks"):
-        store = launcher.meet()
-        group, together = job.model.group, None
-        if group.index is not None:
-            together = LayerGroup(store, number, group.index, group.ranks, device, timeout)
-            job.model.exchanges_by(together.exchange)
-            store = dist.PrefixStore(f"part {group.index}", store)  # type: ignore[attr-defined]  # torch exports it not
-        if job.compares and not rank.model.chain:
+        store = launcher.meet() if rank.together is None else rank.together.store
+        if _compares(job, rank.model):
             if number == 0:
                 store.set(COMPARED, "")
             else:
@@ -216,7 +206,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     recorder = recorder_of(device, clock.offset_ns, timeout)
     with exchanging("the making of groups"):
         patient = dist.new_group(timeout=PATIENCE, backend="gloo")
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient, together)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient)
 
 
 def compared_clocks(number: int, lag_ns: int = 0) -> Compared:

@@ -26,20 +26,24 @@ BESIDE = "an exchange of those that run layers together"
 
 class LayerGroup:
     """The ``ranks`` that run the layers of one lane together, of which this is the one at ``place``; they meet in
-    ``store``. Tensors go from GPU to GPU where all have one of their own, else through the host."""
+    ``store``, of which those at that place in other lanes have a part for themselves. Tensors go from GPU
+    to GPU where all have one of their own, else through the host."""
 
     def __init__(self, store: Any, lane: int, place: int, ranks: int, device: torch.device, timeout: timedelta) -> None:
         self.place, self._ranks = place, ranks
-        store = dist.PrefixStore(f"layers of lane {lane}", store)  # type: ignore[attr-defined]  # torch exports it not
+        self.store = dist.PrefixStore(f"place {place}", store)  # type: ignore[attr-defined]  # torch exports it not
+        store = dist.PrefixStore(f"layers of lane {lane}", store)  # type: ignore[attr-defined]  # as above
         with exchanging(BESIDE):
             store.set(f"gpu {place}", gpu_of(device, this_machine()) or "")
             gpus = [store.get(f"gpu {other}").decode() or None for other in range(ranks)]
-            self._hosts: Any = dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), place, ranks, timeout)  # type: ignore[attr-defined]
+            own: Any = dist.PrefixStore("hosts", store)  # type: ignore[attr-defined]  # as above
+            self._hosts: Any = dist.ProcessGroupGloo(own, place, ranks, timeout)
             self._gpus: Any = None
             if exchange_of(gpus) == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = group_timeout(timeout, "nccl")
-                self._gpus = dist.ProcessGroupNCCL(dist.PrefixStore("gpus", store), place, ranks, options)
+                own = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]  # as above
+                self._gpus = dist.ProcessGroupNCCL(own, place, ranks, options)
 
     def exchange(self, x: Tensor, kind: str) -> Tensor:
         """Return the sum of all ranks' ``x``, or of each entry the ``greatest``."""

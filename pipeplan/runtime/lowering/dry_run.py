@@ -22,7 +22,7 @@ def torchrun_line(lowered: LoweredRun, arguments: Sequence[str]) -> str:
     torchrun numbers equal nodes by itself; those that differ are to be numbered as the platform has them. The port
     follows from the arguments, so that other runs don't meet there.
     """
-    nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
+    nodes, per_node = _nodes(lowered)
     words = _typed(arguments)
     port = PORTS[zlib.crc32(words.encode(errors="surrogateescape")) % len(PORTS)]
     if nodes == 1:
@@ -39,7 +39,7 @@ def slurm_line(lowered: LoweredRun, arguments: Sequence[str], on_gpus: bool) -> 
 
     The port follows from the job's number. ``on_gpus`` it asks for them.
     """
-    nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
+    nodes, per_node = _nodes(lowered)
     gpus = f" --gpus-per-node={per_node}" if on_gpus else ""
     srun, words = f"srun --nodes={nodes} --ntasks-per-node=1{gpus}", f"-m pipeplan {_typed(arguments)}"
     if nodes == 1:
@@ -50,6 +50,11 @@ def slurm_line(lowered: LoweredRun, arguments: Sequence[str], on_gpus: bool) -> 
         f'--master-port="$(({PORTS[0]} + SLURM_JOB_ID % {len(PORTS)}))" --nproc-per-node={per_node} {words}'
     )
     return f"{srun} --kill-on-bad-exit=1 bash -c {shlex.quote(line)}"
+
+
+def _nodes(lowered: LoweredRun) -> tuple[int, int]:
+    nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
+    return nodes, per_node * lowered.plan.chain.tensor
 
 
 def _differ(platform: Platform) -> bool:

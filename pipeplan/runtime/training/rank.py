@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...plan import Stage
+from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel, ModelLayer
@@ -28,6 +29,7 @@ class Rank:
     """Rank ``number`` of a ``lowered`` run, on ``device``; the stages of ``model`` that it runs share nothing.
 
     ``groups`` are those of the whole model's weights that optimizers treat in different ways, None where there is one.
+    ``together`` are those that run each layer with this process, if any do: they all are this rank.
     """
 
     lowered: LoweredRun
@@ -35,6 +37,12 @@ class Rank:
     device: torch.device
     model: LoadedModel
     groups: Groups | None = None
+    together: LayerGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process tells, and writes, what all that run its layers have."""
+        return self.together is None or self.together.place == 0
 
     @property
     def stages(self) -> list[int]:

@@ -105,7 +105,7 @@ class Block(nn.Module):
         if config.attention not in ("fused", "unfused", "again"):
             raise BadInput(f"attention: {config.attention!r} is neither fused, nor unfused, nor again")
         self.group = config.group
-        if self.group.index is not None and config.dropout and config.attention != "fused":
+        if self.group.place is not None and config.dropout and config.attention != "fused":
             raise BadInput("dropout: of the scores of attention each rank would draw the same; say attention=fused")
         self.heads = self.group.share(config.heads, "heads")
         width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")

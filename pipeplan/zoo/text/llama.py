@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.width = width = width or even
         heads = self.group.share(config.heads, "heads")
         groups = max(1, config.groups // config.tensor)  # of more ranks than groups each has one of its own
-        self.group.share(config.groups if self.group.index is not None else max(config.groups, config.tensor), GROUPS)
+        self.group.share(config.groups if self.group.place is not None else max(config.groups, config.tensor), GROUPS)
         self.query = linear(config.hidden, heads * width)
         self.key = linear(config.hidden, groups * width)
         self.value = linear(config.hidden, groups * width)

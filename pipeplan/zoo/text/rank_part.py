@@ -44,10 +44,9 @@ def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
 
 @exchange.register_fake
 def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
-    if kind == "all-to-all":
-        return torch.empty_like(x)
-    sequence = {"all-gather": x.shape[1] * ranks, "reduce-scatter": x.shape[1] // ranks}.get(kind, x.shape[1])
-    return x.new_empty((x.shape[0], sequence, *x.shape[2:]))
+    if kind not in ("all-gather", "reduce-scatter"):
+        return x.new_empty(x.shape)
+    return x.new_empty((x.shape[0], x.shape[1] * ranks if kind == "all-gather" else x.shape[1] // ranks, *x.shape[2:]))
 
 
 class _Exchanged(torch.autograd.Function):
@@ -91,20 +90,20 @@ class _GatheredProducts(torch.autograd.Function):
 
 
 class Shard(NamedTuple):
-    """Which part of a tensor rank ``index`` of so many ``ranks`` has: ``own`` of each of the ``blocks`` that lie in a
-    row along ``axis``, which has ``length`` in all. What the last ranks have more than there is are zeros."""
+    """Which part of a tensor the rank at ``place`` of so many ``ranks`` has: ``own`` of each of the ``blocks`` that lie
+    in a row along ``axis``, which has ``length`` in all. What the last ranks have more than there is are zeros."""
 
     axis: int
     length: int
     own: int
     blocks: int
     ranks: int
-    index: int
+    place: int
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of ``whole``, in memory of its own."""
-        split = whole.detach().unflatten(self.axis, (self.blocks, -1))
-        first = min(self.index * self.own, split.shape[self.axis + 1])
+        split = torch.unflatten(whole.detach(), self.axis, (self.blocks, -1))
+        first = min(self.place * self.own, split.shape[self.axis + 1])
         part = split.narrow(self.axis + 1, first, min(self.own, split.shape[self.axis + 1] - first))
         missing = list(part.shape)
         missing[self.axis + 1] = self.own - missing[self.axis + 1]
@@ -116,7 +115,7 @@ class Shard(NamedTuple):
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Return what all ranks have the ``parts`` of."""
-        split = torch.cat([x.unflatten(self.axis, (self.blocks, -1)) for x in parts], self.axis + 1)
+        split = torch.cat([torch.unflatten(x, self.axis, (self.blocks, -1)) for x in parts], self.axis + 1)
         return split.narrow(self.axis + 1, 0, self.length // self.blocks).flatten(self.axis, self.axis + 1)
 
 
@@ -132,7 +131,8 @@ class _LookedUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        own, others = _of_part(*ctx.saved_tensors, ctx.first, ctx.rows)
+        (tokens,) = ctx.saved_tensors
+        own, others = _of_part(tokens, ctx.first, ctx.rows)
         gradient = gradients[0].masked_fill(others.unsqueeze(-1), 0)
         made = torch.ops.aten.embedding_dense_backward(gradient, own, ctx.rows, ctx.unused, False)
         return None, made, None, None
@@ -156,7 +156,8 @@ class _PartLoss(torch.autograd.Function):
         whole = exchange(softmax.exp_().sum(-1), "all-reduce", ranks)
         softmax /= whole.unsqueeze(-1)
         counted = target != IGNORED
-        return ((whole.log() - chosen) * counted).sum() / counted.sum()
+        loss: Tensor = ((whole.log() - chosen) * counted).sum() / counted.sum()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -166,6 +167,9 @@ class _PartLoss(torch.autograd.Function):
         softmax.scatter_add_(-1, own.unsqueeze(-1), others.to(softmax.dtype).unsqueeze(-1) - 1)
         softmax *= (counted * (gradients[0] / counted.sum())).unsqueeze(-1)
         return softmax.to(ctx.dtype), None, None, None, None
+
+
+_PartLoss.__name__ = "cross_entropy_loss"  # as traces have torch's, by which a plan's layers are known
 
 
 def _of_part(numbers: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -193,12 +197,12 @@ class _Traded(torch.autograd.Function):
 
 class Group(NamedTuple):
     """A group of ``ranks`` that run each layer together; with ``sequence_parallel`` what is between products is spread
-    along the sequence as well. A part is that of rank ``index`` in a run, or of none in particular, to be estimated.
-    ``experts`` ranks have each a part of the experts of a layer."""
+    along the sequence as well. A part is that of the rank at ``place`` in a run, or of none in particular, to be
+    estimated. ``experts`` ranks have each a part of the experts of a layer."""
 
     ranks: int = 1
     sequence_parallel: bool = False
-    index: int | None = None
+    place: int | None = None
     experts: int = 1
 
     @property
@@ -253,15 +257,20 @@ class Group(NamedTuple):
 
     def added(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """Return what all ranks' rows of ``layer`` make of what each has of ``x``."""
-        if self.index is None or layer.bias is None:
+        if self.place is None:
             return self.summed(layer(x))
-        return self.summed(functional.linear(x, layer.weight)) + layer.bias
+        made = self.summed(functional.linear(x, layer.weight))
+        return made if layer.bias is None else made + layer.bias
 
-    def looked_up(self, tokens: Tensor, table: nn.Embedding) -> Tensor:
-        """Return the sum over all ranks of what each finds of ``tokens`` in its rows of the ``table``."""
-        if self.index is None:
-            return self.summed(functional.embedding(tokens, table.weight, table.padding_idx))
-        first, rows = self.index * len(table.weight), len(table.weight)
+    def looked_up(self, tokens: Tensor, table: nn.Embedding, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum over all ranks of what each finds of ``tokens`` in its rows of the ``table``; of a kind of its
+        own by the way that ``find`` has."""
+        if self.place is None:
+            return self.summed(find(tokens))
+        first, rows = self.place * len(table.weight), len(table.weight)
+        if type(table).__mro__[1] is not nn.Embedding:
+            own, others = _of_part(tokens, first, rows)
+            return self.summed(find(own).masked_fill(others.unsqueeze(-1), 0))
         unused = -1 if table.padding_idx is None else table.padding_idx - first
         found = _LookedUp.apply(tokens, table.weight, first, unused if 0 <= unused < rows else -1)  # type: ignore[no-untyped-call]
         return self.summed(found)
@@ -270,7 +279,7 @@ class Group(NamedTuple):
         """Return the loss on a rank's columns of the logits: the greatest, the sum and the target's are exchanged."""
         if self.ranks == 1:
             return loss
-        if self.index is not None:
+        if self.place is not None:
             return lambda output, target: self.token_loss(output.flatten(0, 1), target.flatten(), vocabulary)
 
         def of_part(output: Tensor, target: Tensor) -> Tensor:
@@ -283,8 +292,8 @@ class Group(NamedTuple):
 
     def token_loss(self, logits: Tensor, target: Tensor, vocabulary: int) -> Tensor:
         """Return the mean cross-entropy of all ranks' columns of logits (tokens, columns); of a ``vocabulary``."""
-        assert self.index is not None, "only in a run are there values"
-        first, columns = self.index * logits.shape[1], logits.shape[1]
+        assert self.place is not None, "only in a run are there values"
+        first, columns = self.place * logits.shape[1], logits.shape[1]
         count = max(0, min(columns, vocabulary - first))
         loss: Tensor = _PartLoss.apply(logits, target, self.ranks, first, count)  # type: ignore[no-untyped-call]  # torch's
         return loss
@@ -311,12 +320,12 @@ class Group(NamedTuple):
                     made[given] = nn.Parameter(shards[name].of(given), given.requires_grad)
                 module._parameters[name] = made.setdefault(given, given)
             if shards:
-                module.shards = shards  # type: ignore[assignment]  # no module
+                module.__dict__["shards"] = shards
 
     def shard(self, whole: Tensor, axis: int, own: int, blocks: int = 1) -> Shard:
         """Return which part of ``whole`` the rank has that has ``own`` of each block along ``axis``."""
-        assert self.index is not None, "only in a run are there values"
-        return Shard(axis, whole.shape[axis], own, blocks, self.ranks, self.index)
+        assert self.place is not None, "only in a run are there values"
+        return Shard(axis, whole.shape[axis], own, blocks, self.ranks, self.place)
 
     def _exchanged(self, x: Tensor, forward: str, backward: str) -> Tensor:
         if self.ranks == 1:
@@ -334,7 +343,7 @@ class PartEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vectors of ``tokens`` (batch, sequence)."""
-        return self.group.looked_up(tokens, self)
+        return self.group.looked_up(tokens, self, super().forward)
 
 
 class PartHead(nn.Linear):
@@ -371,6 +380,6 @@ def decoder(
     layers: Any = chain([("embedding", embedding), *blocks, ("norm", norm), ("head", head)], seed)
     if config.tied:
         layers.head.weight = getattr(layers.embedding, "tokens", layers.embedding).weight
-    if config.group.index is not None:
+    if config.group.place is not None:
         config.group.take(layers, network(replace(config, tensor=1), seed)[0])
     return layers, config.group.loss(token_loss_named(config.loss), config.vocabulary)

@@ -99,7 +99,7 @@ def named(text: str, part: Group = ALONE) -> HuggingFace:
     found = path if path.is_dir() and any(next(path.glob(x), None) for x in WEIGHTS) else None
     longest = getattr(_text(config), "max_position_embeddings", None) or LONGEST
     length = int(asked) if asked is not None else min(LONGEST, longest)
-    return HuggingFace(text, kind, config, found, length, group if part.index is None else part)
+    return HuggingFace(text, kind, config, found, length, group if part.place is None else part)
 
 
 def _uninitialized() -> AbstractContextManager[Any]:

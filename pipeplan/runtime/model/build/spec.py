@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +18,10 @@ from ....zoo import HUGGING_FACE, ZOO, load
 from ....zoo.text.rank_part import Group, exchange_by
 from ..contract import Data
 from ..user_code import said, user_code
+
+TENSOR_PLAN = (
+    ",tensor_plan="  # behind the name of a user's function, and before the plan's: see ``tensor_plan.part_by``
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +38,19 @@ class ModelSpec:
     data: str | None = None
     group: Group = Group()  # noqa: RUF009 -- it is frozen
 
-    def part(self, ranks: int, index: int) -> ModelSpec:
-        """Return what rank ``index`` has of it where so many ``ranks`` run each layer together."""
-        return replace(self, group=Group(ranks, index=index))
+    def part(self, ranks: int, place: int) -> ModelSpec:
+        """Return what the rank at ``place`` has of it where so many ``ranks`` run each layer together."""
+        return replace(self, group=Group(ranks, place=place))
+
+    @property
+    def whole(self) -> ModelSpec:
+        """All of it."""
+        return replace(self, group=Group())
+
+    @property
+    def parted_by_user(self) -> bool:
+        """Whether it is the user who says how it is parted."""
+        return self.group.place is not None and TENSOR_PLAN in self.build
 
     def exchanges_by(self, does: Callable[[Tensor, str], Tensor]) -> None:
         """Let parts that are built in this process exchange by what ``does`` returns for a tensor and a kind."""
@@ -51,7 +66,8 @@ class ModelSpec:
         if self.of_zoo or self.build.startswith(HUGGING_FACE):
             builder_of(self)
         else:
-            _parts(self.build)
+            for text in self.build.split(TENSOR_PLAN):
+                _parts(text)
             if self.data is None:
                 raise BadInput(
                     f"model {self.build}: needs data to train on; name a data(index, seed) as module:function"
@@ -66,12 +82,36 @@ def builder_of(spec: ModelSpec) -> Any:
         from .hugging_face import named
 
         return named(spec.build.removeprefix(HUGGING_FACE), spec.group)
-    build = load(spec.build.removeprefix(ZOO)) if spec.of_zoo else find(spec.build)
-    if spec.group.index is None:
+    if not spec.of_zoo:
+        return _parted(spec)
+    build = load(spec.build.removeprefix(ZOO))
+    if spec.group.place is None:
         return build
-    if not spec.of_zoo or not hasattr(build.config, "part"):
-        raise BadInput(f"model {spec.build}: isn't written by parts")
-    return build.with_options(tensor=spec.group.ranks, part=spec.group.index)
+    if not hasattr(build.config, "part"):
+        raise BadInput(f"model {spec.build}: isn't one that run can part")
+    return build.with_options(tensor=spec.group.ranks, part=spec.group.place)
+
+
+def _parted(spec: ModelSpec) -> Callable[..., Any]:
+    """Return the user's function, or one that builds the part of a rank as the user's tensor plan has it."""
+    said, _, ranks = spec.build.partition(",tensor=")
+    name, _, plan = said.partition(TENSOR_PLAN)
+    build: Callable[..., Any] = find(name)
+    group = Group(int(ranks or 1)) if spec.group.place is None else spec.group
+    if group.ranks == 1:
+        return build
+    if not plan:
+        raise BadInput(f"model {name}: --tensor-plan says which of its matrices are parted")
+
+    @wraps(build)
+    def part(*args: Any, **kwargs: Any) -> Any:
+        from .tensor_plan import part_by
+
+        built = build(*args, **kwargs)
+        part_by(built[0] if isinstance(built, tuple) else built, find(plan)(), plan, group)
+        return built
+
+    return part
 
 
 def brings_data(build: Any) -> bool:

@@ -298,10 +298,9 @@ def training_state(
     updates: Mapping[int, StageUpdate],
     scaling: Scaling | None,
     trial: Trial | None = None,
-    together: LayerGroup | None = None,
 ) -> TrainingState:
-    """Return what ``rank`` writes to a checkpoint, with whole tensors of what those have parts of who run its layers
-    ``together``; all ranks together."""
+    """Return what ``rank`` writes to a checkpoint, with whole tensors of what those who run
+    its layers have parts of; all ranks together."""
     with assembled(updates):
         model = trained_state(rank, rank.first_of, updates)
         optimizer = {
@@ -310,8 +309,8 @@ def training_state(
             for name, index in _weights(rank, s, updates[s])
             if name in model  # of copies in several stages the first one's; the others' are equal
         }
-        if together is not None:
-            shards = rank.model.shards
+        if rank.together is not None:
+            shards, together = rank.model.shards, rank.together
             model = wholes(model, shards, together)
             for name in filter(shards.__contains__, optimizer):
                 large = {key: x for key, x in optimizer[name].items() if is_large(x)}
