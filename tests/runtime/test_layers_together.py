@@ -16,6 +16,7 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform
 from pipeplan.runtime.engine.job import RunOptions
+from pipeplan.runtime.exchange.transport import PeerLost, exchanging, number_processes
 from pipeplan.runtime.model.build.hugging_face import named
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
@@ -171,3 +172,11 @@ def test_a_part_of_a_table_that_is_longer_than_the_vocabulary():
     shards = [Shard(1, 12, 2, 3, 2, index) for index in range(2)]
     assert shards[1].of(rows).tolist() == [[2, 3, 6, 7, 10, 11]]
     assert torch.equal(shards[0].whole([x.of(rows) for x in shards]), rows)
+
+
+def test_who_was_lost_is_a_process_of_all():
+    number_processes(2, 1)
+    with pytest.raises(PeerLost) as lost, exchanging("a sum", 0, 1):
+        raise RuntimeError("gone")
+    number_processes(1, 0)
+    assert lost.value.peers == (1, 3)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..device import CPU, exchange_of, gpu_of, group_timeout
 from .collective import this_machine
-from .transport import exchanging
+from .transport import exchanging, number_processes
 
 INSIDE = "an exchange inside of a layer"
 BESIDE = "an exchange of those that run layers together"
@@ -31,6 +31,7 @@ class LayerGroup:
 
     def __init__(self, store: Any, lane: int, place: int, ranks: int, device: torch.device, timeout: timedelta) -> None:
         self.place, self._ranks = place, ranks
+        number_processes(ranks, place)
         self.store = dist.PrefixStore(f"place {place}", store)  # type: ignore[attr-defined]  # torch exports it not
         store = dist.PrefixStore(f"layers of lane {lane}", store)  # type: ignore[attr-defined]  # as above
         with exchanging(BESIDE):

@@ -100,6 +100,14 @@ _OF_OTHERS: Final = (RuntimeError, ConnectionError, TimeoutError)  # what gloo a
 _ITS_OWN: Final = (torch.OutOfMemoryError, torch.AcceleratorError)  # of a GPU that is full, or has failed
 
 
+_processes = [(1, 0)]  # how many are one rank, and which of them this one is
+
+
+def number_processes(each: int, place: int) -> None:
+    """Let ``each`` rank be so many processes, and this one of them that at a ``place``, as others know it that fail."""
+    _processes[:] = [(each, place)]
+
+
 class _Exchanging:
     __slots__ = ("_peers", "_what")
 
@@ -112,7 +120,8 @@ class _Exchanging:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _OF_OTHERS) and not isinstance(error, _ITS_OWN):
             what = self._what if isinstance(self._what, str) else sentence(self._what)
-            raise PeerLost(f"{what}: {_cause(str(error))}", *self._peers) from error
+            each, place = _processes[0]
+            raise PeerLost(f"{what}: {_cause(str(error))}", *(peer * each + place for peer in self._peers)) from error
 
 
 def exchanging(what: str | Instruction, *peers: int) -> AbstractContextManager[None]:

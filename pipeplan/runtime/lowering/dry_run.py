@@ -10,6 +10,7 @@ from typing import Final
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...problem import Platform
+from ...units import gpu_name
 from .instructions import word
 from .lowered_run import LoweredRun
 
@@ -109,5 +110,5 @@ def program_lines(lowered: LoweredRun, most: int | None = None) -> list[str]:
         words = [word(x) for x in instructions[:most]]
         if most is not None and len(instructions) > most:
             words.append(f"... ({len(instructions)} in all)")
-        lines.append(f"rank {rank}, GPU {device}: {' '.join(words)}")
+        lines.append(f"rank {rank}, {gpu_name(device, lowered.plan.chain.tensor)}: {' '.join(words)}")
     return lines
