@@ -149,9 +149,13 @@ def plan(
         "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
     )
     again = False if said["checkpointing"] == "none" else None
-    found, degree = best_degree(
-        parts(given, said["tensor"], again, said["experts"]), of_part, planned, worth, until, status
-    )
+    each = [given] if said["tensor"] == EACH else []  # behind all degrees: among its variants stages choose
+    if each and not given.chain.variants:
+        raise BadInput(
+            "--tensor each: the profile has one degree alone; profile --estimate GPU --tensor 1,2,4 makes one"
+        )
+    asked_for = parts(given, None if each else said["tensor"], again, said["experts"])
+    found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
         found = priced(problem, found, said["for_"], question.settings)

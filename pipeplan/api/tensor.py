@@ -26,11 +26,10 @@ def parts(
     experts: str | int | None = None,
 ) -> list[Profile]:
     """Return the profile in each of the ``tensor`` degrees and of those of ``experts``, all that it has where nobody
-    says, of each as it is before that which is ``selective``, or either alone; with a tensor degree of ``"each"`` last
-    with all, among which stages choose. BadInput for a degree that it hasn't."""
+    says, of each as it is before that which is ``selective``, or either alone; BadInput for one that it hasn't."""
     chain = profile.chain
     found = sorted(chain.choices, key=lambda x: x.degrees)
-    for name, said in {"tensor": None if tensor == EACH else tensor, "experts": experts}.items():
+    for name, said in {"tensor": tensor, "experts": experts}.items():
         known = dict.fromkeys(getattr(x, name) for x in found)
         asked = None if said is None else degrees(said, f"--{name}")
         for degree in asked or ():
@@ -40,8 +39,7 @@ def parts(
                     f"made by profile --estimate GPU --{name} 1,2,4,8"
                 )
         found = [x for x in found if getattr(x, name) in (asked or known)]
-    together = [chain] if tensor == EACH else []
-    return [replace(profile, chain=x) for x in (*(x for x in found if selective in (None, x.selective)), *together)]
+    return [replace(profile, chain=x) for x in found if selective in (None, x.selective)]
 
 
 @dataclass(frozen=True)

@@ -68,24 +68,21 @@ class Piper:
         high = max(float(2 * (x.times[1].sum() + x.over.max() / self.bandwidth)) for x in self.variants)
         high += 4 * max(float(x.weights.sum()) for x in self.variants) / (self.microbatches * self.bandwidth)
         low, found = 0.0, self._within(tables, high)
-        if found is None:
-            return None
-        high = max(self._load(x, behind) for x, behind in _with_behind(found))
-        for _ in range(STEPS):
+        better = found
+        for _ in range(STEPS if found else 0):
+            if better is not None:
+                found, high = better, self._longest(better)
             middle = (low + high) / 2
             if not low < middle < high * (1 - 1e-9):
                 break
             better = self._within(tables, middle)
-            if better is None:
-                low = middle
-            else:
-                found, high = better, max(self._load(x, behind) for x, behind in _with_behind(better))
-        return high, found
+            low = middle if better is None else low
+        return None if found is None else (self._longest(found), found)
 
     def _tables(self) -> dict[tuple[int, int, int], Floats]:
         """Return by (variant, start, stop) the least times of a stage by the microbatches that it holds, 1 and more."""
         count = self.variants[0].times.shape[1]
-        found = {}
+        found = dict[tuple[int, int, int], Floats]()
         for i, v in product(range(count), range(len(self.variants))):
             self.deadline.check()
             found |= {(v, i, j): self._times(v, i, j) for j in range(i + 1, count + 1)}
@@ -118,11 +115,14 @@ class Piper:
             excess -= less[taken[-1]]
         return (float(more[taken].sum()), tuple(sorted(i + k for k in taken))) if excess <= 0 else (np.inf, ())
 
-    def _load(self, stage: Found, behind: int) -> float:
-        """Return what a stage takes for a microbatch with so many replicas ``behind`` it."""
-        own, (i, j, v, d, again) = self.variants[stage.variant], stage
-        times = own.times[0, i:j].sum() + (own.times[1] - own.times[0])[list(again)].sum()
-        return float((times + own.over[i, j] / self.bandwidth) / d + self._sums(v, i, j, d))
+    def _longest(self, stages: Sequence[Found]) -> float:
+        """Return the longest load of stages."""
+        loads = []
+        for i, j, v, d, again in stages:
+            own = self.variants[v]
+            times = own.times[0, i:j].sum() + (own.times[1] - own.times[0])[list(again)].sum()
+            loads.append(float((times + own.over[i, j] / self.bandwidth) / d + self._sums(v, i, j, d)))
+        return max(loads)
 
     def _sums(self, v: int, i: int, j: int, d: int) -> float:
         weights = self.variants[v].weights[i:j].sum()
@@ -166,14 +166,6 @@ class Piper:
             again = self._again(v, i, j, ceil_div(replicas, d))[1]
             yield Found(i, j, v, d, again)
             i, replicas = j, replicas - d
-
-
-def _with_behind(stages: Sequence[Found]) -> Iterator[tuple[Found, int]]:
-    """Yield each stage with the replicas behind it."""
-    left = sum(x.replicas for x in stages)
-    for stage in stages:
-        left -= stage.replicas
-        yield stage, left
 
 
 def piper(problem: Problem) -> Iterator[Allocation]:

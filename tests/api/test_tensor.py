@@ -297,6 +297,11 @@ def test_each_stage_has_a_degree_of_its_own_in_plan_and_file(tmp_path, pipeplan,
     )
 
 
+def test_each_stage_needs_variants():
+    with pytest.raises(BadInput, match="one degree alone"):
+        pp.plan(replace(of_two_towers(), variants=()), tensor="each", gpus=4, mem="90MB")
+
+
 def test_each_stage_drains_with_a_degree_of_its_own():
     found = pp.plan(of_two_towers(), tensor="each", gpus=4, mem="90MB", bandwidth="10GB/s", weights="flush", batch=8)
     assert found.plan.policy.drains
