@@ -65,7 +65,8 @@ def import_plan(
     whole = profile if isinstance(profile, Profile) else read_profile(profile)
     reader, deadline = READERS[framework], deadline_of(time_limit)
     degree, experts = said.count(reader.tensor, 1), said.count(reader.experts, 1)
-    given: Asked = {**defaults(Asked), **asked, "weights": DRAINED, "batch": ANY}
+    usual: Asked = defaults(Asked)
+    given: Asked = {**usual, **asked, "weights": DRAINED, "batch": ANY}
     own = parts(whole, degree, experts=experts)[-1 if reader.selective(said) else 0]  # the selective one, if there is
     problem, assumed = problem_of(own, **given, deadline=deadline)
     others = []

@@ -46,7 +46,7 @@ class Misfits:
         self._homes: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self._stages: dict[tuple[object, ...], StageCost] = {}
         self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
-        self._weights: dict[tuple[int, int, int, int], int] = {}
+        self._weights: dict[tuple[object, ...], int] = {}
 
     def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
         """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
