@@ -242,8 +242,9 @@ class Shared(Exchange):
         if self.answers is None:
             return rows
         spans = [span for own in buckets for span in own.slices]
-        parts = (x for row, own in zip(rows, buckets, strict=True) for x in row.split([y.size for y in own.slices]))
-        return [x for x, span in zip(parts, spans, strict=True) if self.answers(span.index)]
+        parts = [torch.split(row, [x.size for x in own.slices]) for row, own in zip(rows, buckets, strict=True)]
+        found = (x for row in parts for x in row)
+        return [x for x, span in zip(found, spans, strict=True) if self.answers(span.index)]
 
     def ready(self, index: int) -> None:
         """Begin with the next chunk, and wait for the own share of this one's sum; at last for all weights."""
