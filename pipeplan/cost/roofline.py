@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import sqrt
 from typing import NamedTuple
 
 from ..integers import IntLike, ceil_div
@@ -83,7 +84,8 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.8), (6
 those of cuBLAS and CUTLASS for tensor cores."""
 _DEPTH = 192  # of a product, that a tile's beginning and end take as long as
 _WINOGRAD_DEPTH = 40  # likewise channels of a convolution by Winograd's transforms: of 3 x 3 in float32, on V100s
-_SPLIT_DEPTH = 512  # into parts as deep kernels share out the depth of a product for weights
+_SPLIT_DEPTH = 512  # into parts at least as deep kernels share out the depth of a product
+_PARTS = 8  # at most so many, but for weights' gradients
 _LEAST_SHARE = 0.2
 
 
@@ -115,18 +117,50 @@ class Product(NamedTuple):
 
     def share(self, units: int) -> float:
         """Return the share of the best rate that it reaches (:func:`product_share`)."""
-        rows, depth = self.rows, self.depth
-        if self.weights:
-            tiles = self.batch * -(-rows // 128) * -(-self.columns // 128)
-            parts = max(1, min(int(depth // _SPLIT_DEPTH), units // tiles))
-            rows, depth = rows * parts, depth / parts
-        return product_share(self.batch, rows, self.columns, depth, units)
+        tiles = self.batch * -(-self.rows // 128) * -(-self.columns // 128)
+        deepest = max(1, int(self.depth // _SPLIT_DEPTH))
+        most = _PARTS if tiles < 2 * units else 1  # more waves leave little idle
+        parts = {min(x, deepest) for x in (*range(1, most + 1), units // tiles if self.weights else 1) if x}
+        return max(product_share(self.batch, self.rows * x, self.columns, self.depth / x, units) for x in parts)
+
+    def aligned(self, number: str) -> bool:
+        """Whether the rows of its operands and result are whole 16 bytes, as tensor cores read them."""
+        whole = {"float16": 8, "bfloat16": 8, "tf32": 4, "float8": 16}.get(number, 1)
+        return self.columns % whole == 0 and self.depth % whole == 0
 
     def winograd_share(self, units: int) -> float:
         """Return that share of a convolution by Winograd's transforms, whose products are as deep as its channels."""
         if self.weights:
             return self.share(units)
         return product_share(self.batch, self.rows, self.columns, self.depth / 9, units, _WINOGRAD_DEPTH)
+
+
+class Blocks(NamedTuple):
+    """What a kernel makes of so many parts that each keep a multiprocessor busy, such as a batch norm of its channels.
+
+    ``share`` says what is reached of the rate for very many.
+    """
+
+    parts: int
+
+    def share(self, units: int) -> float:
+        """Return how much of ``units`` multiprocessors is busy on average, wave by wave."""
+        return self.parts / (-(-self.parts // units) * units)
+
+
+class Attended(NamedTuple):
+    """Attention by one kernel: how many keys a query sees on average, and the width of a head."""
+
+    keys: float
+    width: int
+    edge: int
+
+    def share(self, units: int) -> float:
+        """Return what is reached of the rate for endless sequences of heads 128 wide."""
+        return self.keys / (self.keys + self.edge) * sqrt(min(1.0, self.width / 128))
+
+
+Shape = Product | Blocks | Attended  # of what a kernel makes, which has a share of its rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,24 +16,27 @@ def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:
         assert 8e9 <= entry.memory_bytes <= 3e11, name
         assert 2e11 <= entry.bandwidth_bytes <= 1e13, name
         assert entry.launch_ns == 5000 or (entry.measured != "none" and 1000 <= entry.launch_ns <= 10_000)
-        assert (entry.measured == "none") == (entry.error is None) == (not entry.source), name
-        assert 5e12 <= entry.peak("float32") <= entry.peak("float32", convolution=True) <= 2e15
+        assert (entry.measured == "none") == (not entry.source), name
+        assert (entry.measured in ("none", "derived")) == (entry.error is None), name
+        assert 5e12 <= entry.peak("float32") <= entry.peak(entry.number("float32", "convolution")) <= 2e15
         if "bfloat16" in entry.tflops:
             assert entry.peak("bfloat16") == entry.peak("float16") >= entry.peak("float32")
 
 
 def test_what_nothing_measured_has_checked_says_so() -> None:
-    assert "nothing measured on this GPU has checked that" in accelerator("h100").doubt
+    for name, like in (("rtx4090", "an A100's"), ("h100", "an H200's kernels")):
+        assert f"reach what {like}" in accelerator(name).doubt.replace("the shares that", "what")
+        assert "nothing measured on this GPU has checked that" in accelerator(name).doubt
     assert accelerator("b200").doubt == "estimates within 15%, as 9 of 10 for it were of what was measured"
 
 
 def test_published_figures() -> None:
     a100, v100 = accelerator("A100"), accelerator("v100")
-    assert (a100.peak("float32"), a100.peak("float32", convolution=True), a100.peak("bfloat16")) == (
+    assert (a100.peak("float32"), a100.peak(a100.number("float32", "convolution")), a100.peak("bfloat16")) == (
         19.5e12, 156e12, 312e12,
     )  # fmt: skip
     assert (a100.memory_bytes, a100.bandwidth_bytes) == (80 * 10**9, 2039 * 10**9)
-    assert v100.peak("float32", convolution=True) == v100.peak("float32") == 15.7e12
+    assert v100.peak(v100.number("float32", "convolution")) == v100.peak("float32") == 15.7e12
     with pytest.raises(BadInput, match=r"V100 .* no peak is known for bfloat16, only for float64, float32, float16"):
         v100.peak("bfloat16")
 
@@ -50,7 +53,7 @@ def test_a_file_describes_another(tmp_path: Path) -> None:
     )
     mine = accelerator(str(path))
     assert (mine.memory_bytes, mine.bandwidth_bytes, mine.launch_ns) == (8 * 2**30, 50 * 10**9, 2000)
-    assert mine.peak("float32", convolution=True) == 1.5e12
+    assert mine.peak(mine.number("float32", "convolution")) == 1.5e12
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,15 @@ def test_a_file_describes_another(tmp_path: Path) -> None:
         ('{"name": "x"}', "missing required field"),
         (
             '{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"float32": 1}, "rates": {"relu": 1}}',
-            "rates: no kind of kernel is named 'relu'; known are product, attention",
+            "rates: no kind of kernel is named 'relu'; known are product, product-unaligned",
+        ),
+        (
+            '{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"float32": 1}, "rates": {"norm half": 0}}',
+            "rates must be above 0",
+        ),
+        (
+            '{"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"float32": 1}, "rates": "z100"}',
+            "rates: no accelerator is named 'z100'",
         ),
     ],
 )
@@ -75,6 +86,22 @@ def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
         accelerator(str(path))
     with pytest.raises(BadInput, match="cannot be read"):
         accelerator(str(tmp_path / "none.json"))
+
+
+def test_rates_are_those_of_the_type_or_of_the_kind_without_its_pass() -> None:
+    h200, h100, v100, a100 = map(accelerator, ("h200", "h100", "v100", "a100"))
+    assert (
+        h200.rate("batch-norm", "bfloat16") == h200.rate("batch-norm", "float16") < h200.rate("batch-norm", "float32")
+    )
+    assert h200.rate("convolution-3x3", "float16", last=True) > h200.rate("convolution-3x3", "float16")
+    assert h100.rate("norm", "float32") == h200.rate("norm", "float32") != a100.rate("norm", "float32") == (1, 1)
+    assert v100.rate("convolution-3x3", "float32") == (2.1, 2.1)
+    assert a100.rate("convolution-3x3", "tf32") == h200.rate("convolution-3x3", "tf32"), "on tensor cores"
+    assert a100.rate("convolution-depthwise", "float32") == v100.rate("convolution-depthwise", "float32")
+    assert [x.number("float32", "convolution") for x in (v100, a100)] == ["float32", "tf32"]
+    assert a100.number("float16", "pooling") == "float32"
+    assert a100.rate("attention-backward", "float16") == a100.rate("attention", "float16") == (0.65, 0.65)
+    assert h200.rate("softmax", "float64") == (1, 1)
 
 
 def test_host_times_are_said_or_those_of_what_issues_operations() -> None:

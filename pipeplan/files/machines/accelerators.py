@@ -16,21 +16,34 @@ from ...units import parse_bandwidth, parse_bytes, parse_time
 from ..forms import read_json
 from ..text import read_text
 
+Rates = dict[str, float | tuple[float, float]]  # by kind, one for both shares or one for each
 KINDS = (
-    "product", "attention", "convolution", "convolution-1x1", "convolution-3x3", "convolution-grouped", "batch-norm",
-    "norm", "activation", "pooling", "other",
+    "product", "product-unaligned", "attention", "attention-backward", "convolution", "convolution-weights",
+    "convolution-1x1", "convolution-1x1-weights", "convolution-3x3", "convolution-3x3-weights", "convolution-stem",
+    "convolution-stem-weights", "convolution-grouped", "convolution-grouped-weights", "convolution-depthwise",
+    "convolution-depthwise-weights", "batch-norm", "batch-norm-backward", "norm", "norm-backward", "softmax",
+    "activation", "pooling", "pooling-backward", "pooling-average", "pooling-average-backward", "update", "other",
 )  # fmt: skip
-"""Kinds of kernels. Convolutions of several groups are ``-grouped``, other ones of 3 x 3 at each position ``-3x3``,
-norms that are no batch norm are ``norm``."""
-RATES = {  # of the shares, where none are said: what fits ten V100 profiles (scripts/checks/published_layers.py)
-    "batch-norm": 0.52, "pooling": 0.56, "convolution": 1.4, "convolution-1x1": 1.1, "convolution-3x3": 2.1,
-    "convolution-grouped": 0.65,
+"""Kinds of kernels. Convolutions of a group for each channel are ``-depthwise``, of several groups ``-grouped``, other
+ones of at most four channels ``-stem``, of 3 x 3 at each position ``-3x3``; ``-weights`` are weights' gradients. Norms
+that are no batch norm are ``norm``, optimizers' fused kernels ``update``, products on tensor cores whose sides aren't
+whole 16 bytes ``product-unaligned``."""
+_LIKE = ("-weights", "-backward")  # what a kind may end in: it has its own rate, or that of the kind without
+PLAIN = ("convolution-depthwise", "pooling")  # how kinds begin whose arithmetic is that of float32 without tensor cores
+RATES: Rates = {
+    # of the shares, where none are said: what fits ten V100 profiles (scripts/checks/published_layers.py)
+    "batch-norm": 0.54, "batch-norm-backward": 0.68, "convolution": 1.7, "convolution-weights": 1.45,
+    "convolution-1x1": 1.2, "convolution-1x1-weights": 0.88, "convolution-3x3": 2.1, "convolution-3x3-weights": 1.9,
+    "convolution-grouped": 0.74, "convolution-grouped-weights": 0.46, "convolution-stem": 0.95,
+    "convolution-stem-weights": 0.87, "pooling": 0.83, "pooling-backward": 0.62, "pooling-average": 0.18,
+    "pooling-average-backward": 0.24,
+    # of arithmetic and of traffic: what an H200's kernels reach (scripts/checks/published --source h200)
+    "convolution-depthwise": (0.055, 1.0), "convolution-depthwise-weights": (0.025, 1.0),
+    "attention": 0.65,  # whatever its shape: FlashAttention-2 (Dao 2023), figures 5 and 6, causal, A100
 }  # fmt: skip
-TENSOR_RATES = {kind: 0.8 if "convolution" in kind else rate for kind, rate in RATES.items()}
-"""Likewise where convolutions run on tensor cores, of which no profiles were at hand."""
+MEASURED = "h200"  # whose rates convolutions on tensor cores have where none are said
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Units = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
-Rate = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 def parse_host_time(text: str, place: str) -> tuple[int, int]:
@@ -52,11 +65,13 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``tf32`` is what convolutions of float32 run in, as torch has it by default; products of float32 matrices don't.
     ``units`` are its multiprocessors, by which a product's shape decides what it reaches; None: no shape is worse.
     ``launch`` is the least time of a kernel. The shares are what kernels reach of the peak and of the bandwidth, and
-    ``rates`` what those of some :data:`KINDS` reach of these shares (None: :data:`RATES`). ``host_time`` is what the
-    host takes to issue an operation, forward and backward (``20us,10us``, or one for both); None: as long as the
-    engine's (:data:`.choices.ENGINES`). ``source`` says where such constants are from; ``measured`` whether runs, a
-    table of layers or products, or nothing has checked them; ``error`` within how much of what was measured nine of ten
-    estimates were, where kernels and not their host bind.
+    ``rates`` what those of some :data:`KINDS` reach of these shares, or of each one (None: :data:`RATES`; a name: those
+    of that entry of the table). ``"batch-norm half"`` are those on numbers of 16 bits, ``"convolution last"`` with
+    channels last in memory; other types are called as in ``tflops``. ``host_time`` is what the host takes to issue an
+    operation, forward and backward (``20us,10us``, or one for both); None: as long as the engine's
+    (:data:`.choices.ENGINES`). ``source`` says where such constants are from; ``measured`` whether runs, a table of
+    layers or products, or nothing has checked them, or only what was measured on its like (``derived``); ``error``
+    within how much of what was measured nine of ten estimates were, where kernels and not their host bind.
     """
 
     name: str
@@ -69,9 +84,9 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute_share: Share = 0.8
     bandwidth_share: Share = 0.9
     host_time: str | None = None
-    rates: dict[str, Rate] | None = None
+    rates: Rates | str | None = None
     source: str = ""
-    measured: Literal["none", "table", "runs"] = "none"
+    measured: Literal["none", "derived", "table", "runs"] = "none"
     error: Share | None = None
 
     @property
@@ -89,6 +104,8 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """In words what plans on estimates for it take for granted."""
         if self.error is not None:
             return f"estimates within {self.error:.0%}, as 9 of 10 for it were of what was measured"
+        if self.measured == "derived":
+            return f"kernels reach {self.source}; nothing measured on this GPU has checked that"
         return (
             "kernels reach what an A100's do of its peak; nothing measured on this GPU has checked that (a B200 took "
             "1.45 times as long)"
@@ -104,24 +121,41 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         forward, backward = parse_host_time(host_time or self.host_time or USUAL_ENGINE, "$.host_time")
         return Constants(self.compute_share, self.bandwidth_share, self.launch_ns, forward, backward)
 
-    def rate(self, kind: str, plain: bool = False) -> float:
-        """Return what kernels of a kind reach of what others do, convolutions ``plain`` without tensor cores."""
-        usual = RATES if plain else TENSOR_RATES
-        return (usual if self.rates is None else self.rates).get(kind, 1.0)
+    def rate(self, kind: str, number: str, last: bool = False) -> tuple[float, float]:
+        """Return what kernels of a kind on numbers that ``tflops`` calls so reach of the shares of peak and bandwidth,
+        convolutions with channels ``last`` if said."""
+        rates = self._rates
+        if self.rates is None and kind.startswith("convolution") and not kind.startswith(PLAIN) and number != "float32":
+            rates = accelerators()[MEASURED]._rates
+        number = "half" if number in ("float16", "bfloat16") else number
+        for like in (kind, *(kind.removesuffix(end) for end in _LIKE if kind.endswith(end))):
+            for name in (*[f"{like} last"] * last, f"{like} {number}", like):
+                if name in rates:
+                    found = rates[name]
+                    return found if isinstance(found, tuple) else (found, found)
+        return 1.0, 1.0
 
-    def on_tensor_cores(self, dtype: str) -> bool:
-        """Whether convolutions of ``dtype`` run at a peak above that of plain float32."""
-        return dtype in self.tflops and self.peak(dtype, convolution=True) > self.peak("float32")
+    @property
+    def _rates(self) -> Rates:
+        if isinstance(self.rates, str):
+            return accelerators()[self.rates]._rates
+        return RATES if self.rates is None else self.rates
 
-    def peak(self, dtype: str, convolution: bool = False) -> float:
-        """Return flop/s for numbers of ``dtype``; BadInput when the table has none."""
-        if convolution and dtype == "float32":
-            dtype = "tf32" if "tf32" in self.tflops else dtype
-        if dtype not in self.tflops:
+    def number(self, dtype: str, kind: str) -> str:
+        """Return how ``tflops`` calls the numbers that kernels of a kind compute with, given those of ``dtype``."""
+        if kind.startswith(PLAIN) and "float32" in self.tflops:
+            return "float32"
+        if kind.startswith("convolution") and dtype == "float32":
+            return "tf32" if self.tflops.get("tf32", 0) > self.tflops.get(dtype, 0) else dtype
+        return "float8" if dtype.startswith("float8") else dtype
+
+    def peak(self, number: str) -> float:
+        """Return flop/s for numbers that ``tflops`` calls so; BadInput when the table has none."""
+        if number not in self.tflops:
             raise BadInput(
-                f"{shown(self.name)}: no peak is known for {dtype}, only for {shown(', '.join(self.tflops))}"
+                f"{shown(self.name)}: no peak is known for {number}, only for {shown(', '.join(self.tflops))}"
             )
-        return self.tflops[dtype] * 1e12
+        return self.tflops[number] * 1e12
 
 
 @cache
@@ -141,7 +175,14 @@ def accelerator(text: str) -> Accelerator:
     found = read_json(read_text(text), Accelerator, text)
     if not found.tflops or any(peak <= 0 for peak in found.tflops.values()):
         raise BadInput(f"{text}: $.tflops must have positive peaks")
-    if unknown := sorted(set(found.rates or ()) - {*KINDS}):
+    if isinstance(found.rates, str) and found.rates not in table:
+        raise BadInput(f"{text}: $.rates: no accelerator is named '{shown(found.rates)}'")
+    named = {} if isinstance(found.rates, str) else found.rates or {}
+    if any(
+        not 0 < rate <= 100 for rates in named.values() for rate in (rates if isinstance(rates, tuple) else (rates,))
+    ):
+        raise BadInput(f"{text}: $.rates must be above 0, and at most 100")
+    if unknown := sorted({name.partition(" ")[0] for name in named} - {*KINDS}):
         raise BadInput(
             f"{text}: $.rates: no kind of kernel is named '{shown(unknown[0])}'; known are {', '.join(KINDS)}"
         )

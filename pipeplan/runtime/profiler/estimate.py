@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...cost.roofline import Constants, timed
+from ...cost.roofline import Attended, Blocks, Constants, Product, Shape, timed
 from ...errors import CodeFailed, PipeplanError
 from ...files.machines.accelerators import Accelerator
 from ...problem import Collective, Exchange, PassWork
@@ -41,7 +41,7 @@ from .operations import Kernel, is_free, kernels_of, touched
 from .steps import USUAL, MakeOptimizer, MeasureOptions
 
 CONVOLUTIONS = (  # what the plan's reader should know; scripts/checks/published_layers.py, the usual constants
-    "times of convolutions as estimated: plans of ten CNNs made on such times take 11% longer on average, 75% at "
+    "times of convolutions as estimated: plans of ten CNNs made on such times take 13% longer on average, 79% at "
     "worst, than plans made on their times measured on a V100 (docs/reference/estimate.md)"
 )
 LSTM_WORKSPACE = 6  # numbers kept per state: four gates, the cell and its tanh
@@ -51,7 +51,6 @@ LSTM_KERNELS = 2  # per time step: the product with the state, and the pointwise
 aten = torch.ops.aten
 _DROPOUT = (functional.dropout, torch.dropout, aten.dropout.default)
 _RMS_NORM = (functional.rms_norm, torch.rms_norm, aten.rms_norm.default)
-ATTENTION_SHARE = 0.65  # of what products reach: FlashAttention-2 (Dao 2023), figures 5 and 6, causal, A100
 _LSTM, _LSTM_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
 
 
@@ -98,7 +97,7 @@ def estimate_model(
             f"per kernel, {said_host_time(constants)}; not measured; {date}"
         ),
     }
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _AsOnGpu():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, AsOnGpu():
         try:
             estimated = partial(_estimated, data=data, once=once, mode=mode, about=about)
             found = _by_like_blocks(_built(build, batch), estimated) or estimated(_built(build, batch))
@@ -204,7 +203,7 @@ def _begun(make: MakeOptimizer) -> MakeOptimizer:
     return optimizer
 
 
-class _AsOnGpu(TorchFunctionMode):
+class AsOnGpu(TorchFunctionMode):
     """Attention as fused kernels do it: dropout, which they make again from its seed, saves nothing. Dropout elsewhere
     is one kernel, and saves one byte for each number; so is an RMS norm, which saves what a layer norm does."""
 
@@ -291,18 +290,32 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
     def launch(self, kernel: Kernel) -> None:
         """Count a kernel, at what its kind and its shape reach."""
-        kind, flops, dtype, moved, product = kernel
-        convolution = kind.startswith("convolution")
-        self.convolutions |= convolution
-        plain = convolution and (dtype is None or not self.device.on_tensor_cores(_name(dtype)))
-        rate = self.device.rate(kind, plain)
-        compute = self._compute(flops, dtype, convolution) / rate
-        if product is not None and self.device.units is not None:
-            winograd = plain and kind == "convolution-3x3"
-            compute /= product.winograd_share(self.device.units) if winograd else product.share(self.device.units)
-        if kind == "attention":
-            compute /= ATTENTION_SHARE
-        self._bound(compute, self._transfer(moved) / rate, 1)
+        kind, number, compute, transfer = self.asked(kernel)
+        arithmetic, traffic = self.device.rate(kind, number, kernel.last)
+        self._bound(compute / arithmetic, transfer / traffic, 1)
+
+    def asked(self, kernel: Kernel, number: str | None = None) -> tuple[str, str, float, float]:
+        """Return a kernel's kind, what ``tflops`` calls its numbers (None: what its type says), and the ns of its
+        arithmetic and of its traffic at all of peak and bandwidth, but for what its shape leaves idle."""
+        kind, flops, dtype, moved, shape, _ = kernel
+        self.convolutions |= kind.startswith("convolution")
+        number = number or self.device.number("float32" if dtype is None else _name(dtype), kind)
+        if isinstance(shape, Product) and kind == "product" and not shape.aligned(number):
+            kind += "-unaligned"
+        compute = flops / self.device.peak(number) * 1e9 if flops else 0.0
+        share = self._share(shape, number == "float32" and kind == "convolution-3x3")
+        transfer = self._transfer(moved) / (share if isinstance(shape, Blocks) else 1.0)
+        return kind, number, compute / share, transfer
+
+    def _share(self, shape: Shape | None, winograd: bool) -> float:
+        units = self.device.units
+        if isinstance(shape, Attended):  # what is usual has no rate for its best shape
+            return 1.0 if self.device.rates is None else shape.share(units or 1)
+        if shape is None or units is None:
+            return 1.0
+        if winograd and isinstance(shape, Product):
+            return shape.winograd_share(units)
+        return shape.share(units)
 
     def _bound(self, compute: float, transfer: float, kernels: int, times: int = 1) -> None:
         """Count what takes longest, so many ``times``."""
@@ -316,10 +329,8 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         else:
             self.kernels += times * kernels
 
-    def _compute(self, flops: float, dtype: torch.dtype | None, convolution: bool = False) -> float:
-        if not flops or dtype is None:
-            return 0.0
-        return flops / self.device.peak(_name(dtype), convolution) * 1e9
+    def _compute(self, flops: float, dtype: torch.dtype) -> float:
+        return flops / self.device.peak(_name(dtype)) * 1e9
 
     def _transfer(self, size: float) -> float:
         return size / self.device.bandwidth_bytes * 1e9

@@ -21,6 +21,8 @@ vTrain all rows on 64 to 512 GPUs whose groups stay in a server (``vtrain-server
 ``slices.csv`` has iterations of a few blocks of Llama 3 70B and 405B on 8 B200s, and the GiB of the fullest, as
 SimuMax's authors measured them with Megatron-LM and its distributed optimizer (MooreThreads/SimuMax, summary of b200).
 
+``h200`` are one GPU's operations and networks (``h200.py``; with timm and transformers, some minutes).
+
 Printed, as means of |predicted / measured - 1|: with the constants that every estimate has; by two-fold cross
 validation, or of few rows with each row left out; with constants fitted to the other width only; the regret of the
 microbatch, and of the schedule, chosen by prediction; and the error of the memory.
@@ -39,6 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from h200 import judge_kernels, judge_networks
 
 import pipeplan as pp
 from pipeplan import zoo
@@ -57,7 +60,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
     "vocabulary": "attention=fused,loss=fp32,tied=false",
 }
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
-TENSOR, SLICES = "tensor", "slices"
+TENSOR, SLICES, H200 = "tensor", "slices", "h200"
 HOSTS = {  # of that server's host, as fitted to the rows of ``runs.csv`` with hidden size 1024, all of degree 1
     "vtrain-server": {"forward_host_ns": 29_000.0, "backward_host_ns": 44_000.0}
 }
@@ -343,9 +346,14 @@ def _names(source: Source, column: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
-    parser.add_argument("--source", choices=[*SETTINGS, TENSOR, SLICES], help="only these rows")
+    parser.add_argument("--source", choices=[*SETTINGS, TENSOR, SLICES, H200], help="only these rows")
+    parser.add_argument("--network", action="append", default=[], help="of an H200 only this, again for more")
     parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
     arguments = parser.parse_args()
+    if arguments.source == H200:
+        judge_kernels()
+        judge_networks(arguments.network)
+        return
     with open(arguments.rows, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if arguments.source in (None, TENSOR):
