@@ -37,7 +37,6 @@ OPTIONAL = (
     "head_groups",
     "changed",
     "experts",
-    "context",
     "imbalance",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
@@ -54,11 +53,10 @@ LayerFile = form(
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
 VariantFile = form(
     Variant,
-    optional=("selective", "experts", "context"),
+    optional=("selective", "experts"),
     brief=True,
     tensor=Degree,
     experts=Degree,
-    context=Degree,
     layers=LayersFile,
 )
 SharedFile = form(SharedWeights, brief=True)
@@ -73,7 +71,6 @@ ProfileFile = form(
     layers=LayersFile,
     tensor=Degree,
     experts=Degree,
-    context=Degree,
     imbalance=Annotated[float, msgspec.Meta(ge=1, le=MOST_DEGREE)],
     variants=Annotated[tuple[VariantFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
     head_groups=Positive | None,

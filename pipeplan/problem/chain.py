@@ -102,8 +102,7 @@ class Variant:
     """A network's layers, in order, as one of ``tensor`` ranks has them that run each layer together.
 
     With ``sequence_parallel`` what is between products is spread along the sequence, too, and ``selective`` ones run
-    the cores of their attention again (Korthikanti et al. 2022). So many ranks share the ``experts`` of each layer, and
-    ``context`` of them have a part of each sequence.
+    the cores of their attention again (Korthikanti et al. 2022). So many ranks share the ``experts`` of each layer.
     """
 
     tensor: int
@@ -111,7 +110,6 @@ class Variant:
     layers: tuple[Layer, ...]
     selective: bool = False
     experts: int = 1
-    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Chain:
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
     products is parted along the sequence, too. Of ``selective`` layers backwards run the cores of attention again.
     ``experts`` ranks have each a part of the experts of every layer, the fullest ``imbalance`` times the mean of
-    tokens, and ``context`` of them a part of every sequence.
+    tokens.
     ``variants`` are the same layers at the costs of such parts, and of such layers;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
     buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
@@ -159,18 +157,17 @@ class Chain:
     head_groups: int | None = None
     changed: str = ""
     experts: int = 1
-    context: int = 1
     imbalance: float = 1.0
 
     @property
     def width(self) -> int:
         """How many GPUs run each layer together: those that have a part of it, or of its experts."""
-        return lcm(self.tensor * self.context, self.experts)
+        return lcm(self.tensor, self.experts)
 
     @property
     def each(self) -> int:
         """How many samples of a microbatch, which is the whole group's, each of its tensor-parallel groups has."""
-        return self.microbatch * self.tensor * self.context // self.width
+        return self.microbatch * self.tensor // self.width
 
     @property
     def several(self) -> int:
@@ -178,9 +175,9 @@ class Chain:
         return self.microbatch // self.each
 
     @property
-    def degrees(self) -> tuple[int, int, int, bool]:
+    def degrees(self) -> tuple[int, int, bool]:
         """What it is among its variants."""
-        return self.tensor, self.context, self.experts, self.selective
+        return self.tensor, self.experts, self.selective
 
     @property
     def one_of_each(self) -> str:
@@ -193,9 +190,8 @@ class Chain:
         stage chooses, that."""
         if self.variants:
             return "each"
-        others = {"context": self.context, "experts": self.experts}
-        said = [f"{self.tensor}", *(f"{name} {x}" for name, x in others.items() if x > 1)]
-        return " ".join([*said, *["selective"] * self.selective])
+        among = f" experts {self.experts}" if self.experts > 1 else ""
+        return f"{self.tensor}{among}{' selective' * self.selective}"
 
     @property
     def precision(self) -> Precision:
@@ -339,7 +335,7 @@ class Chain:
 
     def part(self, variant: Variant) -> Chain:
         """Return what one rank has of the network: the same layers at a variant's costs."""
-        shared, ranks = [], variant.tensor * variant.context
+        shared = []
         for tie in self.shared or ():
             least = min((variant.layers[i] for i in tie.layers), key=lambda layer: layer.weight_bytes)
             shared.append(SharedWeights(tie.layers, least.weight_bytes, least.parameter_count))
@@ -351,8 +347,7 @@ class Chain:
             sequence_parallel=variant.sequence_parallel,
             selective=variant.selective,
             experts=variant.experts,
-            context=variant.context,
-            microbatch=self.microbatch * lcm(ranks, variant.experts) // ranks,
+            microbatch=self.microbatch * lcm(variant.tensor, variant.experts) // variant.tensor,
             variants=(),
         )
 

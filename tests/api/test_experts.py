@@ -188,3 +188,35 @@ def test_degrees_that_do_not_share_the_experts_are_refused(profiled):
         pp.plan(profiled, **WHERE, experts="two")
     with pytest.raises(BadInput, match="zoo models of mixtures"):
         pp.profile("zoo:gpt-tiny", gpu="a100", experts=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MixtralForCausalLM,num_local_experts=8,num_experts_per_tok=2,num_key_value_heads=4",
+        "Qwen3MoeForCausalLM,num_experts=8,num_experts_per_tok=2,num_key_value_heads=4,moe_intermediate_size=128,"
+        "norm_topk_prob=true",
+    ],
+)
+def test_transformers_mixtures_are_parted_by_their_experts(name):
+    sizes = (
+        "num_hidden_layers=6,hidden_size=256,intermediate_size=128,num_attention_heads=8,vocab_size=1000,sequence=64"
+    )
+    asked = {"gpu": "h100", "microbatch": BATCH, "dtype": "bfloat16", "granularity": "block"}
+    try:
+        found = pp.profile(f"hf:{name},{sizes}", experts="1,4", **asked).chain
+    except BadInput as error:
+        if "cannot be imported" not in str(error):
+            raise
+        pytest.skip(str(error))
+    one, part = (
+        next(x for x in own.layers if x.name == "model.layers.2") for own in (found, found.part(found.variants[0]))
+    )
+    experts = 3 * HIDDEN * WIDTH * EXPERTS
+    assert one.parameter_count - part.parameter_count == experts * 3 // 4
+    size = 2 * BATCH * SEQUENCE * HIDDEN * CHOSEN
+    assert [x for x in part.exchanges if not x.update] == [
+        Exchange("all-to-all", False, size, 2, ranks=4),
+        Exchange("all-to-all", True, size, 2, ranks=4),
+    ]
+    assert part.own[1] == pytest.approx(experts // 4 + (part.parameter_count - experts // 4) / 4, rel=1e-3)

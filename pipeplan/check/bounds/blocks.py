@@ -138,10 +138,11 @@ class Blocks:
         facts = self.facts
         return {
             part: [
-                facts.sync_of(spread, memory_model.summed_bytes(facts.problem.policy, weights[:2], weights[2:]))
+                facts.sync_of(spread, memory_model.summed_bytes(facts.problem.policy, (a, b), (c, d)))
                 for spread in facts.spreads
             ]
-            for part, weights in ((part, self._weights(part)) for part in self._parts)
+            for part in self._parts
+            for a, b, c, d in [self._weights(part)]
         }
 
     @cached_property

@@ -220,7 +220,7 @@ class Facts:
         found = sums.weight_bytes, sums.parameters, sums.own_bytes, sums.own_parameters
         for shared in sums.shared:
             later, each = np.maximum(shared.holders - 1, 0), (shared.weight_bytes, shared.parameters, *shared.own)
-            found = tuple(x - later * one for x, one in zip(found, each, strict=True))  # type: ignore[assignment]
+            found = tuple(x - later * one for x, one in zip(found, each, strict=True))
         return found
 
     @cached_property

@@ -135,7 +135,7 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
 def grouped(platform: Platform, chain: Chain, place: str) -> Platform:
     """Return the platform of groups that run the layers of ``chain`` together; BadInput where it has none."""
     try:
-        return platform.grouped(chain.width, chain.tensor * chain.context)
+        return platform.grouped(chain.width, chain.tensor)
     except ValueError as error:
         raise BadInput(f"{place}: tensor degree {chain.variant}: {error}") from None
 

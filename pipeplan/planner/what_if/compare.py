@@ -101,7 +101,7 @@ def _platforms(
         for memory in memories if count % width == 0 else ():
             platform = replace(
                 whole, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
-            ).grouped(width, problem.chain.tensor * problem.chain.context)
+            ).grouped(width, problem.chain.tensor)
             every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count // problem.chain.several
             yield at_interval(replace(problem, platform=platform), every), *rest
 

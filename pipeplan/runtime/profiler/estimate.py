@@ -274,7 +274,8 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         if getattr(packet, "_qualified_op_name", None) == EXCHANGE:
             whole = max(args[0], out, key=lambda x: x.nbytes)
             ranks = args[2] if args[1] == "all-to-all" else 0  # among others than those of the tensor degree
-            self.exchanged.append((args[1], whole.nbytes, ranks, len(args) > 3 and args[3]))
+            times = args[4] if len(args) > 4 else 1
+            self.exchanged.append((args[1], times * whole.nbytes, ranks, len(args) > 3 and args[3]))
             self.operations += 1
         elif packet is None or not is_free(func, packet):
             self._count(packet, args, kwargs, out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return functional.grouped_mm(rows, weights, offs=ends)
     each = -(-len(rows) // len(weights))  # there shapes alone count, and other types have no kernel
     padded = functional.pad(rows, (0, 0, 0, each * len(weights) - len(rows)))
-    return torch.bmm(padded.unflatten(0, (len(weights), each)), weights).flatten(0, 1)[: len(rows)]
+    return torch.bmm(padded.view(len(weights), each, -1), weights).flatten(0, 1)[: len(rows)]
 
 
 class Mixed(Block):
@@ -143,16 +144,17 @@ class Mixed(Block):
     def attended(self, x: Tensor) -> Tensor:
         """Return what attention makes of ``x``; latent numbers, and what turns with positions, are made once for all
         heads."""
-        plain, rotary = self.config.width, self.config.rotary
+        plain = self.config.width
         if not self.config.latent:
             return super().attended(x)
         (query,) = self.group.products(self.query_norm(self.query_down(x)), [self.query_up])
-        latent, turned = self.key_down(x).split([self.config.latent, rotary], -1)
+        down = self.key_down(x)
+        latent, turned = down[..., : self.config.latent], down[..., self.config.latent :]
         (made,) = self.group.products(self.key_norm(latent), [self.key_up])
-        fixed, place = self.heads(query).split([plain, rotary], -1)
-        key, value = made.unflatten(-1, (-1, 2 * plain)).transpose(1, 2).split(plain, -1)
+        heads, both = self.heads(query), made.view(*made.shape[:2], -1, 2 * plain).transpose(1, 2)
+        key, value = both.chunk(2, -1)
         turned = self.rotated(self.group.given(turned).unsqueeze(1)).expand(-1, key.shape[1], -1, -1)
-        query = torch.cat((fixed, self.rotated(place)), -1)
+        query = torch.cat((heads[..., :plain], self.rotated(heads[..., plain:])), -1)
         return self.projected(query, torch.cat((key, turned), -1), value)
 
     def fed(self, x: Tensor) -> Tensor:
@@ -170,7 +172,14 @@ def network(config: MixtureConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     return layers, loss
 
 
-QWEN3 = {"head_norms": True, "width": 128, "experts": 128, "chosen": 8, "rotary_base": 1e6, "epsilon": 1e-6}
+QWEN3: dict[str, Any] = {
+    "head_norms": True,
+    "width": 128,
+    "experts": 128,
+    "chosen": 8,
+    "rotary_base": 1e6,
+    "epsilon": 1e-6,
+}
 MODELS = {
     name: Model(MixtureConfig(*sizes, **more), network, text_of)
     for name, sizes, more in (

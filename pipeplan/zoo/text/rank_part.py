@@ -33,20 +33,28 @@ def exchange_by(does: Callable[[Tensor, str], Tensor]) -> None:
 
 
 @torch.library.custom_op("pipeplan::exchange", mutates_args=())
-def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
+def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0) -> Tensor:
     """Return ``x`` (batch, sequence, ..) as an exchange among so many ``ranks`` leaves it: ``all-reduce``, or along the
-    sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too, and ``all-to-all`` is of rows. A
-    ``hidden`` one goes on beside products of the same pass."""
+    sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too, and ``all-to-all`` is of rows,
+    each so many ``times``, and leaves so many. A ``hidden`` one goes on beside products of the same pass."""
     if _by:
         return _by[0](x, kind)
     raise RuntimeError(f"this is the part of one of {ranks} tensor-parallel ranks; it is there to be estimated")
 
 
 @exchange.register_fake
+<<<<<<< HEAD
 def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
     if kind not in ("all-gather", "reduce-scatter"):
         return x.new_empty(x.shape)
     return x.new_empty((x.shape[0], x.shape[1] * ranks if kind == "all-gather" else x.shape[1] // ranks, *x.shape[2:]))
+=======
+def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0) -> Tensor:
+    if kind == "all-to-all":
+        return x.new_empty((rows, *x.shape[1:]))
+    sequence = {"all-gather": x.shape[1] * ranks, "reduce-scatter": x.shape[1] // ranks}.get(kind, x.shape[1])
+    return x.new_empty((x.shape[0], sequence, *x.shape[2:]))
+>>>>>>> 6eeb9ffe (Part experts of transformers' mixtures, and count products of groups of rows)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -184,15 +192,12 @@ class _Traded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int, times: int, length: int) -> Tensor:
-        ctx.asked = x.shape, ranks, max(times * len(x), length)
-        exchange(x.new_empty((ctx.asked[2], x.shape[1])), "all-to-all", ranks)
-        return x.view_as(x) if length == len(x) else x.new_empty((length, x.shape[1]))
+        ctx.asked = ranks, False, times, len(x)
+        return exchange(x, "all-to-all", ranks, False, times, length)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), (shape, ranks, rows) = gradients, ctx.asked
-        exchange(gradient.new_empty((rows, shape[1])), "all-to-all", ranks)
-        return gradient if gradient.shape == shape else gradient.new_empty(shape), None, None, None
+        return exchange(gradients[0], "all-to-all", *ctx.asked), None, None, None
 
 
 class Group(NamedTuple):

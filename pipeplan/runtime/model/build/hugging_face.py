@@ -25,7 +25,7 @@ from ....files.text import read_text
 from ....zoo.model import Data, mixed_seed
 from ....zoo.text.rank_part import Group
 from ..user_code import user_code
-from .tensor_plan import part_of
+from .tensor_plan import part_of, spread
 
 CONFIG = "config.json"
 SEQUENCE = "sequence"  # the option that is none of a config: how many tokens a sample has
@@ -58,8 +58,8 @@ class HuggingFace:
             else:
                 with _uninitialized():
                     model = self.kind(deepcopy(self.config))
-            if self.group.ranks > 1:
-                part_of(model, self.group)
+            if self.group.width > 1:
+                (part_of if self.group.experts == 1 else spread)(model, self.group)
         return model, inputs_of(self.kind, self.config, batch, self.sequence, _generator(0, seed))
 
     @property
@@ -90,7 +90,8 @@ def named(text: str, part: Group = ALONE) -> HuggingFace:
     library = _library()
     given = dict(_option(option) for option in options)
     asked = given.pop(SEQUENCE, None)
-    group = Group(int(given.pop("tensor", 1)), given.pop("sequence_parallel", False) is True)
+    along = given.pop("sequence_parallel", False) is True
+    group = Group(int(given.pop("tensor", 1)), along, experts=int(given.pop("expert_ranks", 1)))
     path = Path(what)
     if path.exists() or what.endswith(".json") or "/" in what:
         kind, config = _from_file(library, path / CONFIG if path.is_dir() else path, given)

@@ -28,12 +28,31 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 class Role(NamedTuple):
     """What a module does beside its own forward: take a part of its input along the sequence, gather its input for
-    products with columns, sum what products with rows put out, or sum the gradients of a weight that all have."""
+    products with columns, sum what products with rows put out, or the gradients of a weight that all have, or let tokens
+    go to experts and back."""
 
     scatters: bool = False
     reads: bool = False
     sums: bool = False
     copied: bool = False
+    trades: bool = False
+
+
+def spread(model: Any, group: Group) -> None:
+    """Leave of the experts of each layer of ``model`` what one of the ranks has that share them; BadInput where that
+    isn't known of it."""
+    found = [x for x in model.modules() if any(p is not None and p.dim() == 3 for p in x._parameters.values())]
+    if group.ranks > 1 or not found or not all(hasattr(x, "num_experts") for x in found):
+        raise BadInput(f"expert_ranks: of {type(model).__name__} no experts can be parted here, or none beside tensor")
+    for module in found:
+        count, rest = divmod(module.num_experts, group.experts)
+        if rest:
+            raise BadInput(f"experts: {group.experts} ranks don't share {module.num_experts} evenly")
+        for name, weight in list(module._parameters.items()):
+            if weight is not None and len(weight) == module.num_experts:
+                _shrink(module, name, count, 0)
+        module.num_experts, module.__class__ = count, _parted(type(module), group, Role(trades=True))
+    group.mark(model)
 
 
 def part_of(model: Any, group: Group) -> None:
@@ -220,6 +239,9 @@ def _parted(kind: Any, group: Group, role: Role) -> type:
                 return group.added(args[0], self)
             if values and isinstance(self, nn.Embedding):
                 return group.looked_up(args[0], self, super().forward)
+            if role.trades:  # of tokens, the numbers of their experts, their shares
+                times = args[1].shape[-1]
+                return group.traded(super().forward(group.traded(args[0], times), *args[1:], **kwargs), times)
             out = super().forward(*args, **kwargs)
             if not role.sums:
                 return out
