@@ -193,11 +193,13 @@ class _Traded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int, times: int, length: int) -> Tensor:
         ctx.asked = ranks, False, times, len(x)
-        return exchange(x, "all-to-all", ranks, False, times, length)
+        out: Tensor = exchange(x, "all-to-all", ranks, False, times, length)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(gradients[0], "all-to-all", *ctx.asked), None, None, None
+        out: Tensor = exchange(gradients[0], "all-to-all", *ctx.asked)
+        return out, None, None, None
 
 
 class Group(NamedTuple):

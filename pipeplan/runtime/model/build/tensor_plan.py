@@ -51,7 +51,8 @@ def spread(model: Any, group: Group) -> None:
         for name, weight in list(module._parameters.items()):
             if weight is not None and len(weight) == module.num_experts:
                 _shrink(module, name, count, 0)
-        module.num_experts, module.__class__ = count, _parted(type(module), group, Role(trades=True))
+        kind: Any = type(module)
+        module.num_experts, module.__class__ = count, _parted(kind, group, Role(trades=True))
     group.mark(model)
 
 
