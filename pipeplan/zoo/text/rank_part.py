@@ -43,18 +43,12 @@ def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int 
 
 
 @exchange.register_fake
-<<<<<<< HEAD
-def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False) -> Tensor:
-    if kind not in ("all-gather", "reduce-scatter"):
-        return x.new_empty(x.shape)
-    return x.new_empty((x.shape[0], x.shape[1] * ranks if kind == "all-gather" else x.shape[1] // ranks, *x.shape[2:]))
-=======
 def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0) -> Tensor:
     if kind == "all-to-all":
         return x.new_empty((rows, *x.shape[1:]))
-    sequence = {"all-gather": x.shape[1] * ranks, "reduce-scatter": x.shape[1] // ranks}.get(kind, x.shape[1])
-    return x.new_empty((x.shape[0], sequence, *x.shape[2:]))
->>>>>>> 6eeb9ffe (Part experts of transformers' mixtures, and count products of groups of rows)
+    if kind not in ("all-gather", "reduce-scatter"):
+        return x.new_empty(x.shape)
+    return x.new_empty((x.shape[0], x.shape[1] * ranks if kind == "all-gather" else x.shape[1] // ranks, *x.shape[2:]))
 
 
 class _Exchanged(torch.autograd.Function):

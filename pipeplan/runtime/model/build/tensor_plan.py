@@ -28,8 +28,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 class Role(NamedTuple):
     """What a module does beside its own forward: take a part of its input along the sequence, gather its input for
-    products with columns, sum what products with rows put out, or the gradients of a weight that all have, or let tokens
-    go to experts and back."""
+    products with columns, sum what products with rows put out, or gradients of weights that all have, or let tokens go
+    to experts and back."""
 
     scatters: bool = False
     reads: bool = False
@@ -50,7 +50,7 @@ def spread(model: Any, group: Group) -> None:
             raise BadInput(f"experts: {group.experts} ranks don't share {module.num_experts} evenly")
         for name, weight in list(module._parameters.items()):
             if weight is not None and len(weight) == module.num_experts:
-                _shrink(module, name, count, 0)
+                _shrink(module, name, count, 0, Group())
         kind: Any = type(module)
         module.num_experts, module.__class__ = count, _parted(kind, group, Role(trades=True))
     group.mark(model)
