@@ -315,14 +315,16 @@ def torch_split(_: Path, text: str, case: Case) -> str:
 
     names = ast.literal_eval(next(x for x in text.splitlines() if x.startswith("SPLIT")).partition("= ")[2] or "set()")
     model = case.small()
-    expected = {name for name, _ in model.named_parameters()}
+    every = list(model.named_parameters(remove_duplicate=False))
+    first = {id(x): name for name, x in reversed(every)}  # of what is shared, which torch may call by another name
+    called = {name: first[id(x)] for name, x in every}
     given, keywords, _ = split_up(case.example)
     pipe = pipeline(model, given, keywords, dict.fromkeys(names, SplitPoint.BEGINNING))
-    held = [[name for name, _ in pipe.get_stage_module(s).named_parameters()] for s in range(pipe.num_stages)]
+    held = [[called[name] for name, _ in pipe.get_stage_module(s).named_parameters()] for s in range(pipe.num_stages)]
     assert len(held) == len(names) + 1, f"{len(held)} stages, not {len(names) + 1}"
     assert all(held), "a stage has no parameters"
-    assert sorted(name for part in held for name in part) == sorted(expected)
-    return f"{len(held)} stages, {len(expected)} parameters each in one"
+    assert sorted(name for part in held for name in part) == sorted(first.values())
+    return f"{len(held)} stages, {len(first)} parameters each in one"
 
 
 ACCEPT: dict[str, Callable[[Path, str, Case], str]] = {
