@@ -205,7 +205,7 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
         query, key, value = args[first : first + 3]
         return times * _attention_flops(query, key, value, bool(_argument(packet, args, kwargs, "is_causal")))
     if packet is aten._grouped_mm:
-        return 2.0 * args[0].numel() * int(args[1].shape[-1])
+        return 2.0 * float(args[0].numel() * args[1].shape[-1])
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 
