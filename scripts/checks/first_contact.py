@@ -334,7 +334,8 @@ def main() -> None:
     given.results = given.results and given.results.absolute()
     os.chdir(Path(__file__).parents[2])
     folders: dict[str, Path | None] = {name: getattr(given, name) for name in ("megatron", "torchtitan", "deepspeed")}
-    with ProcessPoolExecutor(given.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}  # as ranks compute: sums are then the same
+    with ProcessPoolExecutor(given.jobs, get_context("spawn"), max_tasks_per_child=1, **alone) as pool:
         tabulate(given, partial(tried, folders=folders), markdown, names, pool.map)
 
 

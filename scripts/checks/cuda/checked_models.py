@@ -27,7 +27,13 @@ FAULTY = 9  # the microbatch at which something goes wrong
 WARM = 16  # microbatches after which nothing is the first of its kind
 KIND = os.environ.get("CHECKED_DEVICE", "cuda")
 LARGE = {"cnn": ("resnet50", 32), "gpt": ("gpt2-small,tied=false", 4), "tied": ("gpt2-small,tied=true", 4)}
-SMALL = {"cnn": ("small-cnn", 4), "gpt": ("gpt-tiny,blocks=3", 4), "tied": ("gpt-tiny,tied=true", 4)}
+LARGE["tiny"] = ("gpt-tiny,blocks=4", 4)  # which a CPU can train, too
+SMALL = {
+    "cnn": ("small-cnn", 4),
+    "gpt": ("gpt-tiny,blocks=3", 4),
+    "tied": ("gpt-tiny,tied=true", 4),
+    "tiny": LARGE["tiny"],
+}
 MODELS = LARGE if KIND == "cuda" and "CHECKED_SMALL" not in os.environ else SMALL  # of the zoo, with their microbatches
 BATCH = 4  # of the model that is traced
 FOLDER = Path(os.environ.get("CHECKED_FOLDER", "."))
@@ -56,6 +62,11 @@ def cnn(index: int, seed: int) -> tuple[Tensor, Tensor]:
 def tied(index: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return text for the model whose embedding is its head."""
     return sample(*MODELS["tied"], index % SAMPLES)
+
+
+def tiny(index: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return text for the model that a CPU can train."""
+    return sample(*MODELS["tiny"], index % SAMPLES)
 
 
 class Texts(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -224,7 +224,7 @@ DEVICE = {
             lambda check, name=name: profiling(check, name), f"Are the layers' times those of a whole {name}?", 25
         )
         for name in MODELS
-        if name != "tied"
+        if name not in ("tied", "tiny")
     },
     "noise": Part(noise, "By how much do two equal plain trainings differ?", 15),
 }

@@ -137,12 +137,12 @@ def evaluation(check: Check) -> Outcome:
 
 def checkpoints(check: Check, ranks: int, planning: Options) -> Outcome:
     """Break off, resume, and compare with training without a break; once the rest runs on the CPU."""
-    plan = check.plan("gpt", ranks, {"optimizer": "adam"} | dict(planning))
+    plan = check.plan("tiny", ranks, {"optimizer": "adam"} | dict(planning))
     with tempfile.TemporaryDirectory(dir=check.folder) as place:
-        unbroken = check.run(plan, "gpt", 6)["losses"]
-        first = check.run(plan, "gpt", 3, checkpoint=Path(place))["losses"]
-        on_cpu = check.run(plan, "gpt", 4, checkpoint=Path(place), resume=True, device="cpu")["losses"]
-        rest = check.run(plan, "gpt", 6, checkpoint=Path(place), resume=True)["losses"]
+        unbroken = check.run(plan, "tiny", 6)["losses"]
+        first = check.run(plan, "tiny", 3, checkpoint=Path(place))["losses"]
+        on_cpu = check.run(plan, "tiny", 4, checkpoint=Path(place), resume=True, device="cpu")["losses"]
+        rest = check.run(plan, "tiny", 6, checkpoint=Path(place), resume=True)["losses"]
     error = apart(first + on_cpu + rest, unbroken)
     must(error < LOOSE, f"after two breaks losses differ by {error:.1e}")
     return Outcome(
