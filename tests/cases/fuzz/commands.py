@@ -65,6 +65,7 @@ AMOUNTS = {
     "NAME[,OPTION=VALUE...]": ["AdamW,weight_decay=0.01", "StepLR,step_size=10", "SGD,momentum=nan", "Nope",
                                "SGD,lr=", ","],
     "any|N,N,..": ["1", "any", "2,4", "0", "x", "1,,2", "4096"],
+    "any|each|N,N,..": ["1", "any", "each", "2,4", "0", "x", "1,,2", "4096"],
     "--backward-time": ["2N", "1", "N", "0.5", "0", "-1", "N/2", "nan"],
     "ARGUMENTS": ["run.sh", "flags.sh", "even.json", "missing.sh", "bad.json", "empty.json"],
     "DIR": ["checkpoints", "even.json", "/dev/null/x"],
