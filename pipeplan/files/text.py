@@ -145,6 +145,6 @@ def _told(path: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         said = error.__context__ if isinstance(error, RuntimeError) else error  # torch says it in words of its own
-        if not isinstance(said, OSError) and "null byte" not in str(said):
+        if not isinstance(said, OSError) and "embedded null" not in str(said):
             raise
         raise BadInput(f"{path}: cannot be written: {getattr(said, 'strerror', None) or said}") from error
