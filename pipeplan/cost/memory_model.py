@@ -15,33 +15,45 @@ from typing import Any
 
 import numpy as np
 
-from ..integers import IntLike, ceil_div, plain
+from ..integers import IntLike, Ints, ceil_div, plain
 from ..problem import Chain, Policy, SharedWeights
 from .saved import entering_bytes, inner_bytes, storages
 
 Pair = tuple[IntLike, IntLike]  # bytes of one copy of weights, and parameters
 
 
-def weights_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
-    """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``; what several of them share, as
-    far as that is known, counts once."""
-    size, count = chain.sums.weight_bytes, chain.sums.parameters
-    weight_bytes, parameters = plain(size[stop] - size[start]), plain(count[stop] - count[start])
-    for shared in chain.sums.shared:
-        again = shared.again(start, stop)
-        weight_bytes, parameters = weight_bytes - again * shared.weight_bytes, parameters - again * shared.parameters
-    return weight_bytes, parameters
+def weights_of(chain: Chain, start: IntLike, stop: IntLike, borrowed: Sequence[int] = ()) -> Pair:
+    """Return (bytes of one copy of the weights, parameters) of ``layers[start:stop]``, without those ``borrowed`` (of
+    ``chain.shared``); what several of them share, as far as that is known, counts once."""
+    sums = chain.sums
+    shares = [(x.weight_bytes, x.parameters) for x in sums.shared]
+    return _counted_once(chain, start, stop, (sums.weight_bytes, sums.parameters), shares, borrowed)
 
 
-def own_of(chain: Chain, start: IntLike, stop: IntLike) -> tuple[IntLike, IntLike]:
+def own_of(chain: Chain, start: IntLike, stop: IntLike, borrowed: Sequence[int] = ()) -> Pair:
     """Return the same of the weights whose state a rank keeps where replicas share it: a group whose ranks have weights
     in common shares their state among them, too."""
-    size, count = chain.sums.own_bytes, chain.sums.own_parameters
-    own_bytes, parameters = plain(size[stop] - size[start]), plain(count[stop] - count[start])
-    for shared in chain.sums.shared:
-        again = shared.again(start, stop)
-        own_bytes, parameters = own_bytes - again * shared.own[0], parameters - again * shared.own[1]
-    return own_bytes, parameters
+    sums = chain.sums
+    return _counted_once(
+        chain, start, stop, (sums.own_bytes, sums.own_parameters), [x.own for x in sums.shared], borrowed
+    )
+
+
+def _counted_once(
+    chain: Chain,
+    start: IntLike,
+    stop: IntLike,
+    totals: tuple[Ints, Ints],
+    shares: Sequence[tuple[int, int]],
+    borrowed: Sequence[int],
+) -> Pair:
+    """Return the difference of two prefix sums, each of ``chain.shared`` counted once, and of those ``borrowed`` none,
+    of which every layer that has it has its part of ``shares``."""
+    size, count = (plain(x[stop] - x[start]) for x in totals)
+    for n, (shared, (own_size, own_count)) in enumerate(zip(chain.sums.shared, shares, strict=True)):
+        again = shared.again(start, stop) + (n in borrowed)
+        size, count = size - again * own_size, count - again * own_count
+    return size, count
 
 
 def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> IntLike:

@@ -87,13 +87,8 @@ def stage_cost(
     speed, timed = slowest.speed, chain.timed(slowest.times)
     if timed is not chain:
         recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
-    weight_bytes, parameters = memory_model.weights_of(chain, start, stop)
-    weight_bytes -= sum(chain.sums.shared[n].weight_bytes for n in borrowed)
-    parameters -= sum(chain.sums.shared[n].parameters for n in borrowed)
-    own_bytes, own_parameters = memory_model.own_of(chain, start, stop)
-    own_bytes -= sum(chain.sums.shared[n].own[0] for n in borrowed)
-    own_parameters -= sum(chain.sums.shared[n].own[1] for n in borrowed)
-    own = own_bytes, own_parameters
+    weight_bytes, parameters = memory_model.weights_of(chain, start, stop, borrowed)
+    own = memory_model.own_of(chain, start, stop, borrowed)
     elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
     path = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.summed_bytes(policy, (weight_bytes, parameters), own)

@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 STEPS = 50  # halvings of what may be the longest load
 
 
-class Variant(NamedTuple):
+class OnGroups(NamedTuple):
     """What layers are for Piper on groups of ``width`` GPUs: times and bytes of those kept and those run again, (2, L);
     ``over`` the bytes that layers i..j-1 send and get, (L + 1, L + 1)."""
 
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 class Piper:
     """Piper's dynamic program over layers, GPUs and replicas; ``bandwidth`` in bytes per unit of the times."""
 
-    variants: Sequence[Variant]
+    variants: Sequence[OnGroups]
     gpus: int
     memory: float
     bandwidth: float
@@ -191,7 +191,7 @@ def piper(problem: Problem) -> Iterator[Allocation]:
     yield Allocation(tuple(stages[i] for i in sorted(stages)), round(found[0]))
 
 
-def _variant(problem: Problem, width: int, chain: Chain) -> Variant:
+def _variant(problem: Problem, width: int, chain: Chain) -> OnGroups:
     """Return a chain's layers as Piper sees them."""
     layers, policy, again = chain.layers, problem.policy, problem.checkpointing != "none"
     start = np.arange(len(chain))
@@ -201,7 +201,7 @@ def _variant(problem: Problem, width: int, chain: Chain) -> Variant:
     fixed = np.asarray(memory_model.weights_bytes(policy, size, count, 1), dtype=float)
     forward, backward = (np.array([getattr(y, x) for y in layers], float) for x in ("forward_ns", "backward_ns"))
     crossing = np.array([0, *chain.cut_bytes[1:-1], 0], dtype=float)
-    return Variant(
+    return OnGroups(
         width,
         np.stack([forward + backward, forward + backward + forward]),
         np.stack([saved, kept if again else saved]),

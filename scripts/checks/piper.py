@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeplan.partition.piper import Piper, Variant
+from pipeplan.partition.piper import OnGroups, Piper
 
 GIB = 2**30
 TABLE = [
@@ -28,7 +28,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-def variant(read: dict[str, Any], degree: int) -> Variant:
+def variant(read: dict[str, Any], degree: int) -> OnGroups:
     """Return the layers of an input on so many GPUs, at its own figures."""
     before: dict[int, list[int]] = {node["id"]: [] for node in read["nodes"]}
     for edge in read["edges"]:
@@ -52,7 +52,7 @@ def variant(read: dict[str, Any], degree: int) -> Variant:
         summed = rows[source]["vanilla"]["syncTimeBw"][str(edge["destId"])]
         over += 2 * (enters * (edge["communicationCost"] + gathered) + leaves * (edge["communicationCost"] + summed))
     each, fixed = both("memoryUsageA"), both("memoryUsageB")
-    return Variant(degree, both("timePerSample"), each, fixed, both("parameterSize")[0], over)
+    return OnGroups(degree, both("timePerSample"), each, fixed, both("parameterSize")[0], over)
 
 
 def main(path: str) -> int:

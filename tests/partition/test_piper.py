@@ -13,7 +13,7 @@ from test_variants import random_instance
 
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.piper_json import read_piper
-from pipeplan.partition.piper import Piper, Variant
+from pipeplan.partition.piper import OnGroups, Piper
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Checkpointing
 
@@ -31,7 +31,7 @@ def random_piper(rng: random.Random) -> Piper:
         cut = np.array([0, *(rng.randrange(9) for _ in range(count - 1)), 0], dtype=float)
         over = 2 * (cut[:, None] + cut[None, :])
         variants.append(
-            Variant(width, np.stack([times, times * 4 / 3]), np.stack([each, each / 6]),
+            OnGroups(width, np.stack([times, times * 4 / 3]), np.stack([each, each / 6]),
                     np.stack([2 * weights, 2 * weights + each * 5 / 6]), weights, over)
         )  # fmt: skip
     return Piper(variants, rng.randint(1, 5), rng.randrange(80, 700), rng.choice((1.0, 10.0)), 12)
@@ -79,7 +79,7 @@ def test_equals_all_stages() -> None:
 def test_blocks_of_bert_take_what_its_own_code_prints() -> None:
     """The blocks alone of its bert32a100.json, on 8 GPUs by 25 GiB/s: of 80 GiB data parallelism, of 1 GiB nothing."""
     times, weights, cut = np.full(32, 0.030492), np.full(32, 176997120.0), np.array([0.0, *[31457280.0] * 31, 0.0])
-    block = Variant(1, np.stack([times, np.full(32, 0.040685)]),
+    block = OnGroups(1, np.stack([times, np.full(32, 0.040685)]),
                     np.stack([np.full(32, 606478336.0), np.full(32, 48234496.0)]),
                     np.stack([np.full(32, 353994240.0), np.full(32, 912500224.0)]), weights,
                     2 * (cut[:, None] + cut[None, :]))  # fmt: skip
