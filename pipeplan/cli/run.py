@@ -355,8 +355,6 @@ def _run_otherwise(name: str, given: dict[str, Any]) -> Plan:
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(name)
-    if loaded.chain.variants:
-        raise BadInput(f"{name}: each stage has a tensor degree of its own, which pipeplan plans but doesn't run")
     if limit is not None and schedule is None and KINDS[loaded.schedule.kind].limit is None:
         raise click.UsageError("--limit goes with --schedule message-driven")
     from ..runtime.engine.asked import clipping, run_otherwise
@@ -417,11 +415,12 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
     """Say what begins, and what is unusual about it; return whether it is away from the device of the profile."""
     from ..report.tables.run import announced, elsewhere
     from ..runtime.device import kind_of, sharing
+    from ..runtime.lowering.lowered_run import processes_of
     from ..runtime.processes.rendezvous import number_in_environment
     from ..runtime.surroundings import untried
     from ..schedule.kinds import KINDS
 
-    ranks = len({device for stage in plan.allocation.stages for device in stage.devices}) * plan.chain.tensor
+    ranks = processes_of(plan)
     by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links
     kind = kind_of(options.device, plan.chain)
     notes = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads), untried(version("torch"))

@@ -178,7 +178,7 @@ def plan_of(
 ) -> Plan:
     """A valid plan with the 1F1B* pattern, or the integer program's where stages share devices."""
     made = tuple(x if isinstance(x, Stage) else Stage(*x) for x in stages)
-    count = 1 + max(d for stage in made for d in stage.devices)
+    count = 1 + max(d for stage in made for d in stage.members)
     platform = Platform.flat(count, 10**12)
     policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync)
     graph = stage_graph(chain, platform, policy, made)

@@ -15,7 +15,7 @@ import pipeplan as pp
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Platform
-from pipeplan.runtime.engine.job import RunOptions
+from pipeplan.runtime.engine.job import HeldOutOptions, RunOptions
 from pipeplan.runtime.exchange.transport import PeerLost, exchanging, number_processes
 from pipeplan.runtime.model.build.hugging_face import named
 from pipeplan.runtime.model.build.loading import load_model
@@ -48,6 +48,18 @@ def planned(model, stages, tensor=2, **policy):
     chain = profiled(model)[tensor - 1]
     plan = plan_of(chain, [x if isinstance(x, Stage) else Stage(*x) for x in stages], accumulate=4, **policy)
     return replace(plan, platform=Platform.flat(len(plan.platform) * tensor, 10**12).grouped(tensor))
+
+
+def several(model, widths, cuts, **policy):
+    """A plan whose stages are one GPU, or group of them, or several replicas, that are so wide."""
+    name = model if ":" in model else f"zoo:{model}"
+    chain = pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block").chain
+    ends, stages, first = [0, *cuts, len(chain)], [], 0
+    for s, width in enumerate(widths):
+        each = width if isinstance(width, tuple) else (width,)
+        stages.append(Stage(*ends[s : s + 2], tuple(range(first, first + sum(each), each[0])), tensor=each[0]))
+        first += sum(each)
+    return plan_of(chain, stages, accumulate=4, **policy)
 
 
 def trained(plan, model, steps, **options):
@@ -101,15 +113,28 @@ def test_a_llama_goes_on_in_parts_with_replicas_that_share_their_steps(tmp_path)
     assert largest_difference(torch.load(saved), state) <= CLOSE
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
-def test_a_transformers_model_is_parted_by_its_own_plan(tmp_path):
-    """Norms of heads are whole and used by every part, and embedding and head one table."""
+def test_a_llama_in_two_parts_before_replicas_of_the_rest(tmp_path):
     saved = tmp_path / "state.pt"
-    plan = planned(QWEN, [(0, 3, (0,)), (3, 7, (1,))])
-    report = trained(plan, QWEN, 3, lr=0.2, save=saved)
+    losses, state = serial(LLAMA, 2, steps=2, accumulate=4, optimizer="adam", lr=0.002, seed=2, clip=0.5)
+    plan = several(LLAMA, (2, (1, 1)), (2,), optimizer="adam")
+    plan = replace(plan, policy=replace(plan.policy, zero=1))
+    report = trained(plan, LLAMA, 2, lr=0.002, clip_norm=0.5, save=saved)
+    assert report.losses == pytest.approx(losses, abs=CLOSE)
+    as_planned(report, activations=False)
+    assert largest_difference(torch.load(saved), state) <= CLOSE
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
+@pytest.mark.parametrize("widths", [(2, 2), (1, 2, 1)])
+def test_a_transformers_model_is_parted_by_its_own_plan(tmp_path, widths):
+    """Norms of heads are whole and used by every part, and embedding and head one table where all have parts of it."""
+    saved, even = tmp_path / "state.pt", len(set(widths)) == 1
+    model_name = QWEN if even else QWEN.replace("embeddings=true", "embeddings=false")
+    plan = planned(QWEN, [(0, 3, (0,)), (3, 7, (1,))]) if even else several(model_name, widths, (3, 4))
+    report = trained(plan, model_name, 3, lr=0.2, save=saved)
     assert report.compared.startswith("the first microbatch trains as in plain torch")
     as_planned(report, activations=False)
-    build = named(QWEN.removeprefix("hf:"))
+    build = named(model_name.removeprefix("hf:"))
     model, _ = build(2, seed=2)
     optimizer, losses, data = torch.optim.SGD(model.parameters(), lr=0.2), [], build.data(2)
     for step in range(3):
@@ -121,6 +146,25 @@ def test_a_transformers_model_is_parted_by_its_own_plan(tmp_path):
         optimizer.zero_grad()
     assert report.losses == pytest.approx(losses, abs=CLOSE)
     assert largest_difference(torch.load(saved), model.state_dict()) <= CLOSE
+
+
+def test_stages_of_two_degrees_train_a_gpt_as_one_process_and_go_on_in_equal_ones(tmp_path):
+    folder, saved, model = tmp_path / "run", tmp_path / "state.pt", GPT.replace("tied=true", "tied=false")
+    losses, norms = [], []
+    losses, state = serial(model, 2, steps=4, accumulate=4, optimizer="adam", lr=0.002, seed=2, clip=0.5, norms=norms)
+    plan = several(model, (2, 1, 1), (2, 3), optimizer="adam")
+    report = trained(plan, model, 2, lr=0.002, clip_norm=0.5, checkpoint=folder)
+    as_planned(report)
+    assert report.losses == pytest.approx(losses[:8], abs=CLOSE)
+    assert report.gradient_norms == pytest.approx(norms[:2], rel=CLOSE)
+    plan = several(model, (1, 2), (2,), optimizer="adam")
+    report = trained(plan, model, 3, lr=0.002, clip_norm=0.5, checkpoint=folder, resume=True)
+    as_planned(report)
+    assert report.losses == pytest.approx(losses[8:12], abs=CLOSE)
+    plan = planned(model, [(0, 6, (0,))], optimizer="adam")
+    report = trained(plan, model, 4, lr=0.002, clip_norm=0.5, checkpoint=folder, resume=True, save=saved)
+    assert report.losses == pytest.approx(losses[12:], abs=CLOSE)
+    assert largest_difference(torch.load(saved), state) <= CLOSE
 
 
 def test_layers_of_ones_own_are_parted_as_their_author_says(tmp_path):
@@ -138,6 +182,27 @@ def test_layers_of_ones_own_are_parted_as_their_author_says(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     assert largest_difference(torch.load(saved), layers.state_dict()) <= CLOSE
+
+
+@pytest.mark.parametrize("widths", [(1, 2), (2,)])
+def test_what_runs_in_parts_is_evaluated_meanwhile_and_alone(tmp_path, widths):
+    saved, model = tmp_path / "state.pt", "cases.parted:build,tensor_plan=cases.parted:plan"
+    plan = several(model, widths, (2,)[: len(widths) - 1])
+    asked = HeldOutOptions("cases.parted:data", every=1, count=2)
+    report = trained(plan, model, 1, lr=0.2, save=saved, held_out=asked)
+    as_planned(report)
+    torch.manual_seed(2)
+    layers = parted.layers()
+    for m in range(4):
+        x, target = parted.data(m, 2)
+        (parted.loss(layers(x), target) / 4).backward()
+    torch.optim.SGD(layers.parameters(), lr=0.2).step()
+    losses = [float(parted.loss(layers(x), target).detach()) for x, target in (parted.data(m, 2) for m in range(4))]
+    assert report.evaluations[1]["loss"] == pytest.approx(sum(losses[:2]) / 2, abs=CLOSE)
+    report = trained(plan, model, 1, load=saved, evaluates=True)
+    assert report.losses == pytest.approx(losses, abs=CLOSE)
+    with pytest.raises(BadInput, match="have each a part of what they put out"):
+        trained(plan, model, 1, held_out=replace(asked, metrics="cases.parted:loss"))
 
 
 def test_parts_that_train_otherwise_than_the_whole_are_refused():
@@ -175,8 +240,8 @@ def test_a_part_of_a_table_that_is_longer_than_the_vocabulary():
 
 
 def test_who_was_lost_is_a_process_of_all():
-    number_processes(2, 1)
+    number_processes([1, 3])
     with pytest.raises(PeerLost) as lost, exchanging("a sum", 0, 1):
         raise RuntimeError("gone")
-    number_processes(1, 0)
+    number_processes([])
     assert lost.value.peers == (1, 3)

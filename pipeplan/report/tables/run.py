@@ -40,7 +40,7 @@ def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequ
     if as_json:
         print(json.dumps({"torchrun": torchrun, "slurm": slurm, "programs": programs}, indent=1))
         return
-    print(f"{lowered.processes} processes; {lowered.steps} updates of {lowered.interval} microbatches")
+    print(f"{len(lowered.processes)} processes; {lowered.steps} updates of {lowered.interval} microbatches")
     if lowered.limit is not None:
         print(f"at most {lowered.limit} microbatches in each pipeline; arrivals decide the order, as here simulated")
     several = "FIRST_NODE" in torchrun

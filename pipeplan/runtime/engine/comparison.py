@@ -153,7 +153,7 @@ def compared(
 
     BadInput names the first difference.
     """
-    begun, chain, copies = time.perf_counter(), job.plan.chain, COPIES
+    begun, chain, copies = time.perf_counter(), lowered.chain_of(lowered.widest), COPIES
     if together is not None:
         copies *= 1 + chain.tensor
     needed = copies * sum(layer.weight_bytes for layer in chain.layers) + int(saved_bytes(chain, 0, len(chain)))

@@ -19,7 +19,9 @@ from torch import Tensor
 from ...errors import BadInput
 from ..data.loader import Span
 from ..device import random_state, set_random_state, settle
+from ..exchange.layer_group import LayerGroup
 from ..exchange.transport import Group, everybodys, exchanging
+from ..lowering.instructions import NOBODY
 from ..measure.held_bytes import HeldBytes
 from ..measure.progress import Trial
 from ..model.build.spec import find
@@ -49,7 +51,7 @@ class HeldOut:
         assert asked is not None, "only then is anything evaluated"
         spec = replace(job.model, data=asked.data)
         forward = replace(job.options, evaluates=True, held_out=None, checkpoint=None, every=None, keep=None)
-        self._rank, _, _ = build_model(Job(job.plan, spec, forward), number, launcher)
+        self._rank, _, _ = build_model(Job(job.plan, spec, forward, place=job.place), number, launcher)
         self._asked, self._seed = asked, job.options.seed
         self._metrics: list[dict[str, float]] = []
         self._later: list[Callable[[], None]] = []  # what reads losses once they are there
@@ -74,7 +76,7 @@ class HeldOut:
                 flags[module] = module.training
         run.meeting.recorder.settle()
         self._take_weights(rank, stages)
-        means = self._run(patient)
+        means = self._run(patient, rank.together)
         for module, training in flags.items():
             module.training = training
         set_random_state(kept, rank.device)
@@ -114,9 +116,10 @@ class HeldOut:
                         )
                     x.data = found.data.to(x.device, x.dtype)
 
-    def _run(self, patient: Group) -> Mapping[str, float]:
-        last = len(self._rank.lowered.plan.allocation.stages) - 1
-        homes = [self._rank.lowered.ranks_of(s)[0] for s in range(last + 1)]
+    def _run(self, patient: Group, together: LayerGroup | None) -> Mapping[str, float]:
+        lowered = self._rank.lowered
+        last = len(lowered.plan.allocation.stages) - 1
+        homes = [next(iter(lowered.ranks_of(s)), NOBODY) for s in range(last + 1)]
         mine = set(self._runners)
         reads = self._asked.count if any(runner.reads for runner in self._runners.values()) else 0
         data = self._rank.model.data
@@ -128,10 +131,12 @@ class HeldOut:
             for s in sorted(mine):
                 if s > 0 and homes[s - 1] != self._rank.number:
                     out = self._received(s, homes[s - 1], patient)
+                    if together is not None and lowered.width_of(s - 1) < lowered.width_of(s):
+                        out = together.of_first(out)
                 runner = self._runners[s]
                 inputs, target = mapped(lambda x: x.to(self._rank.device), given) if given else ((), None)
                 out = runner.evaluate(m, 0, out, target if runner.takes_targets else None, inputs=inputs)
-                if s < last and homes[s + 1] != self._rank.number:
+                if s < last and homes[s + 1] not in (self._rank.number, NOBODY):
                     sent = out.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     with exchanging("an evaluation"):
                         dist.send(sent, homes[s + 1], patient, tag=s)
@@ -145,13 +150,15 @@ class HeldOut:
             for name in dict.fromkeys(name for one in self._metrics for name in one):
                 means[name] = fmean(one[name] for one in self._metrics if name in one)
         with exchanging("an evaluation"):
-            return everybodys(means, patient)[homes[last]]
+            found = everybodys(means, patient)
+        return found[homes[last]] if together is None else together.told(found[max(0, homes[last])])  # type: ignore[no-any-return]
 
     def _received(self, stage: int, source: int, patient: Group) -> Tensor:
         spec = self._rank.model.cut(self._rank.stage(stage).start).forward
         came = torch.empty(spec.nbytes, dtype=torch.uint8)
         with exchanging("an evaluation"):
-            dist.recv(came, source, patient, tag=stage - 1)
+            if source != NOBODY:
+                dist.recv(came, source, patient, tag=stage - 1)
         return came.view(spec.dtype).reshape(spec.shape).to(self._rank.device)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +14,7 @@ from ...choices import DelayCorrection
 from ...errors import BadInput
 from ...files.text import check_writable
 from ...plan import Plan
+from ...problem import Chain
 from ...schedule.kinds import kind_of as kind_of_schedule
 from ..device import Choice as DeviceChoice
 from ..device import kind_of
@@ -168,7 +171,8 @@ class RunOptions:
 class Job:
     """A run of ``model`` as ``plan`` and ``options`` say; ``resume`` is the checkpoint to go on from.
 
-    ``notes`` say what is done otherwise than by default.
+    ``notes`` say what is done otherwise than by default. Of the processes that are one rank it is for those at
+    ``place``.
     """
 
     plan: Plan
@@ -176,6 +180,7 @@ class Job:
     options: RunOptions
     resume: Checkpoint | None = None
     notes: tuple[str, ...] = ()
+    place: int = 0
 
     @property
     def make_optimizer(self) -> MakeOptimizer:
@@ -234,7 +239,7 @@ class Job:
         self._check()
         if any(map(lowered.waits, range(len(self.plan.allocation.stages)))):
             check_elementwise(self.make_optimizer, f"--weights {self.plan.policy.weights} where stages share some")
-        return lowered
+        return lowered.of_place(self.place)
 
     def timeout_s(self, lowered: LoweredRun) -> float:
         """Return how long a rank waits for another one."""
@@ -251,7 +256,8 @@ class Job:
             check_decay(options.no_decay, self.make_optimizer)
         if policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
-        if self.plan.chain.selective:
+        chains = [self.plan.chain.of(x.tensor, x.selective) for x in self.plan.allocation.stages]
+        if any(chain.selective for chain in chains):
             raise BadInput("the plan is of layers that run attention's core again, which run doesn't; export it")
         if self.plan.chain.width > self.plan.chain.tensor:
             raise BadInput(
@@ -263,8 +269,8 @@ class Job:
                 f"--zero {policy.zero}: run shares the optimizer's state alone (--zero 1); export the plan to "
                 "torchtitan, DeepSpeed or Megatron-LM"
             )
-        if self.plan.chain.tensor > 1:
-            self._check_together()
+        if any(chain.tensor > 1 for chain in chains):
+            self._check_together(chains)
         if policy.zero and self.sums:
             check_elementwise(self.make_optimizer, "sharing its state between replicas (--zero 1)")
         coarsening = policy.coarsening if options.coarsening is None else options.coarsening
@@ -273,10 +279,23 @@ class Job:
         if options.coarsening is not None and not self.sums:
             raise BadInput("coarsening: no stage has replicas, so there are no sums to cut into chunks")
 
-    def _check_together(self) -> None:
-        """Raise BadInput for what several GPUs that run each layer together don't do."""
-        if self.plan.chain.sequence_parallel:
+    def _check_together(self, chains: Sequence[Chain]) -> None:
+        """Raise BadInput for what several GPUs that run each layer together don't do; ``chains`` are as stages have
+        the plan's."""
+        if any(chain.sequence_parallel for chain in chains):
             raise BadInput("the plan has layers parted along the sequence, too, which run doesn't; export it")
+        held_out = self.options.held_out
+        if held_out is not None and held_out.metrics is not None and chains[-1].tensor > 1:
+            raise BadInput(
+                "--metrics: the GPUs that run the last layers together have each a part of what they put out"
+            )
+        for s, (one, other) in enumerate(pairwise(chains)):
+            stop = self.plan.allocation.stages[s].stop
+            if one.cut_bytes[stop] != other.cut_bytes[stop]:
+                raise BadInput(
+                    f"stages {s} and {s + 1}, of tensor degrees {one.tensor} and {other.tensor}, have parts of what "
+                    "one sends the other, which run doesn't put together; plan with other stages"
+                )
         if kind_of_schedule(self.plan).by_arrival:
             raise BadInput(
                 f"{self.plan.schedule.kind}: GPUs that run a layer together need one order, which messages would decide"

@@ -127,7 +127,10 @@ class _Building:
     def _any(self, flag: bool) -> bool:
         """Whether ``flag`` is set in any process; all ask together."""
         together = self._rank.together
-        return any_rank(flag if together is None else together.most([int(flag)]) > [0])
+        if together is None:
+            return any_rank(flag)
+        found = any_rank(together.most([int(flag)]) > [0])
+        return together.most([int(found)]) > [0]  # some ranks may have no process at this place
 
     def update(self, s: int) -> StageUpdate:
         """Return what updates stage ``s``; earlier ones of the rank come first."""

@@ -18,8 +18,9 @@ from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, kind_of, label, own_device, peak_bytes
 from ..exchange.collective import gathered
-from ..exchange.layer_group import LayerGroup
-from ..exchange.transport import everybodys, exchanging
+from ..exchange.layer_group import HandedOn, LayerGroup
+from ..exchange.transport import everybodys, exchanging, number_processes
+from ..lowering.instructions import NOBODY
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import Times
 from ..measure.times import RankMeasurement, straightened
@@ -50,14 +51,16 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
 
     Where several run each layer together, these are one rank, and each has its part of the model.
     """
-    width = job.plan.chain.tensor
-    number, place = divmod(number, width)
-    together = None
+    lowered, together = job.lowered(), None
+    rank, place = lowered.processes[number]
+    width, number = lowered.widths[rank], sum(width > place for width in lowered.widths[:rank])
+    if max(lowered.widths) > 1:
+        number_processes([process for process, (_, at) in enumerate(lowered.processes) if at == place])
     if width > 1:
         device = own_device(kind_of(job.options.device, job.plan.chain), launcher.local_rank)
-        timeout = timedelta(seconds=job.timeout_s(job.lowered()))
-        together = LayerGroup(launcher.meet(), number, place, width, device, timeout)
-        job = replace(job, model=job.model.part(width, place))
+        timeout = timedelta(seconds=job.timeout_s(lowered))
+        together = LayerGroup(launcher.meet(), rank, place, width, device, timeout)
+        job = replace(job, model=job.model.part(width, place), place=place)
         job.model.exchanges_by(together.exchange)
     torch.set_num_threads(job.options.threads)
     held_out = None
@@ -106,6 +109,9 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
         dist.barrier()
     order, evaluates = None, lowered.evaluates
     transport = links.through_host(inbox) if inbox else links.transport(number, meeting.specs, evaluates)
+    if rank.together is not None:
+        given = HandedOn.given(lowered, rank.stages, meeting.specs)
+        transport = HandedOn(transport, rank.together, given, rank.device)
     if inbox is not None and lowered.limit is not None:
         order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
     times = execute(run, end, transport, order)
@@ -119,7 +125,7 @@ def _inbox(run: RankRun) -> ThreadedTransport:
     timeout_s = run.job.timeout_s(lowered)
     with exchanging("the making of groups"):
         group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
-    instructions = lowered.instructions[run.rank.number]
+    instructions = lowered.instructions[run.rank.number].where(lambda x: getattr(x, "peer", 0) != NOBODY)
     made: ThreadedTransport = threaded(
         instructions, run.meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
     )
@@ -180,7 +186,7 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
         return None
     notes = (*job.notes, *rank.model.notes, *of_schedule(rank.lowered))
     made: RunReport = make_report(rank.lowered, measurements)
-    return replace(made, notes=notes, compared=rank.model.compared)
+    return replace(made, notes=notes, compared=meeting.compared)
 
 
 def of_schedule(lowered: LoweredRun) -> Iterator[str]:

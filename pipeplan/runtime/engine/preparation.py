@@ -43,7 +43,7 @@ from ..training.update.update import Stages, Tie, check_ties, separated, share_t
 from ..training.weights.versions import read_weights_themselves
 from .job import Job, Launcher
 
-COMPARED: Final = "compared"  # what rank 0 puts into the store when it has compared the model
+COMPARED: Final = "compared"  # what the widest rank puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
 compared = Late("runtime.engine.comparison:compared")
 refuse_copies = Late("runtime.model.trace.weight_copies:refuse_copies")
@@ -53,8 +53,8 @@ Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full pre
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-def _compares(job: Job, model: LoadedModel) -> bool:
-    return job.compares and (not model.chain or job.model.parted_by_user)
+def _compares(job: Job, lowered: LoweredRun, model: LoadedModel) -> bool:
+    return job.compares and (not model.chain or (max(lowered.widths) > 1 and job.model.parted_by_user))
 
 
 def build_model(
@@ -65,23 +65,23 @@ def build_model(
     BadInput when it isn't what the plan is for, or other ranks have built another one.
     """
     plan, options, lowered = job.plan, job.options, job.lowered()
-    device = own_device(kind_of(options.device, plan.chain), launcher.local_rank)
+    device, chain = own_device(kind_of(options.device, plan.chain), launcher.local_rank), lowered.chain_of(number)
     cuts = [stage.start for stage in plan.allocation.stages[1:]]
     half, autocast = conversion(plan, options.half, device)
     small, training = sys.maxsize if len(lowered.devices) == 1 else SMALL, not options.evaluates
     model_of = {"training": training, "dtype": half, "autocast": autocast}
-    part = OwnPart(job.model, plan.chain.microbatch, options.seed, device, small=small, **model_of)
+    part = OwnPart(job.model, chain.microbatch, options.seed, device, small=small, **model_of)
     model = part.load()
     launcher.compare(job.model, model)
-    model = fitted(model, plan.chain)
-    if number == 0 and _compares(job, model):
+    model = fitted(model, chain)
+    if number == lowered.widest and _compares(job, lowered, model):
         model = compared(job, lowered, model, device, half, autocast, together)
-    check_ties(model, plan.chain, cuts)
+    check_ties(model, chain, cuts)
     ties = ties_of(lowered, model)
     source = options.load or model.source
     given = source is not None or job.resume is not None
     model = part.filled(
-        model, lambda found: _own_modules(lowered, number, found), lambda found: fitted(found, plan.chain), given
+        model, lambda found: _own_modules(lowered, number, found), lambda found: fitted(found, chain), given
     )
     if source is not None:
         load_weights(model, source)
@@ -90,7 +90,7 @@ def build_model(
     masters: Masters = {}
     if half is not None:
         model, masters = halved(model, half, _own_modules(lowered, number, model), device)
-    check_model(model, plan.chain)
+    check_model(model, chain)
     rank = Rank(lowered, number, device, model, groups, together)
     for s in rank.stages:
         place(rank.modules(s), device)
@@ -149,7 +149,7 @@ class Meeting:
     ``groups`` are those of replicated stages, ``tied_groups`` of stages that share weights; ``specs`` has what crosses
     each edge. ``clock`` is the comparison of clocks before the run. Where
     gradients are clipped ``everybody`` is the group that sums for their norm. ``patient`` is one of all hosts for what
-    may take long.
+    may take long. ``compared`` says how the first microbatch compared with plain training, where it was.
     """
 
     links: Links
@@ -161,6 +161,7 @@ class Meeting:
     clock: Compared
     everybody: Group = None
     patient: Group = None
+    compared: str = ""
 
 
 def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters: Masters) -> Meeting:
@@ -170,15 +171,18 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     world = len(lowered.devices)
     watch_last(device)
     spare_sockets()
+    words = ""
     with exchanging("the meeting of the ranks"):
         store = launcher.meet() if rank.together is None else rank.together.store
-        if _compares(job, rank.model):
-            if number == 0:
-                store.set(COMPARED, "")
+        if _compares(job, lowered, rank.model):
+            if number == lowered.widest:
+                store.set(COMPARED, rank.model.compared)
             else:
                 store.wait([COMPARED], COMPARING * timeout)
+            words = store.get(COMPARED).decode()
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
-    agree(number, rank.model.boundaries)
+    cuts = {0, *(stage.start for stage in lowered.plan.allocation.stages)} if job.lowered().uneven else None
+    agree(number, rank.model.boundaries, cuts)
     with exchanging("the comparison of devices at the start"):
         sums = exchange_of(everybodys(gpu_of(device, this_machine())))
     # messages that come in any order, or late, are for threads, which exchange between hosts alone; sums, which come
@@ -206,7 +210,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
     recorder = recorder_of(device, clock.offset_ns, timeout)
     with exchanging("the making of groups"):
         patient = dist.new_group(timeout=PATIENCE, backend="gloo")
-    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient)
+    return Meeting(links, sums, groups, tied_groups, specs, recorder, clock, everybody, patient, words)
 
 
 def compared_clocks(number: int, lag_ns: int = 0) -> Compared:

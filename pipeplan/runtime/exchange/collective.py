@@ -36,9 +36,10 @@ T = TypeVar("T")
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux, whose monotonic clock counts from there
 
 
-def agree(rank: int, boundaries: Sequence[TensorSpec]) -> None:
-    """Raise RunFailed unless all ranks see the same tensor at every cut: nobody must receive what it doesn't expect."""
-    mine = [str(spec) for spec in boundaries]
+def agree(rank: int, boundaries: Sequence[TensorSpec], cuts: Collection[int] | None = None) -> None:
+    """Raise RunFailed unless all ranks see the same tensor at every cut, or at some ``cuts`` before layers: nobody must
+    receive what it doesn't expect."""
+    mine = [str(spec) if cuts is None or index in cuts else "" for index, spec in enumerate(boundaries)]
     with exchanging("the comparison of models at the start"):
         first = everybodys(mine)[0]
     for index, (here, there) in enumerate(zip(mine, first, strict=False)):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...registry import Late
 from ..device import Exchange, group_timeout, moved, new_stream, on_host, settle
-from ..lowering.instructions import Edge, Receive, Send
+from ..lowering.instructions import NOBODY, Edge, Receive, Send
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .transport import Group, Transport, exchanging
@@ -88,7 +88,10 @@ def open_links(
     Between hosts messages go by :mod:`.nearby` where all ranks name one machine, ``nearby``.
     """
     found = {
-        (r, x.peer) for r, orders in enumerate(lowered.instructions) for x in orders.kinds() if isinstance(x, Send)
+        (r, x.peer)
+        for r, orders in enumerate(lowered.instructions)
+        for x in orders.kinds()
+        if isinstance(x, Send) and x.peer != NOBODY
     }
     if exchange != "nccl":
         peers = sorted({r for pair in found if rank in pair for r in pair if r != rank})

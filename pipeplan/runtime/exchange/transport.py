@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
@@ -100,12 +100,12 @@ _OF_OTHERS: Final = (RuntimeError, ConnectionError, TimeoutError)  # what gloo a
 _ITS_OWN: Final = (torch.OutOfMemoryError, torch.AcceleratorError)  # of a GPU that is full, or has failed
 
 
-_processes = [(1, 0)]  # how many are one rank, and which of them this one is
+_processes: list[int] = []  # the numbers of those that are ranks to this process; without any those of the ranks
 
 
-def number_processes(each: int, place: int) -> None:
-    """Let ``each`` rank be so many processes, and this one of them that at a ``place``, as others know it that fail."""
-    _processes[:] = [(each, place)]
+def number_processes(numbers: Sequence[int]) -> None:
+    """Let each rank that this process exchanges with be that process of ``numbers``, as others know it that fail."""
+    _processes[:] = numbers
 
 
 class _Exchanging:
@@ -120,8 +120,8 @@ class _Exchanging:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _OF_OTHERS) and not isinstance(error, _ITS_OWN):
             what = self._what if isinstance(self._what, str) else sentence(self._what)
-            each, place = _processes[0]
-            raise PeerLost(f"{what}: {_cause(str(error))}", *(peer * each + place for peer in self._peers)) from error
+            peers = (_processes[peer] if _processes else peer for peer in self._peers)
+            raise PeerLost(f"{what}: {_cause(str(error))}", *peers) from error
 
 
 def exchanging(what: str | Instruction, *peers: int) -> AbstractContextManager[None]:

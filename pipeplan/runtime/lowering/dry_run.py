@@ -54,7 +54,8 @@ def slurm_line(lowered: LoweredRun, arguments: Sequence[str], on_gpus: bool) -> 
 
 
 def _nodes(lowered: LoweredRun) -> tuple[int, int]:
-    nodes, per_node = nodes_of(lowered.plan.platform, lowered.devices)
+    stages = lowered.plan.allocation.stages
+    nodes, per_node = nodes_of(lowered.plan.platform, sorted({d for stage in stages for d in stage.members}))
     return nodes, per_node * lowered.plan.chain.tensor
 
 

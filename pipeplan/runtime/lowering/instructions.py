@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from ...schedule.weight_versions import Lent, kept
 
+NOBODY = -1  # in place of a peer: what is sent is what others send, and what is received comes from whom they hear
 Pass = Literal["F", "B"]
 Edge = tuple[Pass, int]  # what travels: activations ("F") or gradients ("B"), and the stage that sends them
 

@@ -19,12 +19,13 @@ from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
 from ...plan import Plan
+from ...problem import Chain
 from ...schedule.kinds import graph_of, kind_of
 from ...schedule.pattern import most_in_flight, starts_of
 from ...schedule.program import Decide, Program
 from ...schedule.timeline import Timeline, flush_makespan_ns, in_flight, lane_use, most_held
 from ...schedule.weight_versions import Delay
-from .instructions import Instruction, Message, Save, StagePass
+from .instructions import NOBODY, Instruction, Message, Save, StagePass
 from .segments import Repeat, Repeated, Segments, forwards
 
 
@@ -73,10 +74,53 @@ class LoweredRun:
         """Microbatches of the whole run."""
         return self.steps * self.interval
 
+    def width_of(self, stage: int) -> int:
+        """Return how many processes run the layers of ``stage`` together."""
+        return self.plan.chain.tensor * self.plan.allocation.stages[stage].tensor
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """How many processes each rank is, as many as run its layers together, rank after rank."""
+        return tuple(self.width_of(self.stages_of(rank)[0]) for rank in range(len(self.devices)))
+
     @property
-    def processes(self) -> int:
-        """How many processes run it: each rank is as many as run its layers together, one after the other."""
-        return len(self.devices) * self.plan.chain.tensor
+    def widest(self) -> int:
+        """The first rank that is the most processes."""
+        return self.widths.index(max(self.widths))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks are of different :attr:`widths`."""
+        return len(set(self.widths)) > 1
+
+    @cached_property
+    def processes(self) -> tuple[tuple[int, int], ...]:
+        """Of each process that runs it the rank, and which of those that are this rank it is."""
+        return tuple((rank, place) for rank, width in enumerate(self.widths) for place in range(width))
+
+    def chain_of(self, rank: int) -> Chain:
+        """Return the plan's chain as a process of a rank has it."""
+        stage = self.plan.allocation.stages[self.stages_of(rank)[0]]
+        return self.plan.chain.of(stage.tensor, stage.selective)
+
+    def of_place(self, place: int) -> LoweredRun:
+        """Return the run among the processes at ``place``, of the ranks that have one, in a row; others' messages to
+        them and from them are :data:`NOBODY`'s."""
+        there = [rank for rank, width in enumerate(self.widths) if width > place]
+        if len(there) == len(self.devices):
+            return self
+        number = {rank: index for index, rank in enumerate(there)}
+
+        def among(x: Instruction) -> Instruction:
+            return replace(x, peer=number.get(x.peer, NOBODY)) if isinstance(x, Message) else x
+
+        instructions = (
+            Repeated(
+                [replace(x, instructions=tuple(map(among, x.instructions))) for x in self.instructions[rank].parts]
+            )
+            for rank in there
+        )
+        return replace(self, devices=tuple(self.devices[rank] for rank in there), instructions=tuple(instructions))
 
     @property
     def last(self) -> Position:
@@ -208,13 +252,19 @@ class LoweredRun:
         return [s for s, stage in enumerate(self.plan.allocation.stages) if device in stage.devices]
 
     def ranks_of(self, stage: int) -> list[int]:
-        """Return the ranks of a stage's replicas, in replica order."""
-        return [self.devices.index(device) for device in self.plan.allocation.stages[stage].devices]
+        """Return the ranks of a stage's replicas, in replica order, of those that there are."""
+        devices = self.plan.allocation.stages[stage].devices
+        return [self.devices.index(device) for device in devices if device in self.devices]
 
     def turn(self, microbatch: int) -> int:
         """Return the how manieth a microbatch is since the pipeline was empty: replicas take turns from there on."""
         first, _ = self.segments[bisect_right(self.segments, (microbatch, self.microbatches)) - 1]
         return (microbatch - first) % self.interval if self.drains else microbatch - first
+
+
+def processes_of(plan: Plan) -> int:
+    """Return how many processes run ``plan``: one for each GPU that it uses."""
+    return len({device for stage in plan.allocation.stages for device in stage.members}) * plan.chain.tensor
 
 
 def lower_run(

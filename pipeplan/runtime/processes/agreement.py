@@ -41,6 +41,7 @@ OWN: Final = {"save", "load", "checkpoint", "timeout_s", "threads", "device"}  #
 PLANNED: Final = ("chain", "platform", "policy", "allocation", "pattern", "schedule")  # what a run reads of a plan
 SHOWN: Final = 60  # characters; of what is longer messages have the checksum
 CODE: Final = "the code of "
+PARTS: Final = "in parts of "
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 UNKNOWN: Final = "?"  # the address of a host whose name stands for none, which gloo takes for the loopback's
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of libraries, whose versions tell enough
@@ -86,13 +87,14 @@ def compare(items: Mapping[str, str], peers: Peers, timeout_s: float = 0.0) -> S
 def difference(everybodys: Sequence[Statement]) -> str | None:
     """Return the first item that isn't the same for rank 0 and another rank; None if all are.
 
-    Code counts where both have it, as a rank may import what others don't need.
+    Code counts where both have it, as a rank may import what others don't need, and so do parts of a model.
     """
     first = everybodys[0]
     for rank, other in enumerate(everybodys[1:], 1):
+        parted = any(name.startswith(PARTS) for name in (*first.items, *other.items))
         for name in [*first.items, *(name for name in other.items if name not in first.items)]:
             here, there = first.items.get(name), other.items.get(name)
-            if here == there or (name.startswith(CODE) and None in (here, there)):
+            if here == there or (None in (here, there) and (parted or name.startswith(CODE))):
                 continue
             what = " and ".join(
                 f"{'missing' if value is None else value} for rank {number} on {host}"
@@ -238,9 +240,9 @@ def model_items(spec: ModelSpec, model: LoadedModel) -> dict[str, str]:
 
     Each layer as it prints itself, with its weights and buffers, and the user's code that made it.
     """
-    layers = enumerate(model.layers)
-    items = {f"layer {index} of the model": f"{layer.name}: {_layer(layer.module)}" for index, layer in layers}
-    items["what crosses the layers of the model"] = ", ".join(map(str, model.specs.values()))
+    layers, of = enumerate(model.layers), "" if spec.group.place is None else f"{PARTS}{spec.group.ranks} "
+    items = {f"{of}layer {index} of the model": f"{layer.name}: {_layer(layer.module)}" for index, layer in layers}
+    items[f"{of}what crosses the layers of the model"] = ", ".join(map(str, model.specs.values()))
     return _shown(items) | _code(spec)
 
 

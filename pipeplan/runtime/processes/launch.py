@@ -21,6 +21,7 @@ from ..device import kind_of
 from ..engine.asked import job_of
 from ..engine.job import LEAST_TIMEOUT_S, Job, Launcher, RunOptions
 from ..engine.phases import run_rank
+from ..lowering.lowered_run import processes_of
 from ..measure.progress import Audience, StepDone, StepProgress, place, teller
 from ..measure.report import RunReport
 from ..model.build.spec import ModelSpec
@@ -158,8 +159,7 @@ class TorchrunLaunch:
 
     def meet(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
         """Meet all others in the store."""
-        start, devices = self._start, len({device for stage in plan.allocation.stages for device in stage.devices})
-        devices *= plan.chain.tensor
+        start, devices = self._start, processes_of(plan)
         if start.world != devices:
             raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
         if start.world > 1:
@@ -174,7 +174,7 @@ class TorchrunLaunch:
     def run(self, job: Job, hears: Audience) -> RunReport | None:
         """Be one rank."""
         lowered, launcher = job.lowered(), TorchrunRank(self._start, self._watch, job, self._peers)
-        if self._start.rank == teller(lowered) * job.plan.chain.tensor:
+        if lowered.processes[self._start.rank] == (teller(lowered), 0):
             hears.status.say(lambda: place(lowered, launcher.index) if launcher.index >= 0 else "")
             launcher.hear = hears.hear(lowered, 1)
         try:

@@ -58,9 +58,9 @@ class OwnLaunch:
         lowered = job.lowered()
         kind = kind_of(job.options.device, job.plan.chain)
         context = context_of()
-        progress = context.RawArray("q", [-1] * lowered.processes)  # the instruction that each rank is at
+        progress = context.RawArray("q", [-1] * len(lowered.processes))  # the instruction that each rank is at
         hear = hears.hear(lowered, lowered.plan.allocation.stages[-1].replicas)
-        begun, last = SharedStop(context), teller(lowered) * job.plan.chain.tensor
+        begun, last = SharedStop(context), lowered.processes.index((teller(lowered), 0))
         hears.status.say(
             lambda: place(lowered, progress[last]) if progress[last] >= 0 else f"starting {len(progress)} processes"
         )
@@ -71,9 +71,9 @@ class OwnLaunch:
         with scratch_folder() as folder, signals:
             try:
                 with uninterrupted(), our_imports_alone():
-                    for rank in range(lowered.processes):
+                    for rank in range(len(lowered.processes)):
                         ours, theirs = context.Pipe(duplex=False)
-                        own = OwnRank(rank, lowered.processes, f"{folder}/store", progress, begun, theirs)
+                        own = OwnRank(rank, len(lowered.processes), f"{folder}/store", progress, begun, theirs)
                         process = context.Process(
                             target=_rank_main, args=(job, own, ends), name=f"pipeplan rank {rank}"
                         )
@@ -288,7 +288,7 @@ class Ranks:
         index = self._progress[rank]
         if index < 0:
             return " before its first operation"
-        return f" in {sentence(self._lowered.instructions[rank // self._lowered.plan.chain.tensor][index])}"
+        return f" in {sentence(self._lowered.instructions[self._lowered.processes[rank][0]][index])}"
 
     def _look(self) -> None:
         """Find whether nobody goes on, as far as we weren't stopped ourselves: what counts is how often we looked."""

@@ -50,7 +50,7 @@ class ModelSpec:
     @property
     def parted_by_user(self) -> bool:
         """Whether it is the user who says how it is parted."""
-        return self.group.place is not None and TENSOR_PLAN in self.build
+        return TENSOR_PLAN in self.build
 
     def exchanges_by(self, does: Callable[[Tensor, str], Tensor]) -> None:
         """Let parts that are built in this process exchange by what ``does`` returns for a tensor and a kind."""

@@ -161,6 +161,8 @@ class Clipping:
         if self._scaling is not None and self._scaling.skips:
             return
         total, work = squares(measured, self._home), None
+        if self._together is not None:
+            total = self._together.summed(total)
         if self._group is not None:
             with exchanging("the norm of all gradients"):
                 work = dist.all_reduce(total, group=self._group, async_op=True)
@@ -177,7 +179,7 @@ class Clipping:
             with exchanging("the norm of all gradients"):
                 work.wait()
         if self._together is not None:
-            total = self._together.summed(total)
+            total = self._together.of_first(total)  # at other places there may be fewer ranks
         norm = total.sqrt() / (1.0 if self._scaling is None else self._scaling.used)
         self._read_later(version, norm)
         found = (self._most / (norm + SMALL)).clamp(max=1.0)
