@@ -98,6 +98,7 @@ class Parts(TypedDict, total=False):
     sequence_parallel: bool
     selective: bool
     experts: int | str | None
+    context: int | str | None
 
 
 class Planning(Asked, Parts, Searched, Knobs, total=False):
@@ -204,6 +205,9 @@ ROWS = f"""
 --experts any|N,N,..
     Expert parallelism of mixtures: N replicas share the experts of each layer, in the best of several degrees; any:
     4, 8, 16, 32 and 64.  [default: all that the profile has; of a model 1]
+--context any|N,N,..
+    Context parallelism of long sequences: N GPUs share each one's tokens, in the best of several degrees; any: 2, 4,
+    8 and 16.  [default: all that the profile has; of a model 1]
 --selective
     Of a zoo's GPT with attention=unfused: also with the core of attention again in the backward, where that is best.
 --microbatch N              Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]

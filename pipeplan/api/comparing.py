@@ -64,29 +64,32 @@ def import_plan(
     said, status = read_options(str(arguments)), status or Status()
     whole = profile if isinstance(profile, Profile) else read_profile(profile)
     reader, deadline = READERS[framework], deadline_of(time_limit)
-    degree, experts = said.count(reader.tensor, 1), said.count(reader.experts, 1)
+    degrees = {name: said.count(option, 1) for name, option in reader.degrees.items()}
     usual: Asked = defaults(Asked)
     given: Asked = {**usual, **asked, "weights": DRAINED, "batch": ANY}
-    own = parts(whole, degree, experts=experts)[-1 if reader.selective(said) else 0]  # the selective one, if there is
+    found = [x for x in parts(whole, degrees) if x.chain.context == 1 or x.chain.by_heads == reader.by_heads(said)]
+    if not found:
+        raise BadInput(f"{arguments}: the profile has no part of such a group; estimate one with --context")
+    own = found[-1 if reader.selective(said) else 0]  # the selective one, if there is
     problem, assumed = problem_of(own, **given, deadline=deadline)
     others = []
-    for part in parts(whole, None):
+    for part in parts(whole, {}):
         with suppress(BadInput):  # where groups of so many cross servers
             others += [problem_of(part, **given, deadline=deadline)[0]] * (part.chain.variant != own.chain.variant)
-    found = reader(Source(said, problem.chain, len(problem.platform), parsed_renames(tuple(rename))))
-    of_arguments = {name: getattr(found, name) for name in ("optimizer", "precision") if name not in asked}
+    read = reader(Source(said, problem.chain, len(problem.platform), parsed_renames(tuple(rename))))
+    of_arguments = {name: getattr(read, name) for name in ("optimizer", "precision") if name not in asked}
     changed = {name: value for name, value in of_arguments.items() if value is not None}
-    policy = replace(problem.policy, accumulate=found.microbatches, **changed)
-    if found.zero is not None and "zero" not in asked:
-        policy = with_zero(policy, problem.chain, found.zero)
+    policy = replace(problem.policy, accumulate=read.microbatches, **changed)
+    if read.zero is not None and "zero" not in asked:
+        policy = with_zero(policy, problem.chain, read.zero)
     problem, held = as_held(problem.with_policy(policy), framework)
     policy = problem.policy
     try:
         judged = judge(
             problem,
             framework,
-            found.stages,
-            found.kind,
+            read.stages,
+            read.kind,
             Settings(progress=progress, status=status),
             effort or "normal",
             [_as_often(other.with_policy(policy), problem) for other in others],
@@ -96,7 +99,7 @@ def import_plan(
     today, best = judged.today, judged.best
     return Imported(
         judged,
-        PlanResult(today.plan, today.evaluation, (*assumed, *held, *found.notes)),
+        PlanResult(today.plan, today.evaluation, (*assumed, *held, *read.notes)),
         PlanResult(best.plan, best.evaluation, (*assumed, *held)),
     )
 
@@ -168,7 +171,7 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
     parted: Parts = part_of(Parts, said)
     (given,), deadline = given_profiles(profile, words, [None], status, deadline, parted)
     problems, assumptions = list[Problem](), list[str]()
-    for part in parts(given, said["tensor"], experts=said["experts"]):
+    for part in parts(given, said):
         fitting = [count for count in counts if count % part.chain.width == 0]
         if fitting:
             words["gpus"] = (fitting[0],)

@@ -28,7 +28,7 @@ from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
 from .plans import own_export
 from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, on_groups, problem_of, with_zero
-from .profiles import Profile, as_profile, is_name
+from .profiles import DEGREES, Profile, as_profile, is_name
 from .result import PlanResult
 from .tensor import EACH, OfDegree, Worth, best_degree, parts
 
@@ -154,7 +154,7 @@ def plan(
         raise BadInput(
             "--tensor each: the profile has one degree alone; profile --estimate GPU --tensor 1,2,4 makes one"
         )
-    asked_for = parts(given, None if each else said["tensor"], again, said["experts"])
+    asked_for = parts(given, {**said, **({"tensor": None} if each else {})}, again)
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
@@ -354,7 +354,8 @@ def grid(
 
     def planned(part: OfDegree, _: int | None) -> Planned:
         problem = part.problem
-        others = [parts(x, part.degree, problem.chain.selective, problem.chain.experts)[0].chain for x in given[1:]]
+        own = {name: getattr(problem.chain, name) for name in DEGREES}
+        others = [parts(x, own, problem.chain.selective)[0].chain for x in given[1:]]
         timed = [merged(on_groups(x, problem.platform.whole or problem.platform)[0]) for x in others]
         question, more = grid_problem(
             problem,
@@ -377,9 +378,7 @@ def grid(
         lambda found: int(found.plan.provenance.options["bound_ns"]),
         whole=True,
     )
-    found, degree = best_degree(
-        parts(given[0], said["tensor"], experts=said["experts"]), of_part, planned, worth, deadline, status
-    )
+    found, degree = best_degree(parts(given[0], said), of_part, planned, worth, deadline, status)
     return _timed(found, degree.assumptions, began)
 
 

@@ -87,7 +87,7 @@ def on_groups(chain: Chain, where: Platform, each: bool = False) -> tuple[Chain,
     """Return a rank's chain, of no other degree, with what its group's exchanges take, and the platform of such groups;
     BadInput where there are none. With ``each`` the chain keeps those variants whose groups there are."""
     if each:
-        fitting = (x for x in chain.variants if where.levels[0].count % x.tensor == 0 and x.experts == 1)
+        fitting = (x for x in chain.variants if where.levels[0].count % x.tensor == 0 and x.width == x.tensor)
         layers = ((x, with_exchanges(chain.part(x), where).layers) for x in fitting)
         chain = replace(chain, variants=tuple(replace(x, layers=own) for x, own in layers))
         unsaid = unsaid_of_variants(chain, where)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ..errors import BadInput
 from ..files.machines.accelerators import accelerator, constants_of
@@ -24,6 +24,7 @@ from ..problem import AUTOCAST, Chain, Layer, Variant
 from ..registry import Late
 from ..units import format_bytes, format_ns
 from ..zoo import HUGGING_FACE, ZOO
+from .asked import Parts
 
 if TYPE_CHECKING:
     from ..runtime.profiler.measure import MeasuredModel
@@ -33,8 +34,12 @@ MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
 UNFUSED, AGAIN = "attention=unfused", "attention=again"  # of a zoo's GPT
-ANY_DEGREES = (2, 4, 8)  # of tensor parallelism, where any may be: those inside of a server
-ANY_EXPERTS = (4, 8, 16, 32, 64)
+DEGREES = {
+    "tensor": (2, 4, 8),
+    "experts": (4, 8, 16, 32, 64),
+    "context": (2, 4, 8, 16),
+}  # those above 1 where any may be
+OPTIONS = {"tensor": "tensor", "experts": "expert_ranks", "context": "context"}  # of models, for these
 MOST_BESIDE = 256
 HALF = {
     "fp32": "float32",
@@ -122,10 +127,7 @@ def as_profile(
     optimizer: str = "sgd",
     precision: str | None = None,
     microbatch: int | None = None,
-    tensor: str | int | None = None,
-    sequence_parallel: bool = False,
-    selective: bool = False,
-    experts: str | int | None = None,
+    **parted: Unpack[Parts],
 ) -> Profile:
     """Return what is given as a profile: one, a chain, a file, or a model by its name, estimated for ``gpu``.
 
@@ -146,10 +148,7 @@ def as_profile(
             microbatch=microbatch,
             optimizer=optimizer,
             dtype=dtype,
-            tensor=tensor,
-            sequence_parallel=sequence_parallel,
-            selective=selective,
-            experts=experts,
+            **parted,
         )
         named = accelerator(gpu)
         what = f"layers as estimated for {named.name}, not measured, microbatches of {found.microbatch} in {dtype}"
@@ -192,6 +191,7 @@ def profile(
     sequence_parallel: bool = False,
     selective: bool = False,
     experts: str | int | None = None,
+    context: str | int | None = None,
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
@@ -208,8 +208,8 @@ def profile(
     fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of an estimate ``tensor`` (``"1,2,4,8"``, or
     ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers as one of so
     many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence. With
-    ``selective`` there are variants, too, whose backwards run the core of attention again, and with ``experts``
-    (``"1,8"``, or ``"any"``) those whose experts so many ranks share.
+    ``selective`` there are variants, too, whose backwards run the core of attention again, with ``experts`` (``"1,8"``,
+    or ``"any"``) those whose experts so many ranks share, and with ``context`` those of a part of each sequence.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     from ..runtime.profiler.estimate import estimate_model
@@ -234,11 +234,12 @@ def profile(
         options = replace(options, merge=merge if by_names else None)
         measured = measure_model(source.build, source.batch, options, **about)
     found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
-    if tensor is None and experts is None and not selective:
+    asked = {"tensor": tensor, "experts": experts, "context": context}
+    said = [name for name, value in (*asked.items(), ("selective", selective or None)) if value is not None]
+    if not said:
         return found
     if gpu is None or not isinstance(model, str):
-        option = "--tensor" if tensor is not None else "--experts" if experts is not None else "--selective"
-        raise BadInput(f"{option}: parts of layers are estimated, of models by their name; say --estimate")
+        raise BadInput(f"--{said[0]}: parts of layers are estimated, of models by their name; say --estimate")
     same: dict[str, Any] = {
         "gpu": gpu,
         "host_time": host_time,
@@ -249,8 +250,8 @@ def profile(
         "blocks": blocks,
     }
     estimate = partial(profile, **same, name=name)
-    ways = degrees(1 if tensor is None else tensor), degrees(1 if experts is None else experts, "--experts")
-    return with_variants(found, model, *ways, sequence_parallel, selective, estimate)
+    ways = {name: degrees(1 if value is None else value, f"--{name}") for name, value in asked.items()}
+    return with_variants(found, model, ways, sequence_parallel, selective, estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,39 +337,41 @@ def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blo
 def with_variants(
     found: Profile,
     model: str,
-    tensor: tuple[int, ...] | None,
-    experts: tuple[int, ...] | None,
+    ways: Mapping[str, tuple[int, ...] | None],
     sequence_parallel: bool,
     selective: bool,
     estimate: Callable[[str], Profile],
 ) -> Profile:
-    """Return the profile of a named model with variants of ``tensor`` degrees and of those of ``experts``, None: any,
-    and ``selective`` ones of each, each ``estimate``d by its options."""
+    """Return the profile of a named model with variants of the degrees that ``ways`` has by :data:`DEGREES`, None: any,
+    those of sequences both ways that there are, and ``selective`` ones of each, each ``estimate``d by its options."""
     if selective and UNFUSED not in model:
         raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
     variants, other = [], (False, True) if selective else (False,)
-    for degree, among, again in product(tensor or (1, *ANY_DEGREES), experts or (1, *ANY_EXPERTS), other):
-        if degree == among == 1 and not again:
+    for *of, again, by_heads in product(*(ways[x] or (1, *DEGREES[x]) for x in DEGREES), other, (False, True)):
+        own = dict(zip(DEGREES, of, strict=True))
+        if (max(of) == 1 and not again) or (by_heads and own["context"] == 1):
             continue
-        along = sequence_parallel and degree > 1
+        along = sequence_parallel and own["tensor"] > 1
         named = model.replace(UNFUSED, AGAIN) if again else model
-        named += f",tensor={degree}" * (degree > 1) + ",sequence_parallel=true" * along
+        named += "".join(f",{OPTIONS[x]}={n}" for x, n in own.items() if n > 1)
+        named += ",sequence_parallel=true" * along + ",by_heads=true" * by_heads
         try:
-            layers = estimate(named + f",expert_ranks={among}" * (among > 1)).chain.layers
+            layers = estimate(named).chain.layers
         except BadInput as error:
-            if tensor is None or experts is None:
+            if None in ways.values() or by_heads:
                 continue
+            missing = next((x for x in reversed(DEGREES) if own[x] > 1), "tensor")
             if "no option is named" in str(error):
-                option, which = (
-                    ("--experts", "mixtures") if "expert_ranks" in str(error) else ("--tensor", "GPT and Llama")
-                )
+                which = "mixtures" if missing == "experts" else "GPT and Llama"
                 raise BadInput(
-                    f"{option}: {shown(model)} is not written by parts; zoo models of {which}, and hf:, are"
+                    f"--{missing}: {shown(model)} is not written by parts; zoo models of {which}, and hf:, are"
                 ) from None
             raise
         if [x.name for x in layers] != [x.name for x in found.layers]:
-            raise BadInput(f"--tensor {degree}: a rank's layers are others than the model's; say --granularity block")
-        variants.append(Variant(degree, along, layers, again, among))
+            raise BadInput(f"--tensor {max(of)}: a rank's layers are others than the model's; say --granularity block")
+        variants.append(
+            Variant(own["tensor"], along, layers, bool(again), own["experts"], own["context"], bool(by_heads))
+        )
     build: Any = named_model(model, found.microbatch)[0]
     uneven = float(getattr(getattr(build, "config", None), "imbalance", 1.0))
     more: dict[str, Any] = {"variants": tuple(variants), "head_groups": _head_groups(build), "imbalance": uneven}

@@ -3,7 +3,7 @@ every variant that a profile has, until a bound says that no other is better."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,22 +14,18 @@ from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..planner.plan import Planned
 from ..problem import Problem
 from ..status import Status
-from .profiles import Profile, degrees
+from .profiles import DEGREES, Profile, degrees
 
 EACH = "each"  # stage has a degree of its own
 
 
-def parts(
-    profile: Profile,
-    tensor: str | int | None,
-    selective: bool | None = None,
-    experts: str | int | None = None,
-) -> list[Profile]:
-    """Return the profile in each of the ``tensor`` degrees and of those of ``experts``, all that it has where nobody
-    says, of each as it is before that which is ``selective``, or either alone; BadInput for one that it hasn't."""
+def parts(profile: Profile, asked_for: Mapping[str, Any], selective: bool | None = None) -> list[Profile]:
+    """Return the profile in each of the degrees that are ``asked_for``, all that it has where nobody says, of each as
+    it is before that which is ``selective``, or either alone; BadInput for one that it hasn't."""
     chain = profile.chain
     found = sorted(chain.choices, key=lambda x: x.degrees)
-    for name, said in {"tensor": tensor, "experts": experts}.items():
+    for name in DEGREES:
+        said = asked_for.get(name)
         known = dict.fromkeys(getattr(x, name) for x in found)
         asked = None if said is None else degrees(said, f"--{name}")
         for degree in asked or ():

@@ -164,7 +164,7 @@ def unsaid_of_variants(chain: Chain, platform: Platform) -> str | None:
         return None
     reasons = {
         "layers share weights, of which groups of other degrees would have other parts": chain.tied or chain.shared,
-        "ranks share experts": any(x.experts > 1 for x in chain.variants),
+        "ranks share experts or sequences": any(x.width > x.tensor for x in chain.variants),
         "GPUs differ": len(set(platform.devices)) > 1,
         "servers share links": platform.shared_level is not None,
         "messages keep GPUs from computing": platform.blocking or platform.overhead_ns,

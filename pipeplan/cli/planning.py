@@ -261,6 +261,7 @@ def estimate(
             "parameters": parameters,
             "tensor": tensor,
             "experts": chain.experts,
+            "context": chain.context,
             "batch": each,
             "batch_seconds": each / rate,
             "samples_per_second": rate,

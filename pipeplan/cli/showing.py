@@ -138,7 +138,7 @@ OTHERS = "Options"
 GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere comes under the command's own heading
     "Model": "model data name granularity blocks microbatch microbatch-profile layer-overhead",
     "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers tensor "
-    "sequence-parallel experts selective",
+    "sequence-parallel experts context selective",
     "Training": "weights accumulate batch samples tokens price optimizer no-decay groups lr scheduler warmup "
     "clip-norm clipped ema delay-correction predicted averaged precision half loss-scale loss-scale-window "
     "vertical-sync no-replicas zero offload bytes-per-parameter checkpointing bucket-size coarsening",

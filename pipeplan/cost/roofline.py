@@ -24,7 +24,7 @@ FIXED_NS = 22_000
 STEP_NS = 3_500
 SHARE = (3, 4)  # of the link's bandwidth
 STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-"""Over the ranks but one: how often each part travels."""
+"""Over the ranks but one: how often each part travels. In a ``send`` all of it does, once."""
 
 
 def collective_ns(
@@ -35,10 +35,10 @@ def collective_ns(
     tensor is in several, ``times`` says how many. Sizes may be an array of Python's integers."""
     if ranks == 1:
         return 0
-    steps = STEPS[kind] * (ranks - 1)
+    steps, parts = (1, 1) if kind == "send" else (STEPS[kind] * (ranks - 1), ranks)
     above, below = SHARE
     begun = (size != 0) * times * (FIXED_NS + steps * (STEP_NS + latency_ns))
-    return begun + ceil_div(steps * size * below * 10**9, ranks * bandwidth * above)
+    return begun + ceil_div(steps * size * below * 10**9, parts * bandwidth * above)
 
 
 def with_exchanges(chain: Chain, where: Platform) -> Chain:
@@ -67,14 +67,19 @@ def with_exchanges(chain: Chain, where: Platform) -> Chain:
 
 def _exchanged_ns(layer: Layer, backward: bool, chain: Chain, where: Platform, update: bool = False) -> int:
     """Return what the exchanges of one pass, or of an update, take, hidden ones only as far as they are longer than the
-    pass. Those of the tensor degree are inside of a server, others wherever their group is."""
+    pass, or than what each goes on beside. Those of the tensor degree are inside of a server, others wherever their
+    group is."""
     seen = hidden = 0
     for one in layer.exchanges:
         if (one.backward, one.update) == (backward, update):
-            reach = range(chain.width if update else one.ranks or chain.tensor)
-            bandwidth, _ = where.paths[where.level_of(reach)]
-            each = collective_ns(one.kind, one.bytes, one.ranks or chain.tensor, bandwidth)
-            seen, hidden = seen + (one.count - one.hidden) * each, hidden + one.hidden * each
+            ranks = one.ranks or chain.tensor
+            bandwidth, _ = where.paths[where.level_of(range(chain.width if update else ranks * one.apart))]
+            each = collective_ns(one.kind, one.bytes, ranks, bandwidth)
+            seen += (one.count - one.hidden) * each
+            if one.beside_ns:
+                seen += one.hidden * max(0, each - one.beside_ns)
+            else:
+                hidden += one.hidden * each
     return seen + max(0, hidden - (layer.backward_ns if backward else layer.forward_ns))
 
 

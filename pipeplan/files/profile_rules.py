@@ -44,6 +44,8 @@ def check_variants(chain: Chain, place: str) -> None:
                     raise BadInput(
                         f"{here}.layers[{i}].exchanges[{j}]: no more than count can be hidden, nor 1000 made"
                     )
+                if (one.ranks or variant.tensor) * one.apart > part.width or one.beside_ns > LARGEST_TOTAL:
+                    raise BadInput(f"{here}.layers[{i}].exchanges[{j}]: is among more than the {part.width} of a group")
 
 
 def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] | None = None) -> None:

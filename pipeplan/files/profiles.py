@@ -38,11 +38,15 @@ OPTIONAL = (
     "changed",
     "experts",
     "imbalance",
+    "context",
+    "by_heads",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
 Ranks = Annotated[int, msgspec.Meta(ge=0, le=MOST_DEGREE)]
 NeedsFile = form(WeightNeeds)
-ExchangeFile = form(Exchange, brief=True, count=Positive, hidden=Count, bytes=Count, ranks=Ranks)
+ExchangeFile = form(
+    Exchange, brief=True, count=Positive, hidden=Count, bytes=Count, ranks=Ranks, apart=Degree, beside_ns=Count
+)
 LayerFile = form(
     Layer,
     brief=True,
@@ -53,10 +57,11 @@ LayerFile = form(
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
 VariantFile = form(
     Variant,
-    optional=("selective", "experts"),
+    optional=("selective", "experts", "context", "by_heads"),
     brief=True,
     tensor=Degree,
     experts=Degree,
+    context=Degree,
     layers=LayersFile,
 )
 SharedFile = form(SharedWeights, brief=True)
@@ -71,6 +76,7 @@ ProfileFile = form(
     layers=LayersFile,
     tensor=Degree,
     experts=Degree,
+    context=Degree,
     imbalance=Annotated[float, msgspec.Meta(ge=1, le=MOST_DEGREE)],
     variants=Annotated[tuple[VariantFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
     head_groups=Positive | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import lcm
 
@@ -102,7 +102,8 @@ class Variant:
     """A network's layers, in order, as one of ``tensor`` ranks has them that run each layer together.
 
     With ``sequence_parallel`` what is between products is spread along the sequence, too, and ``selective`` ones run
-    the cores of their attention again (Korthikanti et al. 2022). So many ranks share the ``experts`` of each layer.
+    the cores of their attention again (Korthikanti et al. 2022). So many ranks share the ``experts`` of each layer, and
+    ``context`` of them the tokens of a sequence (:attr:`Chain.by_heads`).
     """
 
     tensor: int
@@ -110,6 +111,13 @@ class Variant:
     layers: tuple[Layer, ...]
     selective: bool = False
     experts: int = 1
+    context: int = 1
+    by_heads: bool = False
+
+    @property
+    def width(self) -> int:
+        """How many GPUs run each layer together: those that have a part of it, of its experts, or of a sequence."""
+        return lcm(self.tensor * self.context, self.experts)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,8 @@ class Chain:
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
     products is parted along the sequence, too. Of ``selective`` layers backwards run the cores of attention again.
     ``experts`` ranks have each a part of the experts of every layer, the fullest ``imbalance`` times the mean of
-    tokens.
+    tokens. ``context`` tensor-parallel groups have each a part of every sequence, whose keys and values go round (Liu
+    et al. 2023), or, ``by_heads``, each all of it for some heads in attention (Jacobs et al. 2023).
     ``variants`` are the same layers at the costs of such parts, and of such layers;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
     buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
@@ -158,16 +167,18 @@ class Chain:
     changed: str = ""
     experts: int = 1
     imbalance: float = 1.0
+    context: int = 1
+    by_heads: bool = False
 
     @property
     def width(self) -> int:
-        """How many GPUs run each layer together: those that have a part of it, or of its experts."""
-        return lcm(self.tensor, self.experts)
+        """As a variant's."""
+        return lcm(self.tensor * self.context, self.experts)
 
     @property
     def each(self) -> int:
-        """How many samples of a microbatch, which is the whole group's, each of its tensor-parallel groups has."""
-        return self.microbatch * self.tensor // self.width
+        """How many samples of a microbatch, which is the whole group's, those have together that share sequences."""
+        return self.microbatch * self.tensor * self.context // self.width
 
     @property
     def several(self) -> int:
@@ -175,9 +186,9 @@ class Chain:
         return self.microbatch // self.each
 
     @property
-    def degrees(self) -> tuple[int, int, bool]:
+    def degrees(self) -> tuple[int, int, bool, int, bool]:
         """What it is among its variants."""
-        return self.tensor, self.experts, self.selective
+        return self.tensor, self.context, self.by_heads, self.experts, self.selective
 
     @property
     def one_of_each(self) -> str:
@@ -190,7 +201,8 @@ class Chain:
         stage chooses, that."""
         if self.variants:
             return "each"
-        among = f" experts {self.experts}" if self.experts > 1 else ""
+        among = f" context {self.context}{' by heads' * self.by_heads}" if self.context > 1 else ""
+        among += f" experts {self.experts}" if self.experts > 1 else ""
         return f"{self.tensor}{among}{' selective' * self.selective}"
 
     @property
@@ -341,14 +353,11 @@ class Chain:
             shared.append(SharedWeights(tie.layers, least.weight_bytes, least.parameter_count))
         return replace(
             self,
-            layers=variant.layers,
             shared=None if self.shared is None else tuple(shared),
-            tensor=variant.tensor,
-            sequence_parallel=variant.sequence_parallel,
-            selective=variant.selective,
-            experts=variant.experts,
-            microbatch=self.microbatch * lcm(variant.tensor, variant.experts) // variant.tensor,
+            input_bytes=-(-self.input_bytes // variant.context),
+            microbatch=self.microbatch * variant.width // (variant.tensor * variant.context),
             variants=(),
+            **{x.name: getattr(variant, x.name) for x in fields(variant)},
         )
 
     @cached_property

@@ -118,7 +118,8 @@ class Exchange:
 
     ``count`` of ``bytes`` each, which is the size of the whole tensor in all-reduces, of what is gathered or scattered,
     and of what one rank sends in an all-to-all, to itself among others. ``hidden`` of them go on beside products of the
-    same pass. ``ranks`` of the group take part in each, 0 for those of the tensor degree.
+    same pass, or of those that take ``beside_ns`` each. ``ranks`` of the group take part in each, every ``apart``-th,
+    0 for those of the tensor degree. In a ``send`` each rank sends the whole to its neighbour in a ring.
     """
 
     kind: Collective
@@ -128,6 +129,8 @@ class Exchange:
     hidden: int = 0
     ranks: int = 0
     update: bool = False
+    apart: int = 1
+    beside_ns: int = 0
 
 
 def _exchanged(values: Sequence[tuple[Exchange, ...]]) -> tuple[Exchange, ...]:

@@ -239,6 +239,10 @@ def tensor_degree(plan: Plan) -> list[str]:
             else f"the fullest has {chain.imbalance:g} times its share of tokens"
         )
         along += f"; {chain.experts} GPUs share the experts of each layer, {even}"
+    if chain.context > 1:
+        along += f"; {chain.context} of them share each sequence, " + (
+            "by heads in attention" if chain.by_heads else "whose keys and values go round"
+        )
     told = [f"tensor degree {chain.tensor}{along}"]
     if chain.variants:
         told = [f"tensor degrees of their own: {', '.join(map(_of_stage, plan.allocation.stages))} by stage"]

@@ -43,7 +43,8 @@ def pictures(batch: int, size: int, classes: int, channels: int = 3) -> Data:
 
 def text_of(config: Any, batch: int) -> Data:
     """Return :func:`text` for a model with a ``vocabulary`` and a ``sequence``; BadInput where characters don't fit."""
-    return text(batch, enough(config).sequence)
+    sequence = enough(config).sequence
+    return text(batch, config.group.part(sequence) if hasattr(config, "group") else sequence)
 
 
 def upper_case_of(config: Any, batch: int) -> Data:

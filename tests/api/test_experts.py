@@ -32,7 +32,7 @@ def profiled():
 
 
 def test_a_rank_has_a_share_of_the_experts_and_all_routed_tokens(profiled):
-    whole, four, _ = (x.chain for x in parts(profiled, None))
+    whole, four, _ = (x.chain for x in parts(profiled, {}))
     one, part = whole.layers[3], four.layers[3]
     experts, rest = 3 * HIDDEN * WIDTH * EXPERTS, HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2 + EXPERTS + 2)
     assert one.parameter_count == experts + rest
@@ -124,7 +124,7 @@ def test_degrees_of_experts_are_as_good_as_all_plans_of_all_of_them(seed, zero):
     words = {"platform": servers, "weights": "2bw", "batch": 32, "checkpointing": "none", "reserve": None}
     words |= {"optimizer": "adam", "zero": zero}
     periods = []
-    for part in parts(pp.Profile(tiny(seed)), None):
+    for part in parts(pp.Profile(tiny(seed)), {}):
         least = contiguous_optimum(problem_of(part, **words)[0])
         if least is None:
             with pytest.raises(pp.Infeasible):

@@ -45,11 +45,11 @@ def test_a_selective_block_keeps_what_korthikanti_counts(tensor, parted):
 
 
 def test_its_backward_takes_the_core_of_its_forward_more(profiled):
-    plain, again = (x.chain.layers[3] for x in parts(profiled, None))
+    plain, again = (x.chain.layers[3] for x in parts(profiled, {}))
     assert again.forward_ns == pytest.approx(plain.forward_ns, rel=0.01)
     assert 1.02 * plain.backward_ns < again.backward_ns < plain.backward_ns + plain.forward_ns
-    assert [x.chain.variant for x in parts(profiled, None)] == ["1", "1 selective"]
-    assert [x.chain.variant for x in parts(profiled, None, False)] == ["1"]
+    assert [x.chain.variant for x in parts(profiled, {})] == ["1", "1 selective"]
+    assert [x.chain.variant for x in parts(profiled, {}, False)] == ["1"]
 
 
 def test_gradients_are_the_same():
@@ -73,7 +73,7 @@ def test_plans_run_cores_again_where_that_is_best(profiled, tmp_path, capsys):
     for mem in ("600MB", "1GB", "40GB"):
         where = {**WHERE, "gpu": None, "mem": mem, "bandwidth": "300GB/s", "effort": "quick", "optimizer": "sgd"}
         periods = {}
-        for part in parts(profiled, None):
+        for part in parts(profiled, {}):
             try:
                 periods[part.chain.variant] = pp.plan(part, **where).period_ns
             except PipeplanError:
@@ -97,7 +97,7 @@ def test_plans_run_cores_again_where_that_is_best(profiled, tmp_path, capsys):
 
 
 def test_megatron_says_it_and_is_read(profiled, tmp_path, pipeplan):
-    (again,) = parts(profiled, 1, True)
+    (again,) = parts(profiled, {"tensor": 1}, True)
     found = pp.plan(again, **{**WHERE, "gpus": 4, "network": None}, for_="megatron", effort="quick")
     assert all(not stage.checkpoint for stage in found.plan.allocation.stages)
     text = found.export("megatron")
@@ -109,7 +109,8 @@ def test_megatron_says_it_and_is_read(profiled, tmp_path, pipeplan):
     read = READERS["megatron"](Source(said, again.chain, 4))
     assert read.stages == found.plan.allocation.stages
     assert read.notes == ()
-    assert "judged as none" in READERS["megatron"](Source(said, parts(profiled, 1, False)[0].chain, 4)).notes[0]
+    (plain,) = parts(profiled, {"tensor": 1}, False)
+    assert "judged as none" in READERS["megatron"](Source(said, plain.chain, 4)).notes[0]
     profile = tmp_path / "profile.json"
     profiled.save(profile)
     assert [x.selective for x in read_profile(str(profile)).variants] == [True]
@@ -152,7 +153,7 @@ def test_plans_are_as_good_as_all_plans_of_both(seed):
     words = {"platform": where, "weights": "2bw", "accumulate": 8, "checkpointing": "stages", "reserve": None}
     words |= {"no_replicas": True}  # so that no update waits for sums
     least = {}
-    for part in parts(pp.Profile(tiny(seed)), None):
+    for part in parts(pp.Profile(tiny(seed)), {}):
         problem = problem_of(part, **words)[0]
         found = contiguous_optimum(problem)
         least[part.chain.variant] = None if found is None else found[0]

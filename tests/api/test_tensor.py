@@ -99,7 +99,7 @@ def test_groups_of_gpus_are_devices_of_one_server_each():
 
 
 def test_the_best_degree_is_the_best_of_all(profiled, tmp_path):
-    each = {x.chain.tensor: pp.plan(x, **WHERE, effort="quick") for x in parts(profiled, "any")}
+    each = {x.chain.tensor: pp.plan(x, **WHERE, effort="quick") for x in parts(profiled, {"tensor": "any"})}
     found = pp.plan(profiled, **WHERE, effort="quick")  # all that it has, where nobody says
     assert found.period_ns == min(x.period_ns for x in each.values())
     for degree, told in found.plan.provenance.options["tensor"].items():
@@ -147,7 +147,7 @@ def test_degrees_are_as_good_as_all_plans_of_all_of_them(seed):
     words = {"platform": servers, "weights": "2bw", "accumulate": 16, "checkpointing": "none", "reserve": None}
     words |= {"no_replicas": True}  # so that no update waits for sums
     least = {}
-    for part in parts(pp.Profile(tiny(seed)), None):
+    for part in parts(pp.Profile(tiny(seed)), {}):
         found = contiguous_optimum(problem_of(part, **words)[0])
         least[str(part.chain.tensor)] = None if found is None else found[0]
     found = pp.plan(tiny(seed), algorithm="contiguous", **words)

@@ -208,7 +208,7 @@ MEGATRON_SLIPS = [
     ("--num-layers 12 " + "x" * 10**6, "is longer than 0.1 MB, the most that is read"),
     ("--num-layers x", "--num-layers: 'x' isn't a count of at least 1"),
     ("--num-layers 12 --tensor-model-parallel-size 2", "--tensor-model-parallel-size is 2, the profile's degree 1"),
-    ("--num-layers 12 --context-parallel-size 2", "plans are of pipelines, of data parallelism"),
+    ("--num-layers 12 --context-parallel-size 2", "--context-parallel-size is 2, the profile's degree 1"),
     ("--num-layers 12 --micro-batch-size 1", "is 1, the profile is of 2 samples; profile with --microbatch 1"),
     ("--num-layers 12 --global-batch-size 9", "9 isn't a multiple of microbatches of 2 in each of 4"),
     ("--num-layers 12 --recompute-granularity full", "here it is 'full', 'None'"),

@@ -6,7 +6,7 @@ target can express is a row of ``check.targets``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...check.targets import CannotExpress
@@ -14,7 +14,7 @@ from ...errors import BadInput
 from ...plan import Plan, Stage
 from .asked import Asked, Imported, Source, parsed_renames, placed
 from .deepspeed import deepspeed
-from .megatron import megatron, megatron_bridge, read_megatron, selective
+from .megatron import by_heads, megatron, megatron_bridge, read_megatron, selective
 from .options import Options, read_options
 from .torch_pipelining import torch_csv, torch_split, torch_stages
 from .torchtitan import read_torchtitan, torchtitan
@@ -87,8 +87,8 @@ class Reader:
     read: Callable[[Source], Imported]
     what: str
     own: tuple[str, ...]  # how options begin of which a file has at least one
-    tensor: str = ""  # the option that says how many GPUs run each layer together
-    experts: str = ""  # and how many share its experts
+    degrees: Mapping[str, str]  # the options that say how many GPUs run each layer together, by a chain's degrees
+    by_heads: Callable[[Options], bool] = lambda options: False  # whether ranks of a sequence share it so in attention
     selective: Callable[[Options], bool] = lambda options: False  # whether the cores of attention run again
 
     def __call__(self, source: Source) -> Imported:
@@ -97,9 +97,9 @@ class Reader:
             wanted = ", ".join(f"--{x}.." if x.endswith((".", "-")) else f"--{x}" for x in self.own)
             raise BadInput(f"{source.path}: isn't {self.what}: it has no option such as {wanted}")
         chain = source.chain
-        for name, degree in ((self.tensor, chain.tensor), (self.experts, chain.experts)):
-            if (together := source.options.count(name, 1)) != degree:
-                raise BadInput(f"{source.path}: --{name} is {together}, the profile's degree {degree}")
+        for degree, name in self.degrees.items():
+            if (together := source.options.count(name, 1)) != getattr(chain, degree):
+                raise BadInput(f"{source.path}: --{name} is {together}, the profile's degree {getattr(chain, degree)}")
         return self.read(source)
 
 
@@ -108,15 +108,22 @@ READERS: dict[str, Reader] = {
         read_megatron,
         "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
         ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
-        "tensor-model-parallel-size",
-        "expert-model-parallel-size",
+        {
+            "tensor": "tensor-model-parallel-size",
+            "context": "context-parallel-size",
+            "experts": "expert-model-parallel-size",
+        },
+        by_heads,
         selective,
     ),
     "torchtitan": Reader(
         read_torchtitan,
         "torchtitan's flags or TOML, with or without module_fqns_per_model_part",
         ("parallelism.",),
-        "parallelism.tensor-parallel-degree",
-        "parallelism.expert-parallel-degree",
+        {
+            "tensor": "parallelism.tensor-parallel-degree",
+            "context": "parallelism.context-parallel-degree",
+            "experts": "parallelism.expert-parallel-degree",
+        },
     ),
 }

@@ -23,7 +23,7 @@ from .options import Options
 
 KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 METHODS: dict[Rule, str] = {"first": "block", "every": "uniform"}  # by the rules of what is recomputed
-OTHERS = ("context-parallel-size",)
+RING, BY_HEADS = "p2p", "a2a"  # of --cp-comm-type
 BY_NAME = {row.megatron: name for name, row in OPTIMIZERS.items() if row.megatron is not None}
 MOST_LETTERS = 10**5
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -99,6 +99,9 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
         if chain.tensor > 1
         else {},
         {"expert-model-parallel-size": chain.experts, "expert-tensor-parallel-size": 1} if chain.experts > 1 else {},
+        {"context-parallel-size": chain.context, "cp-comm-type": BY_HEADS if chain.by_heads else RING}
+        if chain.context > 1
+        else {},
         {"pipeline-model-parallel-size": shape.ranks},
         {"micro-batch-size": chain.each},
         {"global-batch-size": chain.microbatch * asked.microbatches},
@@ -141,12 +144,6 @@ def read_megatron(source: Source) -> Imported:
     """
     options, chain = source.options, source.chain
     units = TARGETS["megatron"].units(chain)
-    for name in OTHERS:
-        if options.count(name, 1) > 1:
-            raise BadInput(
-                f"{source.path}: --{name} {options.count(name)}: plans are of pipelines, of data parallelism and of "
-                "tensor parallelism; profile the part of a layer that one GPU has, and leave the option out"
-            )
     ranks = options.count("pipeline-model-parallel-size", 1)
     if source.gpus % ranks:
         raise BadInput(f"{source.path}: {source.gpus} GPUs aren't a multiple of --pipeline-model-parallel-size {ranks}")
@@ -177,6 +174,16 @@ def read_megatron(source: Source) -> Imported:
             *([] if optimizer in BY_NAME else [f"what --optimizer {shown(optimizer)} keeps is not known"]),
         ),
     )
+
+
+def by_heads(options: Options) -> bool:
+    """Whether ranks that share sequences have all of them for some heads in attention; BadInput for yet another way."""
+    said = options.text("cp-comm-type") or RING
+    if said not in (RING, BY_HEADS):
+        raise BadInput(
+            f"{options.path}: --cp-comm-type {shown(said)} is neither {RING} nor {BY_HEADS}, which are known"
+        )
+    return said == BY_HEADS
 
 
 def _zero(options: Options) -> Zero | None:

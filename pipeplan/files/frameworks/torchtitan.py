@@ -26,7 +26,6 @@ SCHEDULES: dict[ScheduleKind, str] = {
     "interleaved-zb": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-OTHERS = ("context-parallel-degree",)
 PARTS = "parallelism.module-fqns-per-model-part"
 POINTS = "parallelism.pipeline-parallel-split-points"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
@@ -63,6 +62,8 @@ def torchtitan(asked: Asked) -> str:
         raise CannotExpress(
             "torchtitan: with tensor parallelism it parts the sequence, too; plan with --sequence-parallel"
         )
+    if chain.by_heads:
+        raise CannotExpress("torchtitan: ranks share sequences by keys and values alone, not by heads")
     if chain.experts > 1 and not zero:
         raise CannotExpress("torchtitan: the ranks of experts are those that share weights; plan with --zero 1")
     shape, each, several = found.shape, asked.microbatches // found.shape.pipelines, chain.several
@@ -73,6 +74,7 @@ def torchtitan(asked: Asked) -> str:
     )
     flags = [
         *([f"--parallelism.tensor_parallel_degree {chain.tensor}"] if chain.tensor > 1 else []),
+        *([f"--parallelism.context_parallel_degree {chain.context}"] if chain.context > 1 else []),
         *([f"--parallelism.expert_parallel_degree {chain.experts}"] if chain.experts > 1 else []),
         f"--parallelism.pipeline_parallel_degree {shape.ranks}",
         f"--parallelism.data_parallel_replicate_degree {1 if zero else shape.pipelines * several}",
@@ -118,11 +120,6 @@ def read_torchtitan(source: Source) -> Imported:
     """
     options, chain = source.options, source.chain
     units = TARGETS["torchtitan"].units(chain)
-    for name in OTHERS:
-        if options.count(f"parallelism.{name}", 1) > 1:
-            raise BadInput(
-                f"{source.path}: --parallelism.{name}: plans are of pipelines, of data and tensor parallelism"
-            )
     ranks = options.count("parallelism.pipeline-parallel-degree", 1)
     pipelines, sharded = _pipelines(source, ranks)
     named = options.text("parallelism.pipeline-parallel-schedule") or SCHEDULES["1f1b"]

@@ -260,9 +260,10 @@ class Job:
         if any(chain.selective for chain in chains):
             raise BadInput("the plan is of layers that run attention's core again, which run doesn't; export it")
         if self.plan.chain.width > self.plan.chain.tensor:
+            chain, what = self.plan.chain, "a layer's experts" if self.plan.chain.experts > 1 else "a sequence"
             raise BadInput(
-                f"in the plan {self.plan.chain.experts} GPUs share a layer's experts, which run doesn't; export it "
-                "to Megatron-LM or torchtitan"
+                f"in the plan {chain.experts if chain.experts > 1 else chain.context} GPUs share {what}, "
+                "which run doesn't; export it to Megatron-LM or torchtitan"
             )
         if policy.sharing.scattered and self.sums:
             raise BadInput(

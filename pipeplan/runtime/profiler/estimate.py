@@ -11,7 +11,6 @@ with a byte of mask for each number; an LSTM's workspace is taken as six numbers
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...cost.roofline import Attended, Blocks, Constants, Product, Shape, timed
 from ...errors import CodeFailed, PipeplanError
 from ...files.machines.accelerators import Accelerator
-from ...problem import Collective, Exchange, PassWork
+from ...problem import Exchange, PassWork
 from ...version import __version__
 from ..device import Clock
 from ..model.contract import Built, built_by
@@ -97,7 +96,8 @@ def estimate_model(
             f"per kernel, {said_host_time(constants)}; not measured; {date}"
         ),
     }
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, AsOnGpu():
+    group = getattr(build, "group", None) or getattr(getattr(build, "config", None), "group", None)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, AsOnGpu(group):
         try:
             estimated = partial(_estimated, data=data, once=once, mode=mode, about=about)
             found = _by_like_blocks(_built(build, batch), estimated) or estimated(_built(build, batch))
@@ -205,7 +205,14 @@ def _begun(make: MakeOptimizer) -> MakeOptimizer:
 
 class AsOnGpu(TorchFunctionMode):
     """Attention as fused kernels do it: dropout, which they make again from its seed, saves nothing. Dropout elsewhere
-    is one kernel, and saves one byte for each number; so is an RMS norm, which saves what a layer norm does."""
+    is one kernel, and saves one byte for each number; so is an RMS norm, which saves what a layer norm does. Where the
+    ranks of a group share sequences, attention is a rank's part."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self._attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
+        if getattr(group, "context", 1) > 1:
+            self._attention = partial(group.attended, self._attention)
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -214,7 +221,7 @@ class AsOnGpu(TorchFunctionMode):
             kwargs |= dict(zip(names, args, strict=False))
             width, value = kwargs["query"].shape[-1], kwargs["value"]
             padded = functional.pad(value, (0, width - value.shape[-1])) if width > value.shape[-1] else value
-            return func(**{**kwargs, "value": padded, "dropout_p": 0.0})[..., : value.shape[-1]]
+            return self._attention(**{**kwargs, "value": padded, "dropout_p": 0.0})[..., : value.shape[-1]]
         if func in _DROPOUT:
             trains = "training" if func is functional.dropout else "train"
             given = dict(zip(("input", "p", trains), args, strict=False)) | kwargs
@@ -242,7 +249,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         self.compute_ns = self.memory_ns = 0.0
         self.kernels = self.operations = 0
         self.convolutions = False  # whether one was counted
-        self.exchanged: list[tuple[Collective, int, int, bool]] = []  # kind, bytes of the whole, ranks, hidden
+        self.exchanged: list[Exchange] = []
 
     def mark(self) -> _Mark:
         """Return what was counted so far."""
@@ -258,11 +265,12 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
     def exchanges(self, start: _Mark, end: _Mark, backward: bool) -> list[Exchange]:
         """Return what a group's ranks exchanged between two marks, alike ones counted."""
-        made = self.exchanged[start[-1] : end[-1]]
-        counts, hidden = Counter(x[:3] for x in made), Counter(x[:3] for x in made if x[3])
+        made = dict[Exchange, list[Exchange]]()
+        for one in self.exchanged[start[-1] : end[-1]]:
+            made.setdefault(replace(one, backward=backward, hidden=0, beside_ns=0), []).append(one)
         return [
-            Exchange(kind, backward, size, n, hidden[kind, size, ranks], ranks)
-            for (kind, size, ranks), n in counts.items()
+            replace(x, count=len(of), hidden=sum(y.hidden for y in of), beside_ns=min(y.beside_ns for y in of))
+            for x, of in made.items()
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -273,9 +281,10 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
             out = (*out[:3], _lstm_workspace(args[0], out[0]))
         if getattr(packet, "_qualified_op_name", None) == EXCHANGE:
             whole = max(args[0], out, key=lambda x: x.nbytes)
-            ranks = args[2] if args[1] == "all-to-all" else 0  # among others than those of the tensor degree
-            times = args[4] if len(args) > 4 else 1
-            self.exchanged.append((args[1], times * whole.nbytes, ranks, len(args) > 3 and args[3]))
+            given: tuple[Any, ...] = (*args[1:], *(False, 1, 0, 1)[len(args) - 3 :])
+            kind, ranks, hidden, times, _, apart = given
+            ranks = ranks if kind in ("all-to-all", "send") else 0  # among others than those of the tensor degree
+            self.exchanged.append(Exchange(kind, False, times * whole.nbytes, 1, int(hidden), ranks, apart=apart))
             self.operations += 1
         elif packet is None or not is_free(func, packet):
             self._count(packet, args, kwargs, out)
@@ -293,7 +302,11 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         """Count a kernel, at what its kind and its shape reach."""
         kind, number, compute, transfer = self.asked(kernel)
         arithmetic, traffic = self.device.rate(kind, number, kernel.last)
+        begun = self.mark()
         self._bound(compute / arithmetic, transfer / traffic, 1)
+        if kind.startswith("attention") and self.exchanged and self.exchanged[-1].kind == "send":
+            ns = self.exchanged[-1].beside_ns or self.between(begun, self.mark())
+            self.exchanged[-1] = replace(self.exchanged[-1], beside_ns=ns)
 
     def asked(self, kernel: Kernel, number: str | None = None) -> tuple[str, str, float, float]:
         """Return a kernel's kind, what ``tflops`` calls its numbers (None: what its type says), and the ns of its

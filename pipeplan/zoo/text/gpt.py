@@ -32,7 +32,8 @@ class GPTConfig:
     ``again``: those, which the backward runs again (selective recomputation; Korthikanti et al. 2022, section 5).
     ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
     (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that
-    isn't negative.
+    isn't negative. With ``context`` above 1 they have such a part of the sequence (``by_heads``: in attention of the
+    heads).
     """
 
     blocks: int
@@ -48,11 +49,13 @@ class GPTConfig:
     tensor: int = 1
     sequence_parallel: bool = False
     part: int = -1
+    context: int = 1
+    by_heads: bool = False
 
     @property
     def group(self) -> Group:
         """The ranks that run each layer together."""
-        return Group(self.tensor, self.sequence_parallel, None if self.tensor == 1 or self.part < 0 else self.part)
+        return Group.of(self)
 
 
 class _Again(torch.autograd.Function):
@@ -104,6 +107,8 @@ class Block(nn.Module):
             raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
         if config.attention not in ("fused", "unfused", "again"):
             raise BadInput(f"attention: {config.attention!r} is neither fused, nor unfused, nor again")
+        if config.context > 1 and config.attention != "fused":
+            raise BadInput("context: ranks share the sequences of fused attention; say attention=fused")
         self.group = config.group
         if self.group.place is not None and config.dropout and config.attention != "fused":
             raise BadInput("dropout: of the scores of attention each rank would draw the same; say attention=fused")

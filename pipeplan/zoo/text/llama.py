@@ -27,7 +27,8 @@ GROUPS = "groups of heads"
 class LlamaConfig:
     """Sizes of a Llama; ``groups`` is the number of key-value heads, which divides ``heads``; ``loss`` one of
     :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part (:mod:`.rank_part`), with
-    ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that isn't negative."""
+    ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that isn't negative. With
+    ``context`` above 1 they have such a part of the sequence."""
 
     blocks: int
     hidden: int
@@ -43,11 +44,13 @@ class LlamaConfig:
     tensor: int = 1
     sequence_parallel: bool = False
     part: int = -1
+    context: int = 1
+    by_heads: bool = False
 
     @property
     def group(self) -> Group:
         """The ranks that run each layer together."""
-        return Group(self.tensor, self.sequence_parallel, None if self.tensor == 1 or self.part < 0 else self.part)
+        return Group.of(self)
 
 
 class Block(nn.Module):

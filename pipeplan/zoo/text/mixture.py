@@ -21,7 +21,6 @@ from ..data import text_of
 from ..model import Loss, Model
 from .llama import Block, LlamaConfig, linear
 from .llama import network as llama
-from .rank_part import Group
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,6 @@ class MixtureConfig(LlamaConfig):
     biased: bool = False
     expert_ranks: int = 1
     imbalance: float = 1.0
-
-    @property
-    def group(self) -> Group:
-        """The ranks that run each layer together."""
-        return Group(self.tensor, self.sequence_parallel, experts=self.expert_ranks)
 
 
 class Experts(nn.Module):
@@ -167,9 +161,7 @@ class Mixed(Block):
 
 def network(config: MixtureConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
-    layers, loss = llama(config, seed, lambda index: Mixed(config, index))
-    config.group.mark(layers)
-    return layers, loss
+    return llama(config, seed, lambda index: Mixed(config, index))
 
 
 QWEN3: dict[str, Any] = {

@@ -4,7 +4,8 @@ Such a part has the shapes of one of ``tensor`` ranks. Of no rank in particular 
 changes shapes, and only a clock that counts work takes note of it. In a run a rank has its own part of the weights of
 the whole layer, and exchanges are what the run says (:func:`exchange_by`). Sources: Shoeybi et al., Megatron-LM (2019),
 section 3, for tensor parallelism; Korthikanti et al., Reducing Activation Recomputation (2022), section 4.2.2, for
-sequence parallelism.
+sequence parallelism; Liu et al., Ring Attention (2023) and Jacobs et al., DeepSpeed Ulysses (2023), for context
+parallelism.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ def exchange_by(does: Callable[[Tensor, str], Tensor]) -> None:
 
 
 @torch.library.custom_op("pipeplan::exchange", mutates_args=())
-def exchange(x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0) -> Tensor:
-    """Return ``x`` (batch, sequence, ..) as an exchange among so many ``ranks`` leaves it: ``all-reduce``, or along the
-    sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too, and ``all-to-all`` is of rows,
-    each so many ``times``, and leaves so many. A ``hidden`` one goes on beside products of the same pass."""
+def exchange(
+    x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0, apart: int = 1
+) -> Tensor:
+    """Return ``x`` (batch, sequence, ..) as an exchange among so many ``ranks`` leaves it, each so far ``apart``:
+    ``all-reduce``, or along the sequence ``all-gather`` or ``reduce-scatter``; ``greatest`` is an all-reduce, too, and
+    ``all-to-all`` and ``send`` are of rows, each so many ``times``, and leave so many. A ``hidden`` one goes on beside
+    products of the same pass, or a ``send`` beside the attention that follows it."""
     if _by:
         return _by[0](x, kind)
     raise RuntimeError(f"this is the part of one of {ranks} tensor-parallel ranks; it is there to be estimated")
 
 
 @exchange.register_fake
-def _shapes(x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0) -> Tensor:
-    if kind == "all-to-all":
+def _shapes(
+    x: Tensor, kind: str, ranks: int, hidden: bool = False, times: int = 1, rows: int = 0, apart: int = 1
+) -> Tensor:
+    if kind in ("all-to-all", "send"):
         return x.new_empty((rows, *x.shape[1:]))
     if kind not in ("all-gather", "reduce-scatter"):
         return x.new_empty(x.shape)
@@ -185,36 +191,121 @@ class _Traded(torch.autograd.Function):
     """Rows that go to the ranks with their experts, each so many ``times``, of which ``length`` come; back likewise."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, times: int, length: int) -> Tensor:
-        ctx.asked = ranks, False, times, len(x)
-        out: Tensor = exchange(x, "all-to-all", ranks, False, times, length)
+    def forward(ctx: Any, x: Tensor, ranks: int, times: int, length: int, apart: int = 1) -> Tensor:
+        ctx.asked = ranks, False, times, len(x), apart
+        out: Tensor = exchange(x, "all-to-all", ranks, False, times, length, apart)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         out: Tensor = exchange(gradients[0], "all-to-all", *ctx.asked)
-        return out, None, None, None
+        return out, None, None, None, None
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of a rank's part of the sequence to all of it: keys and values go round, backward with the gradients.
+
+    Of causal attention each rank has the first and the last of its parts alike, so that all have as much: its own in a
+    triangle, and of every other's half. Saved is its own part. Source: TransformerEngine's context_parallel.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Group, causal: bool) -> Any:
+        out, ctx.group, ctx.causal = None, group, causal
+        for step in range(group.context):
+            if step < group.context - 1:
+                group.sent(key, value, 1)
+            own = causal and not step
+            part, statistics = _FLASH(query, *_seen(key, value, causal and not own), 0.0, own)
+            out = part if out is None else torch.addcmul(out, part, statistics.unsqueeze(-1).to(part.dtype))
+        ctx.save_for_backward(query, key, value, out, statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, out, statistics = ctx.saved_tensors
+        made = [torch.zeros_like(x) for x in (query, key, value)]
+        for step in range(ctx.group.context):
+            if step < ctx.group.context - 1:
+                ctx.group.sent(key, value, 2)
+            own = ctx.causal and not step
+            seen = _seen(key, value, ctx.causal and not own)
+            for x, more in zip(made, _FLASH_BACKWARD(*gradients, query, *seen, out, statistics, 0.0, own), strict=True):
+                x[:, :, : more.shape[2]].add_(more)
+        return *made, None, None
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _seen(key: Tensor, value: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """Return what queries see of another rank's keys and values."""
+    rows = key.shape[2] // 2 if half else key.shape[2]
+    return key[:, :, :rows], value[:, :, :rows]
 
 
 class Group(NamedTuple):
     """A group of ``ranks`` that run each layer together; with ``sequence_parallel`` what is between products is spread
     along the sequence as well. A part is that of the rank at ``place`` in a run, or of none in particular, to be
-    estimated. ``experts`` ranks have each a part of the experts of a layer."""
+    estimated. ``experts`` ranks have each a part of the experts of a layer, and ``context`` of them each a part of
+    every sequence, whose keys and values go round, or ``by_heads`` all of it for a part of the heads."""
 
     ranks: int = 1
     sequence_parallel: bool = False
     place: int | None = None
     experts: int = 1
+    context: int = 1
+    by_heads: bool = False
+
+    @staticmethod
+    def of(config: Any) -> Group:
+        """Return the group that a configuration of the zoo says."""
+        place = None if config.tensor == 1 or config.part < 0 else config.part
+        experts = getattr(config, "expert_ranks", 1)
+        return Group(config.tensor, config.sequence_parallel, place, experts, config.context, config.by_heads)
 
     @property
     def width(self) -> int:
-        """How many ranks have parts of a layer, or of its experts."""
-        return lcm(self.ranks, self.experts)
+        """How many ranks have parts of a layer, of its experts, or of a sequence."""
+        return lcm(self.ranks * self.context, self.experts)
+
+    def part(self, sequence: int) -> int:
+        """Return a rank's part of a sequence: two, of all ranks' in a row, which make causal attention even."""
+        if self.context > 1 and sequence % (2 * self.context):
+            raise BadInput(f"context: {self.context} ranks don't share {sequence} tokens evenly, in two parts each")
+        return sequence // self.context
+
+    def sent(self, key: Tensor, value: Tensor, times: int) -> None:
+        """Send keys and values round, so many times as much."""
+        both = key.new_empty(key.numel() + value.numel())
+        exchange(both, "send", self.context, True, times, len(both), self.ranks)
+
+    def attended(
+        self, attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how: Any
+    ) -> Tensor:
+        """Return what ``attention`` makes of queries, keys and values (batch, heads, sequence, width) of a part of the
+        sequence."""
+        if not self.by_heads:
+            out: Tensor = _Ring.apply(query, key, value, self, how["is_causal"])  # type: ignore[no-untyped-call]  # torch's
+            return out
+        if key.shape[1] % self.context:
+            raise BadInput(f"context: {self.context} ranks don't share {key.shape[1]} heads of keys evenly")
+        made = attention(*(self._turned(x, self.context) for x in (query, key, value)), **how)
+        return self._turned(made, 1 / self.context)
+
+    def _turned(self, x: Tensor, longer: float) -> Tensor:
+        """Return a part of the sequence for all heads as all of it for a part of them, so many times as long."""
+        batch, heads, sequence, width = x.shape
+        rows = x.reshape(-1, width)
+        out = _Traded.apply(rows, self.context, 1, len(rows), self.ranks)  # type: ignore[no-untyped-call]  # torch's
+        turned: Tensor = out.view(batch, round(heads / longer), round(sequence * longer), width)
+        return turned
 
     def mark(self, model: nn.Module) -> None:
         """Note at each weight of ``model`` how many of the group's ranks have the same; those of three dimensions are
         of experts."""
-        for parameter in model.parameters() if self.experts > 1 else ():
+        for parameter in model.parameters() if self.width > self.ranks else ():
             parameter.copies = self.width // (self.experts if parameter.dim() == 3 else self.ranks)  # type: ignore[attr-defined]  # ours
 
     def traded(self, rows: Tensor, times: int = 1, length: int | None = None) -> Tensor:
@@ -383,4 +474,5 @@ def decoder(
         layers.head.weight = getattr(layers.embedding, "tokens", layers.embedding).weight
     if config.group.place is not None:
         config.group.take(layers, network(replace(config, tensor=1), seed)[0])
+    config.group.mark(layers)
     return layers, config.group.loss(token_loss_named(config.loss), config.vocabulary)

@@ -28,6 +28,7 @@ from ..user_code import user_code
 from .tensor_plan import part_of, spread
 
 CONFIG = "config.json"
+DEGREES = {"tensor": "ranks", "expert_ranks": "experts", "context": "context"}  # options that a group has
 SEQUENCE = "sequence"  # the option that is none of a config: how many tokens a sample has
 START = "decoder_start_token_id"
 ANYWHERE = (START, "image_size")  # entries that models or their inputs read, and not all configs have
@@ -58,8 +59,11 @@ class HuggingFace:
             else:
                 with _uninitialized():
                     model = self.kind(deepcopy(self.config))
-            if self.group.width > 1:
-                (part_of if self.group.experts == 1 else spread)(model, self.group)
+            if self.group.experts > 1:
+                spread(model, self.group)
+            elif self.group.ranks > 1:
+                part_of(model, self.group)
+            self.group.mark(model)
         return model, inputs_of(self.kind, self.config, batch, self.sequence, _generator(0, seed))
 
     @property
@@ -91,7 +95,8 @@ def named(text: str, part: Group = ALONE) -> HuggingFace:
     given = dict(_option(option) for option in options)
     asked = given.pop(SEQUENCE, None)
     along = given.pop("sequence_parallel", False) is True
-    group = Group(int(given.pop("tensor", 1)), along, experts=int(given.pop("expert_ranks", 1)))
+    degrees = {own: int(given.pop(name, 1)) for name, own in DEGREES.items()}
+    group = Group(sequence_parallel=along, by_heads=given.pop("by_heads", False) is True, **degrees)
     path = Path(what)
     if path.exists() or what.endswith(".json") or "/" in what:
         kind, config = _from_file(library, path / CONFIG if path.is_dir() else path, given)
@@ -99,7 +104,7 @@ def named(text: str, part: Group = ALONE) -> HuggingFace:
         kind, config = _from_class(library, what, given)
     found = path if path.is_dir() and any(next(path.glob(x), None) for x in WEIGHTS) else None
     longest = getattr(_text(config), "max_position_embeddings", None) or LONGEST
-    length = int(asked) if asked is not None else min(LONGEST, longest)
+    length = group.part(int(asked) if asked is not None else min(LONGEST, longest))
     return HuggingFace(text, kind, config, found, length, group if part.place is None else part)
 
 

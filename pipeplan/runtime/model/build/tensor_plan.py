@@ -53,7 +53,6 @@ def spread(model: Any, group: Group) -> None:
                 _shrink(module, name, count, 0, Group())
         kind: Any = type(module)
         module.num_experts, module.__class__ = count, _parted(kind, group, Role(trades=True))
-    group.mark(model)
 
 
 def part_of(model: Any, group: Group) -> None:
