@@ -2,11 +2,15 @@
 
 On random tiny instances, of which every contiguous allocation is run under schedules that drain; and with ``--targets``
 of which every plan is run that a target can express, straight, looped or like a V; with ``--placed``
-of which all stages are run that are placed like a V or go round and round the GPUs.
+of which all stages are run that are placed like a V or go round and round the GPUs. With ``--open`` whether ``plan``
+without a schedule is worse than a named one or algorithm, and with ``--orders`` than any stages without replicas, each
+in the best order that is found (some 20 s an instance).
 
     python scripts/checks/drained.py --instances 120
     python scripts/checks/drained.py --instances 300 --targets
     python scripts/checks/drained.py --instances 120 --placed
+    python scripts/checks/drained.py --instances 500 --open
+    python scripts/checks/drained.py --instances 60 --orders
 """
 
 from __future__ import annotations
@@ -19,7 +23,16 @@ from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from cases.drained import LOOPS, VEES, drained_instance, soonest, soonest_placed
+from cases.drained import (
+    LOOPS,
+    VEES,
+    drained_instance,
+    open_and_named,
+    open_instance,
+    soonest,
+    soonest_in_any_order,
+    soonest_placed,
+)
 from cases.target_plans import every_plan, target_instance
 
 from pipeplan.check.bounds import any_bound
@@ -29,6 +42,7 @@ from pipeplan.plan import ScheduleKind
 from pipeplan.planner.drained.block_search import BlockSearch
 from pipeplan.planner.drained.search import search_stages
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
+from pipeplan.planner.plan import make_plan
 
 
 def main() -> None:
@@ -36,16 +50,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=120)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--targets", action="store_true")
-    parser.add_argument("--placed", action="store_true")
+    for mode in MODES:
+        parser.add_argument(f"--{mode}", action="store_true")
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.instances)
-    if options.targets:
-        bound_targets(seeds)
-    elif options.placed:
-        bound_placed(seeds)
-    else:
-        bound_contiguous(seeds)
+    chosen = next((mode for mode in MODES if getattr(options, mode)), None)
+    (bound_contiguous if chosen is None else MODES[chosen])(seeds)
 
 
 def bound_targets(seeds: range) -> None:
@@ -112,6 +122,32 @@ def bound_contiguous(seeds: range) -> None:
     print(f"{len(bounds)} instances: soonest / bound {geometric_mean(bounds):.3f} in the geometric mean")
     print(f"{len(plans)} with 1F1B: found / soonest {geometric_mean(plans):.4f}, {max(plans):.3f} at most")
 
+
+def open_question(seeds: range) -> None:
+    """Hold the open question to every named schedule and algorithm."""
+    worse = 0
+    for seed in seeds:
+        found = open_and_named(open_instance(seed))
+        if found and found.get("{}") != min(found.values()):
+            worse += 1
+            print(f"{seed}: {found}", flush=True)
+    print(f"{len(seeds)} instances: the open question is worse than a named one in {worse}")
+
+
+def any_order(seeds: range) -> None:
+    """Hold the open question to all stages, each in the best order that is found."""
+    ratios = []
+    for seed in seeds:
+        problem = open_instance(seed, layers=4, replicas=False)
+        best = soonest_in_any_order(problem)
+        if best is not None:
+            ratios.append((make_plan(problem).evaluation.makespan_ns or 0) / best)
+            if ratios[-1] > 1:
+                print(f"{seed}: {ratios[-1]:.3f} of {best}", flush=True)
+    print(f"{sum(x <= 1 for x in ratios)} of {len(ratios)} are best, {max(ratios):.3f} at worst")
+
+
+MODES = {"targets": bound_targets, "placed": bound_placed, "open": open_question, "orders": any_order}
 
 if __name__ == "__main__":
     main()

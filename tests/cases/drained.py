@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from typing import Any
 
 from pipeplan.check.evaluate import evaluate_simulated, fits
 from pipeplan.check.targets import Shape
 from pipeplan.check.validate import structure_violations
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import NEVER
+from pipeplan.errors import Infeasible, PipeplanError
 from pipeplan.plan import Schedule, ScheduleKind, Stage
 from pipeplan.planner.drained.run import drained_run
-from pipeplan.problem import LayerTimes, Policy, Problem
-from pipeplan.schedule.kinds import refused
+from pipeplan.planner.drained.search import searches
+from pipeplan.planner.plan import make_plan
+from pipeplan.problem import Checkpointing, LayerTimes, Policy, Problem
+from pipeplan.schedule.kinds import drained_programs, kinds_for, refused
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.recomputing import recomputed_early
+from pipeplan.schedule.synthesis.synthesize import synthesize
 from pipeplan.schedule.timeline import flush_makespan_ns
 
 from .chains import random_chain, random_platform
@@ -41,6 +47,51 @@ def drained_instance(seed: int, more: int = 0, tied: bool = False) -> Problem:
         devices = tuple(replace(x, times=times_of_its_own(rng, len(chain))) for x in platform.devices)
         platform = replace(platform, devices=devices)
     return Problem(chain, platform, Policy("flush", count), replicas=seed % 4 != 3, checkpointing="segments")
+
+
+def open_instance(seed: int, layers: int = 5, replicas: bool | None = None) -> Problem:
+    """Return a tiny problem that drains: 3 to so many layers, 2 or 3 GPUs, up to 5 microbatches."""
+    rng = random.Random(seed)
+    chain = random_chain(rng, rng.randint(3, layers), optimizer=seed % 3 == 0, saved=True)
+    if seed % 2:
+        parted = (replace(x, backward_weight_ns=rng.randint(0, x.backward_ns)) for x in chain.layers)
+        chain = replace(chain, layers=tuple(parted))
+    platform = random_platform(rng, rng.randint(2, 3), memory=(60, 200), duplex=True, latency=True, speeds=seed % 3 > 0)
+    checkpointing: Checkpointing = ("segments", "none", "stages")[seed % 3]
+    policy = Policy("flush", rng.randint(1, 5))
+    replicas = seed % 4 != 3 if replicas is None else replicas
+    return Problem(chain, platform, policy, replicas=replicas, checkpointing=checkpointing)
+
+
+def open_and_named(problem: Problem) -> dict[str, int | None]:
+    """Return how long the open question's plan takes, under ``{}``, and that of each named algorithm and schedule that
+    has one."""
+    named: list[dict[str, Any]] = [{"algorithm": name} for name in ("contiguous", "pipedream", "data-parallel")]
+    named += [{"schedule": kind} for kind in kinds_for("flush") if not searches(kind)]
+    found = {}
+    for options in ({}, *named):
+        with suppress(Infeasible):
+            found[str(options)] = make_plan(problem, **options).evaluation.makespan_ns
+    return found
+
+
+def soonest_in_any_order(problem: Problem) -> int | None:
+    """Return the shortest mini-batch of stages without replicas on any GPUs, each in the best order that is found."""
+    layers, gpus, count = len(problem.chain), range(len(problem.platform)), problem.policy.accumulate or 1
+    best = None
+    for stages in range(1, layers + 1):
+        for cuts, homes in product(combinations(range(1, layers), stages - 1), product(gpus, repeat=stages)):
+            parts = list(pairwise((0, *cuts, layers)))
+            menu = [((),) if problem.checkpointing == "none" else ((), (part,)) for part in parts]
+            for again in product(*menu) if all(a != b for a, b in pairwise(homes)) else ():
+                made = tuple(Stage(*part, (home,), some) for part, home, some in zip(parts, homes, again, strict=True))
+                if structure_violations(problem.chain, problem.platform, problem.policy, made):
+                    continue
+                graph = stage_graph(problem.chain, problem.platform, problem.policy, made)
+                with suppress(PipeplanError):
+                    ns = synthesize(graph, count, known=drained_programs, moves=20_000, solver=None).value_ns
+                    best = ns if best is None else min(best, ns)
+    return best
 
 
 def times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:

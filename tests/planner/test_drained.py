@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
-from cases.chains import random_chain, random_platform
+from cases.drained import open_and_named, open_instance, soonest_in_any_order
 
 from pipeplan.cost.stage_graph import StageGraph, stage_graph
-from pipeplan.errors import Infeasible
 from pipeplan.plan import ScheduleKind, Stage
 from pipeplan.planner.drained.run import any_run, drained_run, fitting_run, retimed
-from pipeplan.planner.drained.search import search_stages, searches
+from pipeplan.planner.drained.search import search_stages
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import compare_schedules
-from pipeplan.problem import Chain, Checkpointing, Layer, Platform, Policy, Problem
+from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.kinds import kinds_for
 from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
@@ -101,22 +98,16 @@ def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under
 @pytest.mark.parametrize("seed", range(6))
 def test_the_open_question_is_never_worse_than_a_named_schedule_or_algorithm(seed: int) -> None:
     """But for schedules that search for their order, under which the best stages alone are tried."""
-    rng = random.Random(seed)
-    chain = random_chain(rng, rng.randint(3, 5), optimizer=seed % 3 == 0, saved=True)
-    if seed % 2:
-        layers = (replace(x, backward_weight_ns=rng.randint(0, x.backward_ns)) for x in chain.layers)
-        chain = replace(chain, layers=tuple(layers))
-    platform = random_platform(rng, rng.randint(2, 3), memory=(60, 200), duplex=True, latency=True, speeds=seed % 3 > 0)
-    checkpointing: Checkpointing = ("segments", "none", "stages")[seed % 3]
-    policy = Policy("flush", rng.randint(1, 5))
-    problem = Problem(chain, platform, policy, replicas=seed % 4 != 3, checkpointing=checkpointing)
-    named: list[dict[str, Any]] = [{"algorithm": name} for name in ("contiguous", "pipedream", "data-parallel")]
-    named += [{"schedule": kind} for kind in kinds_for("flush") if not searches(kind)]
-    found = {}
-    for options in ({}, *named):
-        with suppress(Infeasible):
-            found[str(options)] = make_plan(problem, **options).evaluation.makespan_ns
+    found = open_and_named(open_instance(seed))
     assert not found or found["{}"] == min(found.values()), found
+
+
+@pytest.mark.parametrize("seed", [6, 19])
+def test_few_passes_are_ordered_as_no_schedule_orders_them(seed: int) -> None:
+    problem = open_instance(seed, layers=3, replicas=False)
+    planned = make_plan(problem)
+    assert planned.evaluation.makespan_ns == soonest_in_any_order(problem)
+    assert planned.plan.schedule.kind == "written"
 
 
 def test_recomputation_is_as_little_as_lets_a_run_fit() -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain, combinations, pairwise, product, takewhile
+from math import comb
 
 from ...check.bounds import any_bound
 from ...check.validate import structure_violations
@@ -25,10 +26,13 @@ from ...partition.moves.wander import wander
 from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
-from ...schedule.kinds import KINDS, too_long
+from ...schedule.kinds import KINDS, drained_programs, too_long
 from ...schedule.program import unroll
 from ...schedule.simulate import STEP_S, simulate
+from ...schedule.synthesis.problem import NoRoom
+from ...schedule.synthesis.synthesize import synthesize
 from ...schedule.timeline import flush_makespan_ns
+from ...schedule.written import order_of_program
 from ..grids.pipelines import Pipelines, held
 from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
@@ -39,6 +43,8 @@ from .run import drained_run
 from .search import ALTERNATING, search_stages, searches, until_ended
 from .tables import Layout, tables_of_pipelines
 
+PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
+FEW_SPLITS, ORDERED_STAGES, ORDER_MOVES = 500, 64, 2000
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
 
 
@@ -206,7 +212,9 @@ def plan_drained(
     }
     if kinds:
         phases["other schedules"] = partial(_under_others, kinds=kinds)
-        phases["by messages"] = partial(_by_arrival, kinds=kinds)
+        few = PASSES * schedule.mini_batch * len(problem.chain) <= MOST_ORDERED
+        phases["by messages"] = partial(_by_arrival, kinds=kinds, propose=widened(propose) if few else None)
+        phases["orders of their own"] = _in_own_order
     for phase, search in phases.items():
         status = status or _with_best(incumbent, phase, search)
     return incumbent, status
@@ -222,8 +230,9 @@ def _simplest_first(propose: Propose) -> Propose:
     return proposed
 
 
-def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
-    """Let stages that were tried, and some near the best, beat it where GPUs decide as they go, which any may share."""
+def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Propose | None) -> None:
+    """Let stages that were tried, some near the best, and what else is proposed, beat it where GPUs decide as they go,
+    which any stages may share."""
     problem = incumbent.problem
     for kind in (kind for kind in kinds if KINDS[kind].by_arrival):
         limits = LimitSearch(Schedule(kind, problem.policy.accumulate), problem.platform)
@@ -231,10 +240,49 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
         try:
             walk.try_all(map(Allocation, incumbent.seen))
             move(walk)
+            if propose is not None:
+                alone = Incumbent(problem, incumbent.settings, limits=limits)
+                propose(alone)
+                if alone.best is not None:
+                    walk.take(alone.best)
         finally:
             found, incumbent.best = incumbent.best, walk.best
         if incumbent.best is not found:
             _under_others(incumbent, kinds)
+
+
+def _in_own_order(incumbent: Incumbent) -> None:
+    """Let the soonest stages that were tried, in the best order of few passes that a quick search finds, beat it."""
+    problem, best = incumbent.problem, incumbent.best
+    assert best is not None, "it was the best"
+    count = problem.policy.accumulate or 1
+    graphs = []
+    for stages in dict.fromkeys((best.allocation.stages, *incumbent.seen, *_few_splits(problem))):
+        if PASSES * count * len(stages) <= MOST_ORDERED and not any(x.replicas > 1 for x in stages):
+            graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+            graphs.append((count * graph.period_floor_ns, stages, graph))
+    for floor_ns, stages, graph in sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]:
+        if incumbent.expired or floor_ns >= best.cost:
+            return
+        if structure_violations(problem.chain, problem.platform, problem.policy, stages):
+            continue
+        with suppress(BadInput, NoRoom):
+            found = synthesize(graph, count, known=drained_programs, moves=ORDER_MOVES, solver=None)
+            if found.value_ns < best.cost - best.cost // ENOUGH:
+                order = Schedule("written", count, order=order_of_program(found.program))
+                best = Scheduled(found.value_ns, Allocation(stages), None, schedule=order)
+                incumbent.take(best)
+
+
+def _few_splits(problem: Problem) -> Iterator[tuple[Stage, ...]]:
+    """Yield every split into so many stages, nothing recomputed, on any GPUs, where these are few."""
+    layers, gpus = len(problem.chain), range(len(problem.platform))
+    for stages in range(1, layers + 1):
+        if comb(layers - 1, stages - 1) * len(gpus) ** stages <= FEW_SPLITS:
+            for cuts, homes in product(combinations(range(1, layers), stages - 1), product(gpus, repeat=stages)):
+                if all(a != b for a, b in pairwise(homes)):
+                    parts = zip(pairwise((0, *cuts, layers)), homes, strict=True)
+                    yield tuple(Stage(*part, (home,)) for part, home in parts)
 
 
 def _under_others(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
