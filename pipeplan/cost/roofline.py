@@ -244,3 +244,14 @@ def timed(chain: Chain, constants: Constants) -> Chain:
             )
         )
     return replace(chain, layers=tuple(layers))
+
+
+def spread_of_hosts(chain: Chain, constants: Constants, hosts: tuple[tuple[float, float], ...]) -> tuple[float, ...]:
+    """Return by which factors an estimated chain's passes take longer where an operation takes the host other ns,
+    forward and backward."""
+
+    def passes_ns(of: Constants) -> int:
+        return sum(x.forward_ns + x.backward_ns for x in timed(chain, of).layers)
+
+    own = max(1, passes_ns(constants))
+    return tuple(passes_ns(replace(constants, forward_host_ns=f, backward_host_ns=b)) / own for f, b in hosts)

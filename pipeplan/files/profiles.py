@@ -26,6 +26,7 @@ OPTIONAL = (
     "tied",
     "shared",
     "worth",
+    "within",
     "beside",
     "reading_ns",
     "order",
@@ -42,6 +43,7 @@ OPTIONAL = (
     "by_heads",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
+Factor = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 Ranks = Annotated[int, msgspec.Meta(ge=0, le=MOST_DEGREE)]
 NeedsFile = form(WeightNeeds)
 ExchangeFile = form(
@@ -72,6 +74,7 @@ ProfileFile = form(
     brief=True,
     format=Literal["pipeplan-profile/1"],
     microbatch=Positive,
+    within=tuple[Factor, Factor] | None,
     beside=Positive,
     layers=LayersFile,
     tensor=Degree,

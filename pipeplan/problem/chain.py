@@ -132,6 +132,7 @@ class Chain:
     have in common counts where it must be summed, and nothing where it is held once. ``order`` has the place of each
     layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
+    ``within`` what nine of ten estimates like its times were multiplied by when measured, None of what was measured,
     ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
     microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
     layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
@@ -155,6 +156,7 @@ class Chain:
     device: str = ""
     source: str = ""
     worth: str = ""
+    within: tuple[float, float] | None = None
     beside: int = 1
     reading_ns: int = 0
     order: tuple[int, ...] | None = None

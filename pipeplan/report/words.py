@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..check.bounds import bounded
@@ -191,6 +191,52 @@ def unknown_between(chain: Chain) -> str | None:
         "peaks leave out gradients that wait between the two parts of a backward, which the profile doesn't know; "
         "profile --split-backward measures them"
     )
+
+
+def estimated(plan: Plan, result: Evaluation) -> str | None:
+    """Return between which periods nine of ten such plans are, by estimated times; None by measured ones."""
+    if plan.chain.within is None:
+        return None
+    low, high = (format_ns(round(x * result.period_ns)) for x in plan.chain.within)
+    return f"from {low} to {high}, as 9 of 10 such estimates were when measured"
+
+
+SAME_LAYERS = 1.05  # of two estimates of the same layers in other plans the ratios of 9 of 10 pairs were off by less
+MOST_NAMED = 3
+OTHER_LAYERS = 0.91  # likewise of other layers, of another microbatch or degree: by so much of what one estimate spans
+
+
+def undecided(plan: Plan, result: Evaluation) -> str | None:
+    """Return which of the others that were found may be faster, as two estimates are off by different factors."""
+    if plan.chain.within is None:
+        return None
+    low, high = plan.chain.within
+    others = max(SAME_LAYERS, OTHER_LAYERS * high / low)
+    told = [name for name, ratio, same in _beside(plan, result) if 1 < ratio < (SAME_LAYERS if same else others)]
+    more = f" and {len(told) - MOST_NAMED} more" if len(told) > MOST_NAMED else ""
+    words = f"{', '.join(told[:MOST_NAMED])}{more} may be faster: estimates are off by more than these differ"
+    return words if told else None
+
+
+def _beside(plan: Plan, result: Evaluation) -> Iterator[tuple[str, float, bool]]:
+    """Yield the name of each other that was found, by what it takes longer, and whether it has the same layers."""
+    options, own = plan.provenance.options, result.period_ns
+    zero, tensor, grids, grid = (options.get(name) for name in ("zero", "tensor", "grids", "grid"))
+    found: list[tuple[str, int | None, bool]] = [
+        (x.weights, x.period_ns, True) for x in plan.provenance.alternatives if x.microbatches == plan.interval
+    ]
+    found += [(f"--zero {shown(k)}", _ns(zero, k), True) for k in (zero if isinstance(zero, dict) else ())]
+    found += [("one stage on all GPUs", _ns(options, "unpipelined_ns"), True)]
+    found += [("a pipeline", _ns(options, "pipeline_ns"), True)]
+    yield from ((name, ns / own, same) for name, ns, same in found if ns is not None)
+    degrees = {k: _taken(v) for k, v in tensor.items() if isinstance(v, dict)} if isinstance(tensor, dict) else {}
+    chosen = degrees.get(plan.chain.variant)
+    yield from ((f"tensor degree {shown(k)}", ns / chosen, False) for k, ns in degrees.items() if ns and chosen)
+    if isinstance(grids, list) and isinstance(grid, dict):
+        for x in grids:
+            if "batch_ns" in x:
+                name = f"{x['inter']} x {x['data']} of microbatches of {x['microbatch']}"
+                yield name, x["batch_ns"] / grid["batch_ns"], x["microbatch"] == grid["microbatch"]
 
 
 def restriction(plan: Plan, result: Evaluation) -> list[str]:

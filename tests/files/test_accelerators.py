@@ -17,7 +17,6 @@ def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:
         assert 2e11 <= entry.bandwidth_bytes <= 1e13, name
         assert entry.launch_ns == 5000 or (entry.measured != "none" and 1000 <= entry.launch_ns <= 10_000)
         assert (entry.measured == "none") == (not entry.source), name
-        assert (entry.measured in ("none", "derived")) == (entry.error is None), name
         assert 5e12 <= entry.peak("float32") <= entry.peak(entry.number("float32", "convolution")) <= 2e15
         if "bfloat16" in entry.tflops:
             assert entry.peak("bfloat16") == entry.peak("float16") >= entry.peak("float32")
@@ -27,7 +26,7 @@ def test_what_nothing_measured_has_checked_says_so() -> None:
     for name, like in (("rtx4090", "an A100's"), ("h100", "an H200's kernels")):
         assert f"reach what {like}" in accelerator(name).doubt.replace("the shares that", "what")
         assert "nothing measured on this GPU has checked that" in accelerator(name).doubt
-    assert accelerator("b200").doubt == "estimates within 15%, as 9 of 10 for it were of what was measured"
+    assert accelerator("b200").doubt.startswith("kernels reach what fits 514 products that SimuMax's authors timed")
 
 
 def test_published_figures() -> None:

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...choices import ENGINES, USUAL_ENGINE
-from ...cost.roofline import Constants
+from ...cost.roofline import Constants, spread_of_hosts
 from ...errors import BadInput
 from ...names import shown
+from ...problem import Chain
 from ...units import parse_bandwidth, parse_bytes, parse_time
 from ..forms import read_json
 from ..text import read_text
@@ -42,7 +43,14 @@ RATES: Rates = {
     "attention": 0.65,  # whatever its shape: FlashAttention-2 (Dao 2023), figures 5 and 6, causal, A100
 }  # fmt: skip
 MEASURED = "h200"  # whose rates convolutions on tensor cores have where none are said
+WITHIN = {False: (0.84, 1.24), True: (0.86, 1.3)}
+"""Without and with convolutions: what nine of ten estimates were multiplied by when measured, their host's time known,
+of every source by what the others show (scripts/checks/published --ranges)."""
+UNCHECKED = 1.45  # times as long kernels of a B200 took as what an A100's reach would say
+HOSTS = ((9_000.0, 9_000.0), (65_000.0, 50_000.0))  # the least and the most that hosts of measured runs took
+HOST_OFF = 1.5  # times as long or as short, where the host's time is said
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Factor = Annotated[float, msgspec.Meta(gt=0, le=100)]
 Units = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
@@ -70,8 +78,8 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     channels last in memory; other types are called as in ``tflops``. ``host_time`` is what the host takes to issue an
     operation, forward and backward (``20us,10us``, or one for both); None: as long as the engine's
     (:data:`.choices.ENGINES`). ``source`` says where such constants are from; ``measured`` whether runs, a table of
-    layers or products, or nothing has checked them, or only what was measured on its like (``derived``); ``error``
-    within how much of what was measured nine of ten estimates were, where kernels and not their host bind.
+    layers or products, or nothing has checked them, or only what was measured on its like (``derived``); ``within``
+    what nine of ten estimates were multiplied by when measured, their host's time known (None: :data:`WITHIN`).
     """
 
     name: str
@@ -87,7 +95,7 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rates: Rates | str | None = None
     source: str = ""
     measured: Literal["none", "derived", "table", "runs"] = "none"
-    error: Share | None = None
+    within: tuple[Factor, Factor] | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -102,14 +110,25 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def doubt(self) -> str:
         """In words what plans on estimates for it take for granted."""
-        if self.error is not None:
-            return f"estimates within {self.error:.0%}, as 9 of 10 for it were of what was measured"
+        if self.measured in ("table", "runs"):
+            return f"kernels reach what fits {self.source}"
         if self.measured == "derived":
             return f"kernels reach {self.source}; nothing measured on this GPU has checked that"
         return (
             "kernels reach what an A100's do of its peak; nothing measured on this GPU has checked that (a B200 took "
             "1.45 times as long)"
         )
+
+    def range_of(self, chain: Chain, constants: Constants, convolutions: bool) -> tuple[float, float]:
+        """Return what nine of ten estimates like a ``chain`` for it were multiplied by when measured: by how its kernels
+        were off, and by how its host may differ, of which the usual one is a guess."""
+        own = constants.forward_host_ns, constants.backward_host_ns
+        guess = own == parse_host_time(USUAL_ENGINE, "$")
+        hosts = HOSTS if guess else tuple((own[0] * x, own[1] * x) for x in (1 / HOST_OFF, HOST_OFF))
+        fast, slow = spread_of_hosts(chain, constants, hosts)
+        low, high = self.within or WITHIN[convolutions]
+        high *= UNCHECKED if self.within is None and self.measured == "none" else 1.0
+        return round(low * fast, 2), round(high * slow, 2)
 
     @property
     def launch_ns(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +23,10 @@ UNSTEADY = 0.25  # spread over median above which a layer's time is called unste
 
 def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     """Print one row per layer as it was measured, totals, and what the reader should know about the numbers."""
-    out = console(stderr=True)
-    columns = ("forward", "±", "backward", "±", "optimizer", "weights", "saved", "output")
-    caption = "times in ms, ± width of the middle half"
+    out, estimated = console(stderr=True), chain.within is not None
+    spread = [] if estimated else ["±"]
+    columns = ("forward", *spread, "backward", *spread, "optimizer", "weights", "saved", "output")
+    caption = "times in ms, estimated" if estimated else "times in ms, ± width of the middle half"
     table = make_table("layer", *columns, left=("layer",), names=("layer",), space=2, caption=caption)
     steps = np.cumsum([x.forward_ns + x.backward_ns for x in chain.layers])  # where one of them ends
     spreads, bound, at = np.zeros((len(chain), 2), dtype=np.int64), set[int](), 0
@@ -37,7 +39,8 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     for index, layer in enumerate(chain.layers):
         forward, backward = spreads[index]
         unsteady += forward + backward > UNSTEADY * (layer.forward_ns + layer.backward_ns)
-        times = (layer.forward_ns, forward, layer.backward_ns, backward, layer.optimizer_ns)
+        times: Sequence[int] = (layer.forward_ns, forward, layer.backward_ns, backward, layer.optimizer_ns)
+        times = times[::2] if estimated else times
         sizes = (layer.weight_bytes, int(saved_bytes(chain, index, index + 1)), layer.output_bytes)
         table.add_row(
             Name.of(layer.name + (" h" if index in bound else "")),
@@ -54,6 +57,9 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
         f"weights {format_bytes(weights_of(chain, 0, count)[0])}, "
         f"saved {format_bytes(int(saved_bytes(chain, 0, count)))}"
     )
+    if chain.within is not None:
+        low, high = chain.within
+        out.print(f"when measured 9 of 10 such estimates took {low:.2f} to {high:.2f} times as long")
     if chain.reading_ns:
         first, last = shown(measured.layers[0].layer.name), shown(measured.layers[-1].layer.name)
         where = "beside the GPU" if chain.reads_beside else f"once in the forward of {first} and once in that of {last}"

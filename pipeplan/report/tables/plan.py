@@ -28,6 +28,7 @@ from ..words import (
     coarse_sentence,
     data_parallelism,
     distance,
+    estimated,
     idle_devices,
     late_gradients,
     layer_order,
@@ -41,6 +42,7 @@ from ..words import (
     state,
     tensor_degree,
     throughput,
+    undecided,
     unknown_between,
     updates,
     waited_data,
@@ -109,6 +111,8 @@ def print_plan(
 def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     """Yield what there is to say of a plan behind its period."""
     kind = kind_of(plan)
+    yield from _titled("estimated", estimated(plan, result))
+    yield from _titled("undecided", undecided(plan, result))
     if result.makespan_ns is not None:
         yield f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}"
     if kind.headline is not None:

@@ -105,7 +105,8 @@ def estimate_model(
             raise
         except Exception as error:
             raise CodeFailed(_without_values(said(error))) from error
-    chain = replace(timed(found.chain, constants), worth=CONVOLUTIONS if clock.convolutions else "")
+    within = device.range_of(found.chain, constants, clock.convolutions)
+    chain = replace(timed(found.chain, constants), worth=CONVOLUTIONS if clock.convolutions else "", within=within)
     measurements = [replace(x, layer=layer) for x, layer in zip(found.layers, chain.layers, strict=True)]
     bound = tuple(i for i, layer in enumerate(chain.layers) if layer.work and constants.bound_by_host(layer.work))
     return replace(found, chain=chain, layers=tuple(measurements), host_bound=bound)

@@ -1,6 +1,6 @@
 """Predict published iterations of GPTs and print how far off that is, by source; no row is judged by a fit to itself.
 
-    python scripts/checks/published [--rows FILE.csv] [--source NAME] [--each]
+    python scripts/checks/published [--rows FILE.csv] [--source NAME] [--each] [--ranges]
 
 ``runs.csv`` has what was published: sizes of a GPT, samples of a microbatch, equal pipelines x stages, samples per
 update, the schedule, blocks of each stage where they aren't equal, ms of an iteration and GB of the fullest GPU. From
@@ -42,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 from h200 import judge_kernels, judge_networks
+from ranges import judge_ranges
 
 import pipeplan as pp
 from pipeplan import zoo
@@ -348,8 +349,12 @@ def main() -> None:
     parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
     parser.add_argument("--source", choices=[*SETTINGS, TENSOR, SLICES, H200], help="only these rows")
     parser.add_argument("--network", action="append", default=[], help="of an H200 only this, again for more")
+    parser.add_argument("--ranges", action="store_true", help="only which rows are within the ranges of estimates")
     parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
     arguments = parser.parse_args()
+    if arguments.ranges:
+        judge_ranges()
+        return
     if arguments.source == H200:
         judge_kernels()
         judge_networks(arguments.network)

@@ -18,7 +18,7 @@ from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import read_profile
 from pipeplan.cost.roofline import Constants, Product, product_share, timed
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.files.machines.accelerators import Accelerator, accelerator
+from pipeplan.files.machines.accelerators import HOST_OFF, UNCHECKED, WITHIN, Accelerator, accelerator
 from pipeplan.files.profiles import profile_text
 from pipeplan.partition.granularity import merge_articulation, merge_share
 from pipeplan.planner.plan import make_plan
@@ -120,6 +120,24 @@ def test_an_estimate_of_convolutions_says_what_plans_on_it_are_worth(tmp_path):
     _, assumed = problem_of(read_profile(path), gpus=2, mem="1GB")
     assert chain.worth in assumed
     assert merge_share(chain, Fraction(1, 2)).worth == chain.worth
+
+
+def test_an_estimate_says_within_which_factors_such_were_when_measured():
+    low, high = WITHIN[False]
+    graphs = estimate(small, device=msgspec.structs.replace(accelerator("a100"), host_time="graphs"))
+    assert graphs.within == (low, high), "no host is waited for"
+    rarely = estimate(small, device=msgspec.structs.replace(accelerator("rtx4090"), host_time="graphs"))
+    assert rarely.within == (low, round(high * UNCHECKED, 2)), "nothing was measured on one"
+    (guessed, said), own = (
+        estimate(small, device=msgspec.structs.replace(accelerator("a100"), host_time=x)).within for x in (None, "30us")
+    ), (0.9, 1.1)  # fmt: skip
+    assert said == (round(low / HOST_OFF, 2), round(high * HOST_OFF, 2)), "all of it waits for its host"
+    assert guessed[0] == pytest.approx(low * 9 / 15, rel=0.25)
+    assert guessed[1] == pytest.approx(high * 57 / 15, rel=0.25)
+    fitted = msgspec.structs.replace(accelerator("a100"), host_time="graphs", within=own)
+    assert estimate(small, device=fitted).within == own
+    convolutions = estimate(zoo.load("small-cnn"), device=msgspec.structs.replace(accelerator("v100"), host_time="0us"))
+    assert convolutions.within == WITHIN[True]
 
 
 def test_the_type_decides_peak_and_bytes():
