@@ -264,6 +264,7 @@ def estimate(
             "context": chain.context,
             "batch": each,
             "batch_seconds": each / rate,
+            "batch_seconds_within": [x * each / rate for x in chain.within or ()],
             "samples_per_second": rate,
             "samples": None if bill is None else bill.samples,
             "days": None if bill is None else bill.days(rate),

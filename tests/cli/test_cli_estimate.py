@@ -23,6 +23,8 @@ def test_it_says_what_fits_and_how_long_training_takes(pipeplan: Command) -> Non
     found = json.loads(out)
     assert found["days"] == pytest.approx(1e9 / found["samples_per_second"] / 86400)
     assert found["batch_seconds"] == pytest.approx(32 / found["samples_per_second"])
+    low, high = (x / found["batch_seconds"] for x in found["batch_seconds_within"])
+    assert 0.3 < low < 1 < high < 10, "a host that takes 9 to 65 us an operation"
     assert all(stage["peak_bytes"] <= stage["memory_bytes"] for stage in found["stages"])
 
 

@@ -15,7 +15,10 @@ def test_an_estimated_plan_says_its_range_and_which_others_may_be_faster():
     result = replace(evaluate(plan), period_ns=period)
 
     def said(within, **options):
-        others = (Alternative("2bw", plan.interval, round(1.04 * period)), Alternative("stash", plan.interval, 2 * period))
+        others = (
+            Alternative("2bw", plan.interval, round(1.04 * period)),
+            Alternative("stash", plan.interval, 2 * period),
+        )
         told = replace(plan.provenance, options=options, alternatives=others)
         one = replace(plan, chain=replace(plan.chain, within=within), provenance=told)
         return estimated(one, result), undecided(one, result)

@@ -120,8 +120,8 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def range_of(self, chain: Chain, constants: Constants, convolutions: bool) -> tuple[float, float]:
-        """Return what nine of ten estimates like a ``chain`` for it were multiplied by when measured: by how its kernels
-        were off, and by how its host may differ, of which the usual one is a guess."""
+        """Return what nine of ten estimates like a ``chain`` for it were multiplied by when measured: kernels are off,
+        and a host takes other times, of which the usual ones are a guess."""
         own = constants.forward_host_ns, constants.backward_host_ns
         guess = own == parse_host_time(USUAL_ENGINE, "$")
         hosts = HOSTS if guess else tuple((own[0] * x, own[1] * x) for x in (1 / HOST_OFF, HOST_OFF))
