@@ -105,6 +105,7 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     """Which plan is best: see :func:`.planning.plan`."""
 
     microbatch: int | None
+    offload_activations: int | str | None
     for_: TargetName | None
     schedule: PlannedSchedule | None
     algorithm: Literal["auto"] | AlgorithmName
@@ -210,6 +211,9 @@ ROWS = f"""
     8 and 16.  [default: all that the profile has; of a model 1]
 --selective
     Of a zoo's GPT with attention=unfused: also with the core of attention again in the backward, where that is best.
+--offload-activations RATE
+    Also look for plans whose activations wait in host memory, over a link of so much per GPU and direction, such as
+    50GB/s: all that layers save, or what they read, and they run again.
 --microbatch N              Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]
 --for (for_)
     Find the best plan that this framework can express, and print what the restriction costs; weights are flush.

@@ -12,7 +12,7 @@ from typing import Unpack
 from ..check.targets import TARGETS, whole_blocks
 from ..check.validate import unsaid_of_variants
 from ..choices import DRAINED, OPTIMIZERS
-from ..cost.roofline import with_exchanges
+from ..cost.roofline import with_exchanges, with_offloaded
 from ..deadline import NEVER, Deadline
 from ..errors import BadInput
 from ..files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
@@ -71,8 +71,11 @@ def problem_of(
     own_times = where.devices[0].times is not None
     granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
     chain = _merged(whole, merging(granularity, asked.get("blocks")))
+    if chain.offloaded and own_times:
+        raise BadInput("--offload-activations: of devices with times of their own it isn't known what hides")
     if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
+    chain = with_offloaded(chain) if chain.offloaded else chain
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
     problem = Problem(chain, where, policy, not (asked.get("no_replicas") or chain.changed), allowed, deadline=deadline)
     more = [chain.worth]

@@ -14,6 +14,7 @@ from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..planner.plan import Planned
 from ..problem import Problem
 from ..status import Status
+from ..units import parse_bandwidth
 from .profiles import DEGREES, Profile, degrees
 
 EACH = "each"  # stage has a degree of its own
@@ -21,7 +22,8 @@ EACH = "each"  # stage has a degree of its own
 
 def parts(profile: Profile, asked_for: Mapping[str, Any], selective: bool | None = None) -> list[Profile]:
     """Return the profile in each of the degrees that are ``asked_for``, all that it has where nobody says, of each as
-    it is before that which is ``selective``, or either alone; BadInput for one that it hasn't."""
+    it is before that which is ``selective``, or either alone, and with ``offload_activations`` all of them again with
+    activations in host memory; BadInput for one that it hasn't."""
     chain = profile.chain
     found = sorted(chain.choices, key=lambda x: x.degrees)
     for name in DEGREES:
@@ -35,6 +37,10 @@ def parts(profile: Profile, asked_for: Mapping[str, Any], selective: bool | None
                     f"made by profile --estimate GPU --{name} 1,2,4,8"
                 )
         found = [x for x in found if getattr(x, name) in (asked or known)]
+    rate = asked_for.get("offload_activations")
+    if rate is not None:
+        link = parse_bandwidth(f"{rate}B/s" if isinstance(rate, int) else rate, "--offload-activations")
+        found += [replace(x, offloaded=link) for x in found]
     return [replace(profile, chain=x) for x in found if selective in (None, x.selective)]
 
 

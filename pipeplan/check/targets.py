@@ -190,6 +190,8 @@ def refuse_chain(chain: Chain, name: str) -> None:
     last, target = chain.layers[-1], TARGETS[name]
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
+    if chain.offloaded:
+        raise CannotExpress(f"{name}: activations wait in host memory, which it has no words for with pipelines")
     if chain.variants:
         raise CannotExpress(
             f"{name}: each stage has a tensor degree of its own, and there all have one; say --tensor 2"

@@ -141,7 +141,8 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "sequence-parallel experts context selective",
     "Training": "weights accumulate batch samples tokens price optimizer no-decay groups lr scheduler warmup "
     "clip-norm clipped ema delay-correction predicted averaged precision half loss-scale loss-scale-window "
-    "vertical-sync no-replicas zero offload bytes-per-parameter checkpointing bucket-size coarsening",
+    "vertical-sync no-replicas zero offload offload-activations bytes-per-parameter checkpointing bucket-size "
+    "coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort solver schedule limit time-limit",
     "A plan that is stated": "split replicas on recompute",
     "Measuring": "host-time",

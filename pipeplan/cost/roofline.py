@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ..integers import IntLike, ceil_div
 from ..problem import Chain, Layer, LayerWork, PassWork, Platform
+from .saved import entering_bytes
 
 FIXED_NS = 22_000
 STEP_NS = 3_500
@@ -81,6 +82,26 @@ def _exchanged_ns(layer: Layer, backward: bool, chain: Chain, where: Platform, u
             else:
                 hidden += one.hidden * each
     return seen + max(0, hidden - (layer.backward_ns if backward else layer.forward_ns))
+
+
+def with_offloaded(chain: Chain) -> Chain:
+    """Return a chain whose layers keep nothing: what they save goes to host memory while the next layer runs, and comes
+    back in the backward; or what they read alone does, and they run again, if that takes less.
+
+    A pass takes as long as its bytes do by the link, if that is longer; two layers' bytes are on the device at a time.
+    """
+    layers = []
+    for i, layer in enumerate(chain.layers):
+        read, (f, b) = int(entering_bytes(chain, i, i + 1)), (layer.forward_ns, layer.backward_ns)
+        saved = read if layer.saved_bytes is None else layer.saved_bytes
+        ways = []
+        for size, backward, again in ((saved, b, 0), (read, b + f, saved)):
+            there = ceil_div(size * 10**9, chain.offloaded)
+            ways.append((max(f, there), max(backward, there), layer.working_bytes + 2 * size + again))
+        forward, backward, working = min(ways, key=lambda way: way[0] + way[1])
+        own = {"forward_ns": forward, "backward_ns": backward, "backward_weight_ns": layer.weight_part_ns}
+        layers.append(replace(layer, **own, working_bytes=working, saved_bytes=0, saves=(), work=None))
+    return replace(chain, layers=tuple(layers))
 
 
 NO_WORK = PassWork(0, 0, 0, 0)

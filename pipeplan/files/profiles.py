@@ -41,6 +41,7 @@ OPTIONAL = (
     "imbalance",
     "context",
     "by_heads",
+    "offloaded",
 )
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
 Factor = Annotated[float, msgspec.Meta(gt=0, le=1000)]
@@ -80,6 +81,7 @@ ProfileFile = form(
     tensor=Degree,
     experts=Degree,
     context=Degree,
+    offloaded=Count,
     imbalance=Annotated[float, msgspec.Meta(ge=1, le=MOST_DEGREE)],
     variants=Annotated[tuple[VariantFile, ...], msgspec.Meta(max_length=64)],  # type: ignore[valid-type]  # a form
     head_groups=Positive | None,

@@ -140,6 +140,7 @@ class Chain:
     ``experts`` ranks have each a part of the experts of every layer, the fullest ``imbalance`` times the mean of
     tokens. ``context`` tensor-parallel groups have each a part of every sequence, whose keys and values go round (Liu
     et al. 2023), or, ``by_heads``, each all of it for some heads in attention (Jacobs et al. 2023).
+    Where activations wait in host memory ``offloaded`` is the bandwidth of each GPU's link to it, in bytes/s each way.
     ``variants`` are the same layers at the costs of such parts, and of such layers;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
     buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
@@ -171,6 +172,7 @@ class Chain:
     imbalance: float = 1.0
     context: int = 1
     by_heads: bool = False
+    offloaded: int = 0
 
     @property
     def width(self) -> int:
@@ -205,7 +207,7 @@ class Chain:
             return "each"
         among = f" context {self.context}{' by heads' * self.by_heads}" if self.context > 1 else ""
         among += f" experts {self.experts}" if self.experts > 1 else ""
-        return f"{self.tensor}{among}{' selective' * self.selective}"
+        return f"{self.tensor}{among}{' selective' * self.selective}{' offloaded' * (self.offloaded > 0)}"
 
     @property
     def precision(self) -> Precision:

@@ -289,6 +289,8 @@ def tensor_degree(plan: Plan) -> list[str]:
         along += f"; {chain.context} of them share each sequence, " + (
             "by heads in attention" if chain.by_heads else "whose keys and values go round"
         )
+    if chain.offloaded:
+        along += f"; activations wait in host memory, over a link of {format_bandwidth(chain.offloaded)} per GPU"
     told = [f"tensor degree {chain.tensor}{along}"]
     if chain.variants:
         told = [f"tensor degrees of their own: {', '.join(map(_of_stage, plan.allocation.stages))} by stage"]

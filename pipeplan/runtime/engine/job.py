@@ -259,6 +259,8 @@ class Job:
         chains = [self.plan.chain.of(x.tensor, x.selective) for x in self.plan.allocation.stages]
         if any(chain.selective for chain in chains):
             raise BadInput("the plan is of layers that run attention's core again, which run doesn't; export it")
+        if self.plan.chain.offloaded:
+            raise BadInput("the plan keeps activations in host memory, which run doesn't; plan without that")
         if self.plan.chain.width > self.plan.chain.tensor:
             chain, what = self.plan.chain, "a layer's experts" if self.plan.chain.experts > 1 else "a sequence"
             raise BadInput(

@@ -1,0 +1,90 @@
+"""Activations in host memory: what layers take then, and whether plans that look for it are the best of both ways."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from oracles.partition import contiguous_optimum
+
+import pipeplan as pp
+from pipeplan.api.problems import problem_of
+from pipeplan.api.tensor import parts
+from pipeplan.check.targets import CannotExpress, refuse_chain
+from pipeplan.cost.roofline import with_offloaded
+from pipeplan.errors import BadInput
+from pipeplan.problem import Chain, Device, Layer, Platform
+from pipeplan.report.words import tensor_degree
+
+RATE = 10**9  # a byte a ns
+
+
+def test_all_that_a_layer_saves_is_sent_or_what_it_reads_and_it_runs_again():
+    first = Layer("first", 1000, 2000, 8, 300, 900, saves=(-1, 0), working_bytes=50)  # 900 bytes hide in both passes
+    second = Layer(
+        "second", 1000, 2000, 8, 500, 4000, saves=(0, 1), working_bytes=70
+    )  # 4000 don't, 300 that it reads do
+    third = Layer("third", 100, 2000, 8, 0, 1500)  # 1400 ns longer, or 400 longer and again in the backward
+    found = with_offloaded(Chain("c", (first, second, third), 100, offloaded=RATE)).layers
+    assert [(x.forward_ns, x.backward_ns) for x in found] == [(1000, 2000), (1000, 3000), (500, 2100)]
+    assert [x.working_bytes for x in found] == [50 + 2 * 900, 70 + 2 * 300 + 4000, 2 * 500 + 1500]
+    assert all((x.saved_bytes, x.saves) == (0, ()) for x in found)
+    slow = with_offloaded(Chain("c", (first,), 100, offloaded=RATE // 10)).layers[0]
+    assert (slow.forward_ns, slow.backward_ns) == (1000, 3000)
+
+
+def tiny(seed):
+    draw = Random(seed)
+    return Chain("tiny", tuple(
+        Layer(f"l{i}", draw.randint(2, 20) * 1000, draw.randint(4, 40) * 1000, draw.randint(2, 9) * 100,
+              draw.randint(1, 6) * 1000, draw.randint(8, 40) * 1000, working_bytes=draw.randint(0, 900))
+        for i in range(4)
+    ), 3000)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_are_the_best_of_both_ways(seed):
+    draw = Random(seed)
+    where = Platform((Device(draw.choice((40, 60, 90)) * 1000),) * 3, Platform.flat(3, 0, 10**10).levels)
+    words = {"platform": where, "weights": draw.choice(("flush", "2bw")), "batch": 12, "reserve": None}
+    words["checkpointing"] = draw.choice(("none", "stages"))
+    asked = {"offload_activations": RATE * draw.choice((1, 3))}
+    best = []
+    for part in parts(pp.Profile(tiny(seed)), asked):
+        problem = problem_of(part, **words)[0]
+        least = contiguous_optimum(problem) if not problem.policy.drains else None
+        try:
+            found = pp.plan(part, algorithm="contiguous", **words)
+        except pp.Infeasible:
+            assert least is None
+            continue
+        assert least is None or found.plan.allocation.claimed_period_ns == least[0]
+        assert all(x.period_ns <= found.period_ns for x in found.plan.lower_bounds)
+        best.append(found)
+    if not best:
+        with pytest.raises(pp.Infeasible):
+            pp.plan(tiny(seed), algorithm="contiguous", **words, **asked)
+        return
+    assert pp.plan(tiny(seed), algorithm="contiguous", **words, **asked).period_ns == min(x.period_ns for x in best)
+
+
+def test_it_makes_plans_fit_that_say_so_and_that_nothing_else_takes(tmp_path, pipeplan):
+    chain = replace(tiny(1), layers=tuple(replace(x, saved_bytes=300_000) for x in tiny(1).layers))
+    words = {"gpus": 2, "mem": "500KB", "batch": 16, "weights": "flush", "checkpointing": "none", "effort": "quick"}
+    with pytest.raises(pp.Infeasible):
+        pp.plan(chain, **words)
+    found = pp.plan(chain, offload_activations="1GB/s", **words)
+    assert found.plan.chain.offloaded == RATE
+    assert "activations wait in host memory, over a link of 1 GB/s per GPU" in tensor_degree(found.plan)[0]
+    with pytest.raises(CannotExpress, match="activations wait in host memory"):
+        refuse_chain(found.plan.chain, "megatron")
+    with pytest.raises(CannotExpress, match="activations wait in host memory"):
+        found.export("torchtitan")
+    plan = tmp_path / "plan.json"
+    found.save(plan)
+    again = pp.read_plan(plan)
+    assert (again.plan.chain, again.period_ns) == (found.plan.chain, found.period_ns)
+    code, _, error = pipeplan("run", str(plan), "--model", "zoo:gpt-tiny", "--device", "cpu")
+    assert code == 2
+    assert "keeps activations in host memory, which run doesn't" in error
+    with pytest.raises(BadInput, match="offload"):
+        pp.plan(chain, offload_activations="fast", **words)
