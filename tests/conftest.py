@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import io
 import json
 import math
@@ -23,6 +24,8 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) == signal.SIG_IGN:  # in the background or under nohup; inherited by what tests start,
         signal.signal(number, handler)  # which has its defaults again where there is a handler here
 
+gc.set_threshold(10**5, 50, 100)  # as the command has it
+
 Command = Callable[..., tuple[int, str, str]]
 LONG = (  # with which one process of scripts/test each begins, so that none is left with them at the end
     "test_docs.py", "test_softgpu.py", "test_like_blocks.py", "test_processes.py", "test_fuzz.py", "test_segments.py",
@@ -37,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = [item for item in items if item.path.name == name]
         order += [*own, *islice(rest, max(0, share - len(own)))]
     items[:] = [*order, *rest]
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of all collections of garbage to come what all tests need."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -35,6 +36,7 @@ from pipeplan.runtime.engine.job import HeldOutOptions
 from pipeplan.runtime.model.autocast import Autocast
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.processes.own_processes import context_of
 from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.update.optimizers import Choice
 
@@ -291,6 +293,9 @@ def main():
     """Carry out what comes line by line: a mode's name or Python, and knobs."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
+    context_of()
+    forkserver.set_forkserver_preload([*forkserver._forkserver._preload_modules, "cases.soft_runs"])  # once for all
+    forkserver.ensure_running()
     left = Path(os.environ["SOFTGPU_FOLDER"])
     for line in sys.stdin:
         what, knobs = json.loads(line)

@@ -84,7 +84,8 @@ def _configure() -> dict[str, str]:
 
 def _plant(planted: dict[str, str]) -> None:
     """Let the functions of modules be what other texts for these make them."""
-    gc.unfreeze()  # as they may be before a fork
+    if planted:
+        gc.unfreeze()  # as they may be before a fork
     for name, text in planted.items():
         file = import_module(name).__file__
         left, codes = [compile(text, str(file), "exec")], {}
