@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union, get_args, get_
 from ..choices import (
     DEFAULT_BANDWIDTH,
     DEFAULT_NETWORK,
+    ENGINES,
     OPTIMIZERS,
     AlgorithmName,
     Checkpointing,
@@ -92,11 +93,12 @@ class Knobs(TypedDict, total=False):
 
 
 class Parts(TypedDict, total=False):
-    """How many GPUs run each layer together, and what runs again inside of layers."""
+    """How many GPUs run each layer together, what runs again inside of layers, and what issues operations."""
 
     tensor: int | str | None
     sequence_parallel: bool
     selective: bool
+    engine: str | None
     experts: int | str | None
     context: int | str | None
 
@@ -214,6 +216,10 @@ ROWS = f"""
 --offload-activations RATE
     Also look for plans whose activations wait in host memory, over a link of so much per GPU and direction, such as
     50GB/s: all that layers save, or what they read, and they run again.
+--engine NAME|TIME[,TIME]
+    Of a model that is estimated: what issues operations: {", ".join(ENGINES)}, of which megatron has its bytes per
+    parameter, too; or what one takes the host: 20us, or 20us,10us forward and backward.  [default: eager, or what the
+    GPU's file says]
 --microbatch N              Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]
 --for (for_)
     Find the best plan that this framework can express, and print what the restriction costs; weights are flush.

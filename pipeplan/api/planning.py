@@ -135,7 +135,7 @@ def plan(
             return _for_target(question, as_held(problem, said["for_"])[0], tell, beat_ns)
 
         if said["zero"] == ANY:
-            return _best_sharing(part.problem, bytes_per_parameter(said["bytes_per_parameter"]), of, beat_ns)
+            return _best_sharing(part.problem, bytes_per_parameter(words["bytes_per_parameter"]), of, beat_ns)
         found, problem = of(part.problem, beat_ns), part.problem
         if (
             not problem.chain.variants
@@ -414,11 +414,19 @@ def given_profiles(
     deadline: Deadline,
     parted: Parts | None = None,
 ) -> tuple[list[Profile], Deadline]:
-    """Return the profile that is given, in microbatches of ``sizes``, and the deadline: estimates are no search."""
+    """Return the profile that is given, in microbatches of ``sizes``, and the deadline: estimates are no search.
+
+    What is ``asked`` gets the bytes per parameter of an engine that is named.
+    """
     if is_name(profile):
         status.phase = "estimate"
     began = time.monotonic()
     about = asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision")
+    engine = (parted or {}).get("engine")
+    if engine is not None and not is_name(profile):
+        raise BadInput("--engine: goes with a model's name; the layers of a profile have their times")
+    if engine in TARGETS and asked.get("bytes_per_parameter") is None and not asked.get("offload"):
+        asked["bytes_per_parameter"] = TARGETS[engine].holds.get(about[1:])
     found = [as_profile(profile, *about, size, **parted or {}) for size in sizes]
     status.phase = "search"
     return found, deadline.later(time.monotonic() - began) if is_name(profile) else deadline

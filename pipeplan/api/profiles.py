@@ -152,6 +152,7 @@ def as_profile(
         )
         named = accelerator(gpu)
         what = f"layers as estimated for {named.name}, not measured, microbatches of {found.microbatch} in {dtype}"
+        what += "" if parted.get("engine") is None else f", operations issued as --engine {parted['engine']} says"
         return replace(found, assumptions=(what, named.doubt))
     if isinstance(given, Profile | Chain):
         found = Profile(given) if isinstance(given, Chain) else given
@@ -177,7 +178,7 @@ def profile(
     loss: Callable[..., Any] | None = None,
     *,
     gpu: str | None = None,
-    host_time: str | None = None,
+    engine: str | None = None,
     microbatch: int | None = None,
     data: Any = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -196,8 +197,8 @@ def profile(
 ) -> Profile:
     """Return what each layer of a model costs: estimated for ``gpu`` (``"a100"``), or measured here on ``device``.
 
-    Of an estimate, ``host_time`` says what an operation takes the host: ``"20us"``, ``"60us,35us"`` forward and
-    backward, or what issues it, ``"eager"``, ``"compiled"`` or ``"graphs"``.
+    Of an estimate, ``engine`` says what an operation takes the host: ``"20us"``, ``"20us,10us"`` forward and backward,
+    or what issues it, ``"eager"``, ``"compiled"``, ``"graphs"`` or ``"megatron"``.
 
     ``model`` is a module with an example of its ``inputs`` and a ``loss(output, target)`` (None where it returns its
     loss), or a name: ``"zoo:gpt2-xl"``, ``"hf:CONFIG"``, ``"module:function"`` of a build function. A live module stays
@@ -216,7 +217,7 @@ def profile(
     from ..runtime.profiler.measure import measure_model
 
     merge = merging(granularity, blocks)
-    _refuse(gpu, host_time, device, beside, measuring)
+    _refuse(gpu, engine, device, beside, measuring)
     source = _named(model, microbatch) if isinstance(model, str) else _live(model, inputs, loss, microbatch, gpu)
     batches = source.batches if data is None else data_to_read(data, source.batch)
     options = _measuring(source, batches, gpu, device, dtype, optimizer, beside, measuring)
@@ -227,7 +228,7 @@ def profile(
     }
     if gpu is not None:
         target = accelerator(gpu)
-        constants = constants_of(target, host_time)
+        constants = constants_of(target, engine)
         measured = estimate_model(source.build, source.batch, target, options, **about, constants=constants)
     else:
         by_names = granularity in (AUTO, "block") or blocks is not None
@@ -242,7 +243,7 @@ def profile(
         raise BadInput(f"--{said[0]}: parts of layers are estimated, of models by their name; say --estimate")
     same: dict[str, Any] = {
         "gpu": gpu,
-        "host_time": host_time,
+        "engine": engine,
         "microbatch": source.batch,
         "dtype": dtype,
         "optimizer": optimizer,
@@ -281,14 +282,14 @@ def _live(model: Any, inputs: Any, loss: Callable[..., Any] | None, microbatch: 
     return _Source(type(model).__name__, microbatch or samples_in(inputs), build, elsewhere)
 
 
-def _refuse(gpu: str | None, host_time: str | None, device: str, beside: int, measuring: Mapping[str, Any]) -> None:
+def _refuse(gpu: str | None, engine: str | None, device: str, beside: int, measuring: Mapping[str, Any]) -> None:
     """Raise BadInput for what goes with an estimate alone, or with a measurement, and is said of the other."""
     if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
         raise BadInput("--estimate needs no device; leave out --device, --hold and --beside")
     if not 1 <= beside <= MOST_BESIDE:
         raise BadInput(f"--beside: {beside} isn't a number of processes from 1 to {MOST_BESIDE}")
-    if gpu is None and host_time is not None:
-        raise BadInput("--host-time goes with --estimate")
+    if gpu is None and engine is not None:
+        raise BadInput("--engine goes with --estimate")
 
 
 def _measuring(

@@ -42,9 +42,6 @@ MEASURED = f"""
     Where to measure; auto: on a GPU if torch sees any.
 --estimate GPU
     Estimate for a GPU instead (a100, h100, v100, rtx4090, .. or FILE.json): no GPU and no memory needed.
---host-time TIME[,TIME]|NAME
-    With --estimate: what an operation takes the host, such as 20us, or 60us,35us forward and backward; or what
-    issues it: {", ".join(ENGINES)}.  [default: eager, or what FILE.json says]
 --dtype {"|".join(DTYPES)}
     Convert the model and its input, or run it under torch.autocast.  [default: as built]
 """
@@ -79,7 +76,7 @@ ALONE = """
 def command(
     model: str,
     estimate: str | None,
-    host_time: str | None,
+    engine: str | None,
     tensor_plan: str | None,
     output: str,
     quiet: bool,
@@ -98,13 +95,13 @@ def command(
         link = f" --bandwidth {shown(gpu.link)}" if gpu.link else ""
         limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
         click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
-        named = host_time or gpu.host_time or USUAL_ENGINE
-        said = said_host_time(constants_of(gpu, host_time))
-        click.echo(f"{named}: {said} (--host-time)" if named in ENGINES else said, err=True)
+        named = engine or gpu.host_time or USUAL_ENGINE
+        said = said_host_time(constants_of(gpu, engine))
+        click.echo(f"{named}: {said} (--engine)" if named in ENGINES else said, err=True)
     if quiet:
         status().say("")
     heard = {"say": _ignore, "note": _ignore} if quiet else {"say": status().say, "note": partial(click.echo, err=True)}
-    found = profile(model, gpu=estimate, host_time=host_time, **heard, **asked)
+    found = profile(model, gpu=estimate, engine=engine, **heard, **asked)
     if not quiet and found.measured is not None:
         from ..report.tables.measurements import print_measurements
 

@@ -137,7 +137,7 @@ FEW = 6  # options of a command that need no headings
 OTHERS = "Options"
 GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere comes under the command's own heading
     "Model": "model data name granularity blocks microbatch microbatch-profile layer-overhead",
-    "Platform": "gpus gpu mem reserve bandwidth network latency overhead platform blocking-transfers tensor "
+    "Platform": "gpus gpu engine mem reserve bandwidth network latency overhead platform blocking-transfers tensor "
     "sequence-parallel experts context selective",
     "Training": "weights accumulate batch samples tokens price optimizer no-decay groups lr scheduler warmup "
     "clip-norm clipped ema delay-correction predicted averaged precision half loss-scale loss-scale-window "
@@ -145,7 +145,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort solver schedule limit time-limit",
     "A plan that is stated": "split replicas on recompute",
-    "Measuring": "host-time",
+    "Measuring": "",
     "Simulation": "",
     "The order": "",
     "Run": "",

@@ -67,3 +67,15 @@ def test_what_is_no_module_or_has_no_tensor_is_one_sentence():
         pp.profile(nn.Linear(2, 2), None, nn.functional.mse_loss, gpu="a100")
     with pytest.raises(pp.BadInput, match="leave out device"):
         pp.profile("zoo:gpt-tiny", gpu="a100", device="cpu")
+
+
+def test_an_engine_has_its_host_times_and_its_bytes_per_parameter():
+    asked = {"gpus": 2, "gpu": "a100", "microbatch": 4, "optimizer": "adam", "precision": "mixed", "split": "3,3"}
+    usual, megatron = (pp.plan("zoo:gpt-tiny,blocks=2", **asked, engine=x) for x in (None, "megatron"))
+    assert megatron.period_ns > 1.3 * usual.period_ns, "which all layers wait for"
+    assert any("operations issued as --engine megatron says" in x for x in megatron.assumptions)
+    assert (usual.plan.policy.bytes_per_parameter, megatron.plan.policy.bytes_per_parameter) == (None, 18)
+    own = pp.plan("zoo:gpt-tiny,blocks=2", **asked, engine="megatron", bytes_per_parameter=20)
+    assert own.plan.policy.bytes_per_parameter == 20
+    with pytest.raises(pp.BadInput, match="engine: goes with a model's name"):
+        pp.plan(usual.plan.chain, gpus=2, mem="1GB", engine="megatron")

@@ -49,7 +49,7 @@ def test_a_rank_has_a_share_of_the_experts_and_all_routed_tokens(profiled):
 
 
 def test_the_fullest_rank_has_as_many_more_tokens_as_is_said():
-    even, uneven = (estimated(f",expert_ranks=4,imbalance={x}", host_time="graphs").layers[3] for x in (1.0, 1.5))
+    even, uneven = (estimated(f",expert_ranks=4,imbalance={x}", engine="graphs").layers[3] for x in (1.0, 1.5))
     assert [x.bytes for x in uneven.exchanges] == [x.bytes * (1 if x.update else 1.5) for x in even.exchanges]
     assert uneven.forward_ns >= even.forward_ns
     assert uneven.saved_bytes > even.saved_bytes

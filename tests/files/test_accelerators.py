@@ -113,11 +113,11 @@ def test_host_times_are_said_or_those_of_what_issues_operations() -> None:
     }  # fmt: skip
     assert constants_of(a100) == constants_of(a100, "eager") == a100.constants()
     for wrong, message in (
-        ("fast", "none of eager, compiled, graphs"),
+        ("fast", "none of eager, compiled, graphs, megatron"),
         ("1us,2us,3us", "isn't a time"),
         ("20", "no unit"),
     ):
-        with pytest.raises(BadInput, match=f"--host-time: '{wrong}'.*{message}"):
+        with pytest.raises(BadInput, match=f"--engine: '{wrong}'.*{message}"):
             constants_of(a100, wrong)
     own = with_constants(a100, Constants(0.5, 0.6, 4000, 61_000, 32_000), "fitted")
     assert own.constants() == Constants(0.5, 0.6, 4000, 61_000, 32_000)

@@ -226,7 +226,7 @@ def with_constants(device: Accelerator, constants: Constants, source: str) -> Ac
 
 
 def constants_of(device: Accelerator, host_time: str | None = None) -> Constants:
-    """Return what turns work into time on ``device``, with the ``--host-time`` that is said."""
+    """Return what turns work into time on ``device``, with the ``--engine`` that is said."""
     if host_time is not None:
-        parse_host_time(host_time, "--host-time")
+        parse_host_time(host_time, "--engine")
     return device.constants(host_time)

@@ -70,7 +70,7 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     if bound:
         out.print(
             f"note: the GPU waits for its host in {len(bound)} of {len(chain)} layers, marked h: larger "
-            "microbatches cost little more there, and --host-time compiled or graphs less"
+            "microbatches cost little more there, and --engine compiled or graphs less"
         )
     if unsteady:
         out.print(

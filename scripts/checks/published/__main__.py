@@ -62,9 +62,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
 }
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
 TENSOR, SLICES, H200 = "tensor", "slices", "h200"
-HOSTS = {  # of that server's host, as fitted to the rows of ``runs.csv`` with hidden size 1024, all of degree 1
-    "vtrain-server": {"forward_host_ns": 29_000.0, "backward_host_ns": 44_000.0}
-}
+ENGINE, ON_ENGINE = "megatron", ("vtrain", "vtrain-server")  # whose rows wait for their host
 MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
 Row = dict[str, str]
 
@@ -254,6 +252,8 @@ def judge(name: str, source: Source) -> None:
     usual = source.predicted(start)
     said("time, the usual constants", source.error(usual))
     if name == "vtrain":
+        named = source.predicted(accelerator("a100").constants(ENGINE))
+        said(f"time, --engine {ENGINE}", source.error(named))
         folds = source.held_out(halves(len(source.runs)), start)
         said("time, fitted on one half and judged on the other", source.error(folds))
         for part, what in zip(source.parts(lambda row: row["hidden"]), _names(source, "hidden"), strict=True):
@@ -261,7 +261,8 @@ def judge(name: str, source: Source) -> None:
             fit = source.fit(rest, start)
             error = source.error(source.predicted(fit.constants, part), part)
             said(f"time, hidden {what}, fitted on the other width", error, fitted(fit))
-        for label, found in (("usual constants", usual), ("the other half's constants", folds)):
+        ways = {"usual constants": usual, f"--engine {ENGINE}": named, "the other half's constants": folds}
+        for label, found in ways.items():
             regret, best, groups = source.regret(found, without("microbatch"))
             said(f"regret of the microbatch, {label}", regret, f"   best in {best} of {groups}")
         return
@@ -280,14 +281,13 @@ def judge(name: str, source: Source) -> None:
 def judge_tensor(each: bool) -> None:
     with open(Path(__file__).with_name("tensor.csv"), encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    usual = accelerator("a100").constants()
     for name in dict.fromkeys(row["source"] for row in rows):
-        constants = replace(usual, **HOSTS.get(name, {}))
+        constants = accelerator("a100").constants(ENGINE if name in ON_ENGINE else None)
         runs = [tensor_run(row) for row in rows if row["source"] == name]
         errors = np.array([costed(run, constants).iteration_ns / run.measured_ns - 1 for run in runs])
         size = np.abs(errors)
         print(f"{name}: {len(runs)} rows")
-        label = "time, the usual constants" + (" with the host times of degree 1" if name in HOSTS else "")
+        label = f"time, --engine {ENGINE}" if name in ON_ENGINE else "time, the usual constants"
         said(label, float(size.mean()), f"   bias {errors.mean():+.1%}, worst {size.max():.1%}")
         for run, error in zip(runs, errors, strict=True) if each else ():
             print(f"    {run.name:60} {1 + error:.3f}")
