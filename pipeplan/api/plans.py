@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
@@ -76,6 +76,7 @@ def simulations(
         options["batch"] = whole_microbatches(batch, plan.chain.microbatch)
     every = list(schedules()) if ALL in names else []
     chosen = list(dict.fromkeys([*every, *(name for name in names if name != ALL)])) or [own_schedule(plan)]
+    _refuse_unused(options, [] if files else chosen)
     refused: list[Refused] = []
     if files:
         found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
@@ -86,6 +87,16 @@ def simulations(
     if jitter is not None:
         found = [under_jitter(run, jitter, run_seeds(seed, runs), status) for run in found]
     return found, refused
+
+
+def _refuse_unused(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
+    """Raise BadInput for an option, the size of mini-batches apart, that none of the chosen schedules takes."""
+    for option in (name for name, value in options.items() if value is not None and name != "batch"):
+        takers = [name for name, entry in schedules().items() if option in entry.options]
+        takers += [BEST] if option == "weight_keeps" else []
+        if not set(takers) & set(chosen):
+            what = f"the schedule is {', '.join(chosen)}" if chosen else "the order is a file's"
+            raise BadInput(f"--{option.replace('_', '-')} is for {', '.join(takers)}; {what}")
 
 
 def refuse_unknown(names: Iterable[str], *others: str) -> None:
@@ -180,7 +191,7 @@ def exported(
     refuse_unknown([] if schedule is None else [schedule])
     renames = parsed_renames(tuple(rename))
     name = schedule or own_schedule(plan)
-    stages = schedule_stages(plan, name, chunks or 2)
+    stages = schedule_stages(plan, name, chunks)
     run = simulate_plan(plan, microbatches, name, {"chunks": chunks}).timeline
     writer, asked = WRITERS[target], Asked(plan, stages, run, renames, path)
     beside = {}

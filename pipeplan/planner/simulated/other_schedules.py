@@ -61,7 +61,7 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         given = {option: value for option, value in plans.items() if option in entry.options} | given
     if "batch" in entry.options:
         given["batch"] = mini_batch(plan, schedule, options)
-    chunks = given.pop("chunks", 2)
+    chunks = given.pop("chunks", None)
     graph = schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 1))
     _refuse_endless(graph, microbatches)
     if entry.steady is not None:  # which is found in a run that the limit makes longer
@@ -107,7 +107,9 @@ def mini_batch(plan: Plan, schedule: str, options: Mapping[str, Any] | None = No
     return int((options or {}).get("batch") or own or DEFAULT_BATCH)
 
 
-def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2, batch: int = 1) -> StageGraph:
+def schedule_graph(
+    plan: Plan, schedule: str, microbatches: int, chunks: int | None = None, batch: int = 1
+) -> StageGraph:
     """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
     entry = named(schedule)
     weights = entry.weights or plan.policy.weights
@@ -119,17 +121,20 @@ def schedule_graph(plan: Plan, schedule: str, microbatches: int, chunks: int = 2
     return stage_graph(plan.chain, plan.platform, policy, schedule_stages(plan, schedule, chunks))
 
 
-def schedule_stages(plan: Plan, schedule: str, chunks: int = 2) -> tuple[Stage, ...]:
+def schedule_stages(plan: Plan, schedule: str, chunks: int | None = None) -> tuple[Stage, ...]:
     """Return the stages that ``schedule`` runs: the plan's own where it can, and elsewhere others on its GPUs.
 
-    Those are cut anew, into as many equal pipelines as the plan's replicas can be shared by (their greatest common
-    divisor), with the plan's recomputation.
+    Of a schedule with a choice of ``chunks`` its own are those of as many, if these are said. Others are cut anew, into
+    as many equal pipelines as the plan's replicas can be shared by (their greatest common divisor), with the plan's
+    recomputation.
     """
     entry, own = named(schedule), plan.allocation.stages
-    if schedule == own_schedule(plan) or (entry.homes is None and not entry.refuses(graph_of(plan))):
+    if entry.homes is None and not entry.refuses(graph_of(plan)):
+        return own
+    if schedule == own_schedule(plan) and chunks in (None, len(own) // len({x.devices for x in own})):
         return own
     groups = _even_groups(own) if entry.replicas else [(d,) for d in sorted({d for x in own for d in x.devices})]
-    homes = (entry.homes or loop)(len(groups), chunks if entry.homes else 1)
+    homes = (entry.homes or loop)(len(groups), (chunks or 2) if entry.homes else 1)
     return balanced_stages(plan, [groups[i] for i in homes], schedule)
 
 
