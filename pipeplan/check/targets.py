@@ -120,7 +120,7 @@ class Target:
     stores_traced: bool = False
     zero: tuple[Zero, Zero] = (1, 1)
     selective: bool = False
-    holds: Mapping[tuple[Optimizer, Precision], str] = field(default_factory=dict)
+    holds: Mapping[tuple[Optimizer, Precision | None], str] = field(default_factory=dict)
 
     def unshared(self, zero: Zero, shape: Shape) -> str | None:
         """Return why replicas don't share what ``zero`` says on pipelines of a shape, or None."""

@@ -99,8 +99,8 @@ def with_offloaded(chain: Chain) -> Chain:
             there = ceil_div(size * 10**9, chain.offloaded)
             ways.append((max(f, there), max(backward, there), layer.working_bytes + 2 * size + again))
         forward, backward, working = min(ways, key=lambda way: way[0] + way[1])
-        own = {"forward_ns": forward, "backward_ns": backward, "backward_weight_ns": layer.weight_part_ns}
-        layers.append(replace(layer, **own, working_bytes=working, saved_bytes=0, saves=(), work=None))
+        part = replace(layer, forward_ns=forward, backward_ns=backward, backward_weight_ns=layer.weight_part_ns)
+        layers.append(replace(part, working_bytes=working, saved_bytes=0, saves=(), work=None))
     return replace(chain, layers=tuple(layers))
 
 

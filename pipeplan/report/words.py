@@ -225,7 +225,7 @@ def _beside(plan: Plan, result: Evaluation) -> Iterator[tuple[str, float, bool]]
     found: list[tuple[str, int | None, bool]] = [
         (x.weights, x.period_ns, True) for x in plan.provenance.alternatives if x.microbatches == plan.interval
     ]
-    found += [(f"--zero {shown(k)}", _ns(zero, k), True) for k in (zero if isinstance(zero, dict) else ())]
+    found += [(f"--zero {shown(k)}", _ns(zero, k), True) for k in zero] if isinstance(zero, dict) else []
     found += [("one stage on all GPUs", _ns(options, "unpipelined_ns"), True)]
     found += [("a pipeline", _ns(options, "pipeline_ns"), True)]
     yield from ((name, ns / own, same) for name, ns, same in found if ns is not None)

@@ -151,7 +151,7 @@ class HeldOut:
                 means[name] = fmean(one[name] for one in self._metrics if name in one)
         with exchanging("an evaluation"):
             found = everybodys(means, patient)
-        return found[homes[last]] if together is None else together.told(found[max(0, homes[last])])  # type: ignore[no-any-return]
+        return found[homes[last]] if together is None else together.told(found[max(0, homes[last])])
 
     def _received(self, stage: int, source: int, patient: Group) -> Tensor:
         spec = self._rank.model.cut(self._rank.stage(stage).start).forward

@@ -52,14 +52,14 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     Where several run each layer together, these are one rank, and each has its part of the model.
     """
     lowered, together = job.lowered(), None
-    rank, place = lowered.processes[number]
-    width, number = lowered.widths[rank], sum(width > place for width in lowered.widths[:rank])
+    of_rank, place = lowered.processes[number]
+    width, number = lowered.widths[of_rank], sum(width > place for width in lowered.widths[:of_rank])
     if max(lowered.widths) > 1:
         number_processes([process for process, (_, at) in enumerate(lowered.processes) if at == place])
     if width > 1:
         device = own_device(kind_of(job.options.device, job.plan.chain), launcher.local_rank)
         timeout = timedelta(seconds=job.timeout_s(lowered))
-        together = LayerGroup(launcher.meet(), rank, place, width, device, timeout)
+        together = LayerGroup(launcher.meet(), of_rank, place, width, device, timeout)
         job = replace(job, model=job.model.part(width, place), place=place)
         job.model.exchanges_by(together.exchange)
     torch.set_num_threads(job.options.threads)

@@ -10,7 +10,7 @@ one order.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -121,7 +121,8 @@ class HandedOn:
     @staticmethod
     def given(lowered: LoweredRun, stages: Sequence[int], specs: Mapping[Edge, TensorSpec]) -> dict[Edge, TensorSpec]:
         """Return the edges into ``stages`` that fewer processes send along than the stages have."""
-        into = [(edge, s) for s in stages for edge in (("F", s - 1), ("B", s + 1)) if edge in specs]
+        edges: Iterator[tuple[Edge, int]] = ((edge, s) for s in stages for edge in (("F", s - 1), ("B", s + 1)))
+        into = [(edge, s) for edge, s in edges if edge in specs]
         return {edge: specs[edge] for edge, s in into if lowered.width_of(edge[1]) < lowered.width_of(s)}
 
     def post(self, receive: Receive) -> None:
