@@ -7,27 +7,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, product
 
-import numpy as np
 import pytest
 from cases.drained import open_and_named, open_instance, soonest_in_any_order
 
-from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.plan import ScheduleKind, Stage
-from pipeplan.planner.drained.run import any_run, drained_run, fitting_run, retimed
+from pipeplan.planner.drained.run import any_run, drained_run, fitting_run
 from pipeplan.planner.drained.search import search_stages
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import compare_schedules
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 from pipeplan.schedule.kinds import kinds_for
-from pipeplan.schedule.programs.loops import interleaved
-from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
-from pipeplan.schedule.simulate import simulate
-from pipeplan.schedule.timeline import flush_makespan_ns
-
-
-def _column(values: list[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int64).reshape(len(values), 1)
 
 
 def _chain(rng: random.Random, layers: int, sizes: int = 40) -> Chain:
@@ -46,38 +36,6 @@ def _chain(rng: random.Random, layers: int, sizes: int = 40) -> Chain:
         ),
         input_bytes=4,
     )
-
-
-def _graph(rng: random.Random, replicas: list[int], microbatches: int, full_duplex: bool) -> StageGraph:
-    chain = _chain(rng, len(replicas))
-    platform = replace(Platform.flat(sum(replicas), 10**9, 10**9), full_duplex=full_duplex)
-    ends = np.cumsum([0, *replicas]).tolist()
-    stages = [Stage(s, s + 1, tuple(range(low, high))) for s, (low, high) in enumerate(pairwise(ends))]
-    return stage_graph(chain, platform, Policy(weights="flush", accumulate=microbatches), stages)
-
-
-def test_many_splits_are_timed_as_the_simulator_runs_them_one_by_one() -> None:
-    rng = random.Random(3)
-    for case in range(60):
-        replicas = [rng.choice((1, 1, 1, 2, 3, 4)) for _ in range(rng.randint(1, 5))]
-        microbatches, full_duplex = rng.randint(1, 12), case % 2 == 0
-        graph = _graph(rng, replicas, microbatches, full_duplex)
-        timeline = simulate(one_f_one_b(graph, microbatches))
-        ran = flush_makespan_ns(timeline)
-        updates = _column([stage.update_ns for stage in graph.stages])
-        durations = _column([work.duration_ns for work in timeline.program.operations])
-        both = np.concatenate([durations, 3 * durations], axis=1)
-        found = retimed(timeline).makespans(both, np.concatenate([updates, 3 * updates], axis=1))
-        assert found.tolist() == [ran, 3 * ran]
-
-
-def test_a_run_with_several_stages_on_a_gpu_is_timed_as_simulated() -> None:
-    rng = random.Random(5)
-    chain, policy = _chain(rng, 6), Policy(weights="flush", accumulate=6)
-    stages = [Stage(s, s + 1, (s % 3,)) for s in range(6)]
-    timeline = simulate(interleaved(stage_graph(chain, Platform.flat(3, 10**9, 10**9), policy, stages), 6))
-    durations = _column([work.duration_ns for work in timeline.program.operations])
-    assert retimed(timeline).makespans(durations, _column([0] * 6))[0] == flush_makespan_ns(timeline)
 
 
 @pytest.mark.parametrize(("memory", "weight_ns"), [(400, 0), (400, 20), (230, 20)])

@@ -2,8 +2,8 @@
 
 Under 1F1B, in the order of a pattern or not, each has GPUs of its own, as many as it needs; under others there are
 equal pipelines, with several stages on each GPU where the schedule has chunks. First come splits whose longest stage is
-shortest for every way to share the GPUs; then local moves of cuts from the best, timed many at once as if devices kept
-the order of a run, and simulated where there is hope; stages recompute what lets the run fit.
+shortest for every way to share the GPUs; then local moves of cuts from the best, of which those are simulated that
+should take least; stages recompute what lets the run fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...check.bounds.drained.tables import shapes
 from ...check.targets import Shape
 from ...cost import time_model
 from ...deadline import OutOfTime
-from ...integers import NEVER, Ints
+from ...integers import NEVER
 from ...partition.tables.split_paths import near
 from ...plan import Allocation, ScheduleKind, Stage
 from ...problem import Problem
@@ -80,8 +80,7 @@ _FAR = 4  # places by which one cut moves
 _MOVES = 6  # of its cuts, about the best ones, that are simulated of a run
 _HOPE = 64  # a part of the best by which a run may take longer to be looked at
 _STARTS = 2  # of equal pipelines, from which cuts are moved
-_SIMULATE = 600  # what a step to be simulated costs, in steps of a split that is timed
-_SEARCH = 30_000  # and where its order is searched for
+_SEARCH = 50  # what a step costs where its order is searched for
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,8 @@ class Effort:
     """How much is searched.
 
     Of ways to share GPUs among stages so many ``starts`` are simulated, of which cuts are moved of ``climbs``; of equal
-    pipelines with at most ``chunks`` stages on a GPU they are moved of ``placed_climbs``. Both count steps: of a split
-    that is timed, of which a simulated one is many. Of a target's blocks, and of grids, local moves may simulate so
-    many steps.
+    pipelines with at most ``chunks`` stages on a GPU they are moved of ``placed_climbs``. Both may simulate so many
+    steps, as may local moves of a target's blocks, and of grids.
     """
 
     starts: int
@@ -105,9 +103,9 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort(10, 2, 6 * 10**7, 2, 1, 4 * 10**7, 0, 0),
-    "normal": Effort(60, 12, 4 * 10**8, 3, 5, 2 * 10**8, 2 * 10**5, 10**6),
-    "high": Effort(400, 60, 4 * 10**9, 4, 16, 2 * 10**9, 4 * 10**6, 2 * 10**7),
+    "quick": Effort(10, 2, 10**5, 2, 1, 7 * 10**4, 0, 0),
+    "normal": Effort(60, 12, 7 * 10**5, 3, 5, 3 * 10**5, 2 * 10**5, 10**6),
+    "high": Effort(400, 60, 7 * 10**6, 4, 16, 3 * 10**6, 4 * 10**6, 2 * 10**7),
 }
 
 
@@ -244,8 +242,7 @@ class _Search:
                     yield Config(floor, kind, shape)
 
     def _probe(self, placement: Config) -> Iterator[_Found]:
-        """Yield some splits, made to fit the memory: those of stages as equal as can be, and where cuts go from the
-        best of them, whatever the memory."""
+        """Yield some splits of stages as equal as can be, made to fit the memory."""
         parts = (1, placement.shape.chunks)
         tables = next((found for part in parts if (found := self.tables(part)) is not None), None)
         if tables is None:
@@ -255,28 +252,10 @@ class _Search:
         starts = list(islice(dict.fromkeys((*layout.even(), *layout.starts())), _TRIED))
         runs = ((self._run(placement.kind, layout.stages(split)), split) for split in starts)
         bare = sorted((_Found(x, layout, split) for x, split in runs if x is not None), key=lambda x: x.makespan_ns)
-        moved = [self._walked(x, self.most // 2) for x in bare[:1]]
-        for start in dict.fromkeys((*moved, *(x.split for x in bare[:_STARTS]))):
-            fitting = self._fitting(placement.kind, layout, start)
+        for start in bare[:_STARTS]:
+            fitting = self._fitting(placement.kind, layout, start.split)
             if fitting is not None:
                 yield fitting
-
-    def _walked(self, start: _Found, end: int) -> Split:
-        """Return where a walk of the cuts leads that keeps the order of a run."""
-        layout, at, run = start.layout, start.split, start.run
-        here = int(layout.makespans([at], run)[0])
-        while here < NEVER and self.steps <= end and (splits := list(near(at, _FAR, True))):
-            times = self._timed(layout, splits, run)
-            best = int(times.argmin())
-            if int(times[best]) >= here:
-                break
-            at, here = splits[best], int(times[best])
-        return at
-
-    def _timed(self, layout: Layout, splits: Sequence[Split], run: Run) -> Ints:
-        self.problem.deadline.check()
-        self.steps += len(splits) * len(run.timeline.program.operations) * self.microbatches
-        return layout.makespans(splits, run)
 
     def _fitting(self, kind: ScheduleKind, layout: Layout, split: Split) -> _Found | None:
         """Return the run of a split that recomputes what its memory asks for; None where it doesn't help to know."""
@@ -295,7 +274,7 @@ class _Search:
 
     def _run(self, kind: ScheduleKind, stages: tuple[Stage, ...]) -> Run | None:
         """Return a run, fitting or not; None where there is none, or no more steps."""
-        each = _SEARCH if searches(kind) else _SIMULATE
+        each = _SEARCH if searches(kind) else 1
         self.steps += each * (self.microbatches // len(stages[0].devices)) * 4 * len(stages)
         return None if self.steps > self.most else any_run(self.problem, stages, kind)
 
@@ -307,14 +286,10 @@ class _Search:
             other = Layout(layout.tables, layout.groups, run.held)
             if other.fits(here.split) and (found := self._fitting(run.kind, other, here.split)):
                 yield found
-        splits = [split for split in near(here.split, _FAR, True) if split not in tried]
-        if not splits or self.steps > self.most:
+        if self.steps > self.most:
             return
-        times = self._timed(layout, splits, run).tolist()
-        hopeful = sorted((ns, split) for ns, split in zip(times, splits, strict=True) if ns < NEVER)[:_MOVES]
-        chosen = [split for _, split in hopeful]
-        if max(layout.held) > 1:  # what neighbours recompute is known
-            chosen = list(dict.fromkeys((self._walked(here, self.most), *chosen)))
-        tried.update(chosen)
-        runs = [x for split in chosen if (x := self._fitting(run.kind, layout, split))]
+        splits = (split for split in near(here.split, _FAR, True) if split not in tried)
+        hopeful = sorted((ns, split) for split in splits if (ns := layout.guess_ns(split)) < NEVER)[:_MOVES]
+        tried.update(split for _, split in hopeful)
+        runs = [x for _, split in hopeful if (x := self._fitting(run.kind, layout, split))]
         yield from sorted(runs, key=lambda x: x.makespan_ns)[:1]

@@ -1,6 +1,6 @@
 """What does every split take over stages on given groups of GPUs, drained?
 
-Stages recompute as little as lets them hold the microbatches that they are to have ahead. Many are timed at once.
+Stages recompute as little as lets them hold the microbatches that they are to have ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ...partition.tables.stages import Ranges, SearchTables, StageOptions, held_
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Policy, Problem
 from ...schedule.programs.one_f_one_b import forwards_ahead
-from .run import Retiming, Run, retimed
 
 Split = tuple[int, ...]  # indices of cuts
 
@@ -44,7 +43,6 @@ class Tables:
         self.problem, self.parts, self.alike = problem, parts, microbatches is not None
         self.microbatches = microbatches or problem.policy.accumulate or 1
         self.size = len(self.found.cuts)
-        self.retimed: tuple[Run, Retiming] | None = None  # the last
         self._options: dict[Device, StageOptions] = {x.device: x.options for x in self.found.classes}
         self.stages = StageTables.between(problem, self.found.cuts)
         self._known: dict[object, Ints] = {}
@@ -66,33 +64,17 @@ class Tables:
         if key not in self._known:
             self.problem.deadline.check()
             self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
-        own = self._forward(group)
-        forward, backward = self._exchanging(own, self._known[key] - own, group)
-        return np.asarray(np.minimum(NEVER, forward + backward))
-
-    def forward(self, group: Sequence[int]) -> Ints:
-        """Return F of every stage, with what it waits for where transfers block."""
-        forward = self._forward(group)
-        return self._exchanging(forward, forward, group)[0]
-
-    def _forward(self, group: Sequence[int]) -> Ints:
-        device = self.problem.platform.slowest(group)
+        platform, device = self.problem.platform, self.problem.platform.slowest(group)
         before, behind = self.stages.waits
-        return self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
-
-    def _exchanging(self, forward: Ints, backward: Ints, group: Sequence[int]) -> tuple[Ints, Ints]:
-        platform = self.problem.platform
+        own = self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
         path = platform.paths[platform.level_of(group)]
-        return self.stages.exchanging(forward, backward, len(group), path)
+        forward, backward = self.stages.exchanging(own, self._known[key] - own, len(group), path)
+        return np.asarray(np.minimum(NEVER, forward + backward))
 
     def update(self, group: Sequence[int]) -> Ints:
         """Return what the update of every stage takes behind its last backward, at least."""
         platform = self.problem.platform
         return self.stages.update(platform.slowest(group), len(group), platform.paths[platform.level_of(group)])
-
-    def weight(self, group: Sequence[int]) -> Ints:
-        """Return the part of every stage's backward that may come later."""
-        return self.stages.later(self.problem.platform.slowest(group), len(group))
 
     def bare(self, group: Sequence[int]) -> Ints:
         """Return U of every stage that recomputes nothing, whatever it can hold."""
@@ -173,15 +155,18 @@ class Layout:
         return Layout(tables, groups, tuple(min(a, ceil_div(tables.microbatches, r)) for a, r in pairs))
 
     def guess_ns(self, split: Split) -> int:
-        """Return about what a mini-batch of a split takes under 1F1B."""
-        assert self.times is not None
-        pairs = list(pairwise(split))
-        way = sum(int(u[pair]) for u, pair in zip(self.times, pairs, strict=True))
-        way += sum(int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True))
-        longest = max(int(x[pair]) for x, pair in zip(self._each, pairs, strict=True))
-        updates = max(int(costs[-1][pair]) for costs, pair in zip(self.costs, pairs, strict=True))
-        pipelines = len(self.groups[0]) // self._shares[0]
-        return way + (ceil_div(self.tables.microbatches, pipelines) - 1) * longest + updates
+        """Return about what a mini-batch of a split takes, NEVER where it doesn't fit: the way of one microbatch, and
+        all others on the GPUs that take longest."""
+        if self.times is None or not self.fits(split):
+            return NEVER
+        way = sum(int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True))
+        each, updates = dict[tuple[int, ...], int](), 0
+        for group, table, update, pair in zip(self.groups, self.times, self.updates, pairwise(split), strict=True):
+            way += int(table[pair])
+            each[group] = each.get(group, 0) + int(table[pair])
+            updates = max(updates, int(update[pair]))
+        others = ((ceil_div(self.tables.microbatches, len(group)) - 1) * one for group, one in each.items())
+        return way + max(others) + updates
 
     @cached_property
     def times(self) -> list[Ints] | None:
@@ -239,12 +224,9 @@ class Layout:
         return (0, *(place.get(stage.stop, -1) for stage in next(balance(alone)).stages))
 
     @cached_property
-    def costs(self) -> list[tuple[Ints, Ints, Ints, Ints]]:
-        """Forward, U, the part of it that may come later, and update of each stage."""
-        assert self.times is not None
-        of = self.tables
-        pairs = zip(self.groups, self.times, strict=True)
-        return [(of.forward(group), times, of.weight(group), of.update(group)) for group, times in pairs]
+    def updates(self) -> list[Ints]:
+        """What the update of each stage takes behind its last backward."""
+        return [self.tables.update(group) for group in self.groups]
 
     def starts(self) -> Iterator[Split]:
         """Yield splits whose longest stage is shortest, or somewhat longer, and the way through them short."""
@@ -252,25 +234,6 @@ class Layout:
             pairs = zip(self.loads, pairwise(self._shares), strict=True)
             links = [ceil_div(load, lcm(*ends)) for load, ends in pairs]
             yield from short_splits(self._each, self.times, self.trips, links)
-
-    def makespans(self, splits: Sequence[Split], run: Run) -> Ints:
-        """Return about what a mini-batch of each split takes if devices and links keep the order of a ``run``, NEVER
-        where one doesn't fit."""
-        cuts, program, count = np.array(splits, dtype=np.int64).T, run.timeline.program, len(self.groups)
-        picked = [
-            tuple(table[low, high] for table in tables)
-            for tables, low, high in zip(self.costs, cuts[:-1], cuts[1:], strict=True)
-        ]
-        forward, work, later, updates = (np.stack(x) for x in zip(*picked, strict=True))
-        there = [trip[at][None, :] // 2 for trip, at in zip(self.trips, cuts[1:-1], strict=True)]
-        fits = np.all(work < NEVER, axis=0)
-        backward = np.where(fits, work - forward - (later if program.split else 0), 0)
-        durations = np.concatenate([forward, backward, *there, later])
-        first = {"F": 0, "B": count, "SEND_F": 2 * count, "SEND_B": 2 * count - 1, "W": 3 * count - 1}
-        rows = [first[work.kind] + work.stage for work in program.operations]
-        if self.tables.retimed is None or self.tables.retimed[0] is not run:
-            self.tables.retimed = run, retimed(run.timeline)
-        return np.where(fits, self.tables.retimed[1].makespans(durations[rows], updates), NEVER)
 
     def ways(self, split: Split) -> list[Sequence[Ranges]]:
         """Return the ways to recompute each stage of a split, the quickest first, those later keeping less."""
