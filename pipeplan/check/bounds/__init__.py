@@ -3,8 +3,7 @@
 Bounds of class ``any``, from quick to slow; each condition is necessary for every valid plan, and which one binds is
 said in words (:data:`PARTS`):
 
-- ``averages``: all work shared perfectly, or as far as a pipeline has filled, the largest layer, memory averaged over
-  time against what can be recomputed;
+- ``averages``: all work shared perfectly, or as far as a pipeline has filled, and the largest layer;
 - ``runs``: what the layers on one group of devices take and hold at their worst instant, with the microbatches that
   must be inside by then (``facts`` says what they cost at least);
 - ``packing``: what they hold at every instant, side by side on whole devices;
@@ -14,8 +13,8 @@ said in words (:data:`PARTS`):
   instants, have to cover the chain; looked for only up to a period that is asked about.
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
-link. Schedules that are no patterns (drained ones, nF1B) are bounded by averages alone, as counts of microbatches
-inside needn't be the same in every period. Where the layers of a DAG may stand in several orders, bounds hold for the
+link. Of schedules that are no patterns (drained ones, nF1B) no counts of microbatches inside are taken, as they needn't
+be the same in every period. Where the layers of a DAG may stand in several orders, bounds hold for the
 problem's own, and where each stage chooses among variants of its layers ``choosing`` alone, by averages, bounds. Bounds
 of narrower classes come from exact algorithms (``contiguous`` is its own bound); the planner assembles them.
 """
@@ -28,7 +27,7 @@ from functools import lru_cache
 from ...cost import time_model
 from ...plan import Bound, Plan
 from ...problem import Problem
-from .averages import fill_bound, layer_bound, load_bound, memory_bound, work_ns
+from .averages import fill_bound, layer_bound, load_bound, work_ns
 from .choosing import choosing_proof
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, deeper, strong_bound
 
@@ -42,7 +41,6 @@ __all__ = [
     "follows",
     "layer_bound",
     "load_bound",
-    "memory_bound",
     "overstated",
     "proof",
     "quick_proof",
@@ -80,7 +78,7 @@ def derived_up_to(problem: Problem, period: int) -> int:
 
 
 def quick_proof(problem: Problem) -> Proved:
-    """Return the bound by averages alone."""
+    """Return the bound by work and the largest layer alone."""
     if problem.chain.variants:
         return choosing_proof(problem)
     relaxed = time_model.relative(problem)
@@ -88,7 +86,6 @@ def quick_proof(problem: Problem) -> Proved:
         (max(1, load_bound(relaxed)), "work"),
         (fill_bound(relaxed), "fill"),
         (layer_bound(relaxed), "layer"),
-        (memory_bound(relaxed), "averages"),
     ]
     return Proved(*max(found, key=lambda one: one[0]))
 

@@ -1,6 +1,6 @@
 """How short can a period be where each stage chooses among variants of its layers, each on groups of GPUs? By averages.
 
-A layer takes a time of all GPUs of its group, ``w (f + b)``, and bytes of each, held as in :mod:`.averages`. All GPUs
+A layer takes a time of all GPUs of its group, ``w (f + b)``, and bytes of each, held as in :mod:`.runs`. All GPUs
 together have so much time and so many bytes in a period, so at any price of a byte the layers, each as its cheapest
 variant, stored or recomputed, must not cost more than both are worth. That is a Lagrange bound: every price gives one.
 """
