@@ -38,7 +38,7 @@ IMPOSSIBLE: dict[Part, str] = {
 }
 ENDLESS_NS = 10**30  # longer than any work or sum
 WORK = 40_000  # of refutations, in table rows: some tenths of a second
-MOST_TESTS = 26
+MOST_TESTS = 40
 MOST_LAYERS = 256
 FINEST = 1000  # of a period, to which such a bound is made out
 LITTLE = 50, 400  # parts of a period
