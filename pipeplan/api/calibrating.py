@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..choices import DRAINED, Optimizer, Precision
 from ..errors import BadInput
 from ..files.forms import json_text
@@ -18,6 +20,7 @@ from ..files.plans import load_plan
 from ..files.profiles import read_profile
 from ..files.text import write_text
 from ..names import shown
+from ..plan import Stage
 from ..planner.calibrate.calibration import Calibration
 from ..planner.calibrate.calibration import calibrate as calibrated
 from ..planner.calibrate.costed import Configuration, Passes, Run, stage_passes
@@ -26,6 +29,8 @@ from ..problem import Chain, Platform, Policy
 from ..report.tables.calibrations import Memory, calibration_figures
 from ..runtime.measure.trace_file import read_run_of
 from ..units import MOST_COUNT
+
+LEAST_SHARE = 0.005  # of a measured profile, that a pass takes which says anything
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,13 @@ class Calibrated:
         """Write the GPU with the constants fitted, which estimates take by the file's name."""
         chosen = self.fit.chosen
         error = chosen.error if chosen.left_out is None else chosen.left_out
+        how = "fitted" if self.fit.enough else "adjusted"
         source = (
-            f"{', '.join(chosen.freedom.names)} fitted to {len(self.fit.names)} measured times, {error:.1%} off on "
+            f"{', '.join(chosen.freedom.names)} {how} to {len(self.fit.names)} measured times, {error:.1%} off on "
             "average"
         )
-        write_text(str(path), json_text(with_constants(self.gpu, chosen.constants, source)))
+        within = self.fit.within if self.fit.enough else None
+        write_text(str(path), json_text(with_constants(self.gpu, chosen.constants, source, within)))
 
 
 def calibrate(
@@ -63,24 +70,30 @@ def calibrate(
     optimizer: Optimizer = "adam",
     precision: Precision = "mixed",
     blocking_transfers: bool = False,
+    hosts_alone: bool = False,
 ) -> Calibrated:
     """Return the constants of ``gpu`` behind the estimated ``profiles``, files, that fit measured iterations.
 
     ``measured`` is a CSV file with a row for each: see :data:`..files.measured_runs.COLUMNS`; ``traces`` are pairs of
-    a plan's file and that of its run's trace. Several GPUs are in servers of ``per_server``.
+    a plan's file and that of its run's trace. Several GPUs are in servers of ``per_server``. Of ``profiles`` that were
+    measured, the layers of an estimate count one by one. With ``hosts_alone`` kernels stay as they are.
     """
-    if measured is None and not traces:
-        raise BadInput("say what was measured: --measured FILE.csv, or --trace PLAN TRACE")
     if per_server is not None and not 1 <= per_server <= MOST_COUNT:
         raise BadInput(f"--per-server: {per_server} is not between 1 and {MOST_COUNT}")
     device = accelerator(gpu)
-    chains = {str(path): read_profile(str(path)) for path in profiles}
+    given = {str(path): read_profile(str(path)) for path in profiles}
+    chains = {path: x for path, x in given.items() if any(layer.work is not None for layer in x.layers)} or given
+    layers = [x for path, timed in given.items() if path not in chains for x in _measured_layers(timed, chains)]
+    if measured is None and not traces and not layers:
+        raise BadInput(
+            "say what was measured: --measured FILE.csv, --trace PLAN TRACE, or a measured PROFILE beside its estimate"
+        )
     policy = Policy(weights=DRAINED, optimizer=optimizer, precision=precision)
     rows = [] if measured is None else read_rows(str(measured))
     platform = partial(_platform, gpu, bandwidth, network, per_server, blocking_transfers)
     runs = [_run(row, _chain_of(row, chains), platform, policy) for row in rows]
-    passes = [x for plan, trace in traces for x in _traced(str(plan), str(trace))]
-    found = calibrated(runs, device.constants(), passes)
+    passes = [x for plan, trace in traces for x in _traced(str(plan), str(trace))] + layers
+    found = calibrated(runs, device.constants(), passes, hosts_alone)
     constants = found.chosen.constants
     memory = [(row, run.costed(constants).peak_bytes) for row, run in zip(rows, runs, strict=True) if row.gb]
     beside = ((row.place.split(": ")[-1], peak / 1e9, row.gb or 0.0) for row, peak in memory)
@@ -138,6 +151,21 @@ def _configuration(row: MeasuredRow) -> Configuration:
         raise BadInput(f"{row.place}: barrier: '{shown(barrier)}' is neither yes nor no")
     pipelines = row.count("data_parallel") or 1
     return Configuration(**said, pipelines=pipelines, batch=row.count("batch"), barrier=barrier == "yes")  # type: ignore[arg-type]
+
+
+def _measured_layers(timed: Chain, chains: dict[str, Chain]) -> list[Passes]:
+    """Return what the layers of a measured profile took, beside their estimate; BadInput where there is none."""
+    names = [x.name for x in timed.layers]
+    like = [x for x in chains.values() if [y.name for y in x.layers] == names and x.microbatch == timed.microbatch]
+    if len(like) != 1:
+        raise BadInput(
+            f"profile {shown(timed.name)} was measured: give one estimate of the same layers in microbatches of "
+            f"{timed.microbatch} beside it"
+        )
+    whole, stages = timed.sums.passes_ns[-1], [Stage(i, i + 1, (0,)) for i in range(len(timed))]
+    times = np.array([(x.forward_ns, x.backward_ns, x.optimizer_ns) for x in timed.layers])
+    found = stage_passes(like[0], stages, (times * (times >= LEAST_SHARE * whole)).tolist())
+    return [replace(x, name=f"{timed.name}, {x.name.replace('stage', 'layer')}") for x in found]
 
 
 def _traced(plan: str, trace: str) -> list[Passes]:

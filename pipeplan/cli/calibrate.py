@@ -34,11 +34,14 @@ WORDS = words(Common)
 @option_of(WORDS["optimizer"], default="adam", help="Of the runs.")
 @option_of(WORDS["precision"], default="mixed", show_default=True, help=None)
 @option_of(WORDS["blocking_transfers"])
+@options("--hosts-alone Fit what operations take the host, and leave kernels as they are.")
 @options("-o, --output OUT Write the GPU with the constants fitted, for --estimate FILE.")
 @JSON
 @DEBUG
 def command(profiles: tuple[str, ...], output: str | None, as_json: bool, **given: Any) -> None:
     """Fit the constants behind estimated PROFILEs to measured iterations, and say what error they leave.
+
+    A measured PROFILE beside an estimate of the same layers counts layer by layer.
 
     A row of the CSV file says what ran, and its ms; columns are called like options of plan --split: split,
     data_parallel, on, recompute, schedule (1f1b), batch; barrier (no: none between updates), profile (which of

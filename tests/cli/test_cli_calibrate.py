@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeplan.cost.roofline import Constants, timed
 from pipeplan.files.machines.accelerators import accelerator
-from pipeplan.files.profiles import read_profile
+from pipeplan.files.profiles import profile_text, read_profile
 
 torch = pytest.importorskip("torch")
 
@@ -34,7 +35,8 @@ def test_runs_are_fitted_and_the_accelerator_is_taken_again(pipeplan, tmp_path, 
     assert "written to mine.json" in out
     mine = accelerator("mine.json")
     assert mine.constants().forward_host_ns == pytest.approx(50_000, rel=0.05)
-    assert "fitted to 4 measured times" in mine.source
+    assert "adjusted to 4 measured times" in mine.source
+    assert "4 measured times only adjust constants: a calibration needs 8" in out
     code, out, _ = pipeplan(
         "profile", "zoo:gpt-tiny,blocks=2", "--microbatch", "2", "--estimate", "mine.json", "-o", "n.json"
     )
@@ -45,6 +47,28 @@ def test_runs_are_fitted_and_the_accelerator_is_taken_again(pipeplan, tmp_path, 
     figures = json.loads(pipeplan(*calibrating, "--json")[1])
     assert figures["error_left_out"] < 0.02
     assert len(figures["runs"]) == len(figures["memory"]) == 4
+
+
+def test_a_measured_profile_counts_layer_by_layer(pipeplan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("zoo:gpt-tiny,blocks=8", "--microbatch", "4", "--estimate", "a100", "-q", "-o", "estimate.json")
+    assert pipeplan("profile", *words)[0] == 0
+    chain = timed(read_profile("estimate.json"), Constants(0.75, 0.9, 5000, 50_000, 25_000))
+    layers = tuple(replace(x, work=None) for x in chain.layers)
+    Path("measured.json").write_text(profile_text(replace(chain, name="here", layers=layers, within=None)))
+    code, out, err = pipeplan("calibrate", "estimate.json", "measured.json", "--gpu", "a100", "-o", "mine.json")
+    assert code == 0, err
+    assert "ranges  forward host" in out
+    mine = accelerator("mine.json")
+    assert mine.constants().forward_host_ns == pytest.approx(50_000, rel=0.02)
+    assert mine.constants().backward_host_ns == pytest.approx(25_000, rel=0.02)
+    assert mine.constants().compute_share == 0.8, "all of it waits for its host"
+    assert mine.within == (1.0, 1.0)
+    code, _, err = pipeplan("calibrate", "measured.json", "--gpu", "a100")
+    assert (code, "or a measured PROFILE beside its estimate" in err) == (2, True)
+    Path("other.json").write_text(profile_text(replace(chain, layers=layers, microbatch=8)))
+    code, _, err = pipeplan("calibrate", "estimate.json", "other.json", "--gpu", "a100")
+    assert (code, "give one estimate of the same layers in microbatches of 8" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_host_times_keep_to_their_ratio_where_little_speaks_against_it(monkeypat
 
     def ratio(weight: float) -> float:
         monkeypatch.setattr(calibration, "TOGETHER", weight)
-        found = calibrate([], START, given).tried[2]
-        assert found.freedom.names == ("scale", "host forward", "host backward")
+        apart = ("host forward", "host backward")  # all runs wait for their host
+        found = next(x for x in calibrate([], START, given).tried if x.freedom.names == apart)
         return found.constants.backward_host_ns / found.constants.forward_host_ns
 
     free, kept, tied = ratio(0.0), ratio(0.1), ratio(2.0)
@@ -117,6 +117,31 @@ def test_a_runs_own_stage_times_are_fitted() -> None:
     assert found.names[:3] == ("forward of stage 0", "backward of stage 0", "update of stage 0")
     assert found.chosen.constants.compute_share == pytest.approx(TRUE.compute_share, rel=0.05)
     assert found.chosen.error < 0.02
+
+
+def test_runs_tell_of_what_they_wait_for() -> None:
+    waiting = [x for x in runs() if x.chain.microbatch <= 2]
+    found = calibrate(waiting, START)
+    assert {x.freedom.names for x in found.tried} == {("host",), ("host forward", "host backward")}
+    assert found.chosen.constants.compute_share == START.compute_share
+    busy = calibrate([x for x in runs() if x.chain.microbatch >= 16], START)
+    assert [x.freedom.names for x in busy.tried] == [("scale",)]
+    assert busy.chosen.constants.forward_host_ns == START.forward_host_ns
+    alone = calibrate(runs(), START, hosts_alone=True)
+    assert not any("scale" in x.freedom.names for x in alone.tried)
+    low, high = found.ranges["forward_host_ns"]
+    assert low <= found.chosen.constants.forward_host_ns * 1.001
+    assert high >= found.chosen.constants.forward_host_ns * 0.999
+    assert high - low < 0.2 * high
+
+
+def test_shares_stay_within_what_kernels_reach() -> None:
+    quick = [x for x in runs(Constants(1.0, 1.0, 4000, 20_000, 10_000)) if x.chain.microbatch >= 16]
+    found = calibrate(quick, START)
+    assert found.chosen.constants.compute_share == 0.9
+    assert not calibrate(quick[:3], START).enough
+    assert calibrate(runs(), START).enough
+    assert found.within[1] < 1, "they took less than even that"
 
 
 def test_what_cannot_be_fitted_or_run_is_refused() -> None:

@@ -212,8 +212,10 @@ def accelerator(text: str) -> Accelerator:
     return found
 
 
-def with_constants(device: Accelerator, constants: Constants, source: str) -> Accelerator:
-    """Return the accelerator with other constants, and where they are from."""
+def with_constants(
+    device: Accelerator, constants: Constants, source: str, within: tuple[float, float] | None = None
+) -> Accelerator:
+    """Return the accelerator with other constants, where they are from, and ``within`` what they were right."""
     forward, backward = (f"{round(ns)}ns" for ns in (constants.forward_host_ns, constants.backward_host_ns))
     return msgspec.structs.replace(
         device,
@@ -222,6 +224,8 @@ def with_constants(device: Accelerator, constants: Constants, source: str) -> Ac
         launch=f"{round(constants.kernel_ns)}ns",
         host_time=f"{forward},{backward}",
         source=source,
+        measured=device.measured if within is None else "runs",
+        within=within,
     )
 
 

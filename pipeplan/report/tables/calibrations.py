@@ -8,7 +8,7 @@ from typing import Any
 
 from ...cost.roofline import Constants
 from ...names import shown
-from ...planner.calibrate.calibration import Calibration
+from ...planner.calibrate.calibration import FEWEST, Calibration
 from ..looks import console, make_table
 
 SHOWN_ROWS = 20  # of runs, worst first
@@ -30,6 +30,10 @@ def print_calibration(found: Calibration, memory: Sequence[Memory] = ()) -> None
         out.print("left out: of each run, predicted by constants that were fitted to the others")
     out.print(f"before  {said(found.start)}")
     out.print(f"fitted  {said(chosen.constants)}")
+    spans = ", ".join(_span(name, *x) for name, x in found.ranges.items())
+    out.print(f"ranges  {spans}: what 9 of 10 draws of the runs lead to")
+    if not found.enough:
+        out.print(f"{len(found.names)} measured times only adjust constants: a calibration needs {FEWEST}")
     out.print()
     rows = sorted(_beside(found), key=lambda row: -abs(row[3] - 1))
     table = make_table("run", "measured", "predicted", "ratio", left=("run",))
@@ -41,6 +45,11 @@ def print_calibration(found: Calibration, memory: Sequence[Memory] = ()) -> None
     if memory:
         error = sum(abs(predicted / measured - 1) for _, predicted, measured in memory) / len(memory)
         out.print(f"memory: {error:.1%} off on average over {len(memory)} runs; nothing is fitted to it")
+
+
+def _span(name: str, low: float, high: float) -> str:
+    times, unit = (1e-3, "us") if name.endswith("ns") else (100, "%")
+    return f"{name.rpartition('_')[0].replace('_', ' ')} {low * times:.3g} to {high * times:.3g}{unit}"
 
 
 def said(constants: Constants) -> str:
@@ -61,6 +70,8 @@ def calibration_figures(found: Calibration, memory: Sequence[Memory] = ()) -> di
         "error_left_out": found.chosen.left_out,
         "fitted": list(found.chosen.freedom.names),
         "constants": asdict(found.chosen.constants),
+        "calibrated": found.enough,
+        "ranges": found.ranges,
         "tried": [
             {"fitted": list(fit.freedom.names), "error": fit.error, "error_left_out": fit.left_out}
             for fit in found.tried
