@@ -155,8 +155,9 @@ def main() -> NoReturn:
 def _lacking(error: ImportError) -> str | None:
     """Return what an installation lacks, and what brings it; None where that isn't one of the packages we ask for."""
     name = error.name or ""
-    if isinstance(error, ModuleNotFoundError) and name in EXTRAS:
-        return f"this needs {name}: pip install 'pipeplan[{EXTRAS[name]}]'"
+    package = name.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package in EXTRAS and not sys.modules.get(package):
+        return f"this needs {package}: pip install 'pipeplan[{EXTRAS[package]}]'"
     if name.startswith("torch."):  # parts of it that it promises to nobody
         from importlib.metadata import version
 

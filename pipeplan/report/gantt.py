@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 
@@ -26,6 +23,9 @@ from ..schedule.timeline import Timeline, activation_steps
 from ..units import format_ns, gpu_name
 from .tables.plan import headline
 from .words import mean_delay
+
+if TYPE_CHECKING:  # pictures alone need it, which are an extra
+    from matplotlib.figure import Figure
 
 NAMES = {
     "F": "forward",
@@ -331,6 +331,8 @@ def _memory_lines(axes: Any, simulation: Simulation) -> None:
 
 def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
     """One coloured row per device, its memory in use as a share of what it has; many lines would hide each other."""
+    import matplotlib as mpl
+
     timeline = simulation.timeline
     used = working_devices(simulation.timeline)
     instants = np.linspace(0, timeline.makespan_ns, MEMORY_COLUMNS, endpoint=False)
@@ -351,11 +353,15 @@ def _memory_rows(figure: Figure, axes: Any, simulation: Simulation) -> None:
 
 def make_figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
     """Return a figure with one axes for each height, in rows of a Gantt chart."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(16, 1.3 + INCH_PER_ROW * sum(heights) + 0.5 * (len(heights) - 1)), layout="constrained")
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
 
 def _draw(axes: Any, rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> None:
+    from matplotlib.collections import PolyCollection
+
     count = sum(len(row.bars) for row in rows)
     edge = 0.3 if count <= MOST_EDGES else 0
     if count > MOST_BARS:
@@ -385,6 +391,8 @@ def _draw(axes: Any, rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> No
 
 def save_figure(figure: Figure, axes: Any, title: str, path: str) -> None:
     """Write a figure with its title above ``axes``, the same bytes again for the same figure."""
+    import matplotlib as mpl
+
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise BadInput(f"{path}: a picture is one of {', '.join(SUFFIXES)}")

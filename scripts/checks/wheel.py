@@ -117,7 +117,8 @@ def commands(place: Path, scripts: Path) -> list[str]:
 
 
 def asks_for_torch(command: str, done: subprocess.CompletedProcess[str]) -> list[str]:
-    if done.returncode == 2 and "needs torch" in done.stderr and done.stderr.count("\n") == 1:
+    said = re.sub(r"^ +[\d.]+ s +.*\n", "", done.stderr, flags=re.MULTILINE)  # but for how long it took until then
+    if done.returncode == 2 and "needs torch" in said and said.count("\n") == 1:
         print(f"$ {command}: asks for torch")
         return []
     return [f"$ {command}: ends with {done.returncode} and doesn't ask for torch in one sentence:\n{done.stderr}"]

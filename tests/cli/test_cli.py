@@ -353,6 +353,15 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it(
     assert without_progress(done.stderr) == f"error: this needs {lacking}: pip install 'pipeplan[{extra}]'\n"
 
 
+@pytest.mark.parametrize("command", ["show", "simulate", "report", "check"])
+def test_what_draws_no_picture_needs_no_extra(command: str, plan: str) -> None:
+    without = "import sys\nsys.modules.update(dict.fromkeys(('matplotlib', 'highspy', 'tensorboard', 'torch')))\n"
+    code = f"{without}from pipeplan.__main__ import main\nmain()"
+    arguments = [command, plan, *(["-o", "r.html"] if command == "report" else [])]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=Path(plan).parent, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_torch_without_what_others_have_is_named() -> None:
     error = ImportError("cannot import name 'FakeTensor' from 'torch._x'", name="torch._x")
     sentence = _lacking(error) or ""

@@ -44,7 +44,7 @@ from .search import ALTERNATING, search_stages, searches, until_ended
 from .tables import Layout, tables_of_pipelines
 
 PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
-FEW_SPLITS, ORDERED_STAGES, ORDER_MOVES = 500, 64, 2000
+FEW_SPLITS, ORDERED_STAGES, ORDER_MOVES = 500, 64, 20_000
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
 
 
@@ -261,13 +261,14 @@ def _in_own_order(incumbent: Incumbent) -> None:
         if PASSES * count * len(stages) <= MOST_ORDERED and not any(x.replicas > 1 for x in stages):
             graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
             graphs.append((count * graph.period_floor_ns, stages, graph))
-    for floor_ns, stages, graph in sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]:
+    hopeful = sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]
+    for number, (floor_ns, stages, graph) in enumerate(hopeful, 1):
         if incumbent.expired or floor_ns >= best.cost:
             return
         if structure_violations(problem.chain, problem.platform, problem.policy, stages):
             continue
         with suppress(BadInput, NoRoom):
-            found = synthesize(graph, count, known=drained_programs, moves=ORDER_MOVES, solver=None)
+            found = synthesize(graph, count, known=drained_programs, moves=ORDER_MOVES // number, solver=None)
             if found.value_ns < best.cost - best.cost // ENOUGH:
                 order = Schedule("written", count, order=order_of_program(found.program))
                 best = Scheduled(found.value_ns, Allocation(stages), None, schedule=order)

@@ -376,7 +376,8 @@ def _memory(simulation: Simulation) -> str:
 def _provenance(plan: Plan) -> str:
     origin = plan.provenance
     facts = [f"by the plan's own account: planned by {shown(origin.algorithm)}"]
-    facts += [shown(f"{name} {value}", SENTENCE) for name, value in origin.options.items() if name != "arguments"]
+    typed = ((name, value) for name, value in origin.options.items() if name != "arguments" and name[-3:] != "_ns")
+    facts += [shown(f"{name} {value}", SENTENCE) for name, value in typed if not isinstance(value, dict)]
     facts += [
         f"{name} {shown(value)}"
         for name, value in (("solver", origin.solver), ("status", origin.solver_status))
