@@ -18,8 +18,9 @@ Table 5; ``korthikanti-selective``: with the core of attention again, nothing el
 vTrain all rows on 64 to 512 GPUs whose groups stay in a server (``vtrain-servers``), and every twelfth on one server
 (``vtrain-server``).
 
-``slices.csv`` has iterations of a few blocks of Llama 3 70B and 405B on 8 B200s, and the GiB of the fullest, as
-SimuMax's authors measured them with Megatron-LM and its distributed optimizer (MooreThreads/SimuMax, summary of b200).
+``slices.csv`` has iterations of a few blocks of Llama 3 70B and 405B and of DeepSeek-V2 and V3 on 8 B200s, and the GiB
+of the fullest, as SimuMax's authors measured them with Megatron-LM and its distributed optimizer (MooreThreads/SimuMax,
+summary of b200).
 
 ``h200`` are one GPU's operations and networks (``h200.py``; with timm and transformers, some minutes).
 
@@ -299,21 +300,24 @@ def judge_slices(each: bool) -> None:
     times, memory = [], []
     for row in rows:
         blocks, stages, tensor = size(row, "blocks"), size(row, "stages"), size(row, "tensor")
+        experts, groups = size(row, "experts"), size(row, "pipelines") // size(row, "experts")
         sizes = ",".join(f"{x}={row[x]}" for x in ("blocks", "hidden", "heads", "groups", "feed_forward", "sequence"))
         counts = [blocks // stages + 1, *[blocks // stages] * (stages - 1)]  # with the embedding
         found = pp.plan(
             pp.profile(
-                f"zoo:llama3-70b,{sizes}",
+                f"zoo:{row['model']},{sizes}",
                 gpu="b200",
                 microbatch=1,
                 dtype="bfloat16",
                 optimizer="adam",
                 granularity="node",
                 **({"tensor": tensor, "sequence_parallel": True} if tensor > 1 else {}),
+                **({"experts": experts} if experts > 1 else {}),
             ),
             gpus=8,
             gpu="b200",
             tensor=tensor,
+            experts=experts,
             batch=size(row, "batch"),
             weights="flush",
             zero=1,
@@ -322,17 +326,20 @@ def judge_slices(each: bool) -> None:
             bytes_per_parameter="6+12",
             schedule="1f1b",
             split=",".join(map(str, [*counts[:-1], counts[-1] + 3])),  # norm, head and loss
-            replicas=",".join([row["pipelines"]] * stages),
+            replicas=",".join([str(groups)] * stages),
             recompute="none",
         )
         times.append(found.evaluation.makespan_ns / (1e6 * float(row["ms"])) - 1)
         memory.append(max(use.peak_bytes for use in found.evaluation.devices) / (2**30 * float(row["gib"])) - 1)
         if each:
             print(f"    {' '.join(row.values()):60} {1 + times[-1]:.3f} {1 + memory[-1]:.3f}")
-    print(f"slices: {len(rows)} rows")
-    for label, errors in (("time, a B200's constants", times), ("memory, 6 bytes per parameter and 12 shared", memory)):
-        sizes = np.abs(errors)
-        said(label, float(sizes.mean()), f"   bias {np.mean(errors):+.1%}, worst {sizes.max():.1%}")
+    for what, which in (("dense", True), ("mixtures", False)):
+        chosen = [i for i, row in enumerate(rows) if (row["experts"] == "1") == which]
+        print(f"slices, {what}: {len(chosen)} rows")
+        for label, of in (("time, a B200's constants", times), ("memory, 6 bytes per parameter and 12 shared", memory)):
+            errors = np.array(of)[chosen]
+            sizes = np.abs(errors)
+            said(label, float(sizes.mean()), f"   bias {errors.mean():+.1%}, worst {sizes.max():.1%}")
 
 
 def _ordered(measured: np.ndarray, predicted: np.ndarray) -> int:
