@@ -22,6 +22,8 @@ vTrain all rows on 64 to 512 GPUs whose groups stay in a server (``vtrain-server
 of the fullest, as SimuMax's authors measured them with Megatron-LM and its distributed optimizer (MooreThreads/SimuMax,
 summary of b200).
 
+``layouts`` are published ones of whole clusters, costed, and what is found on their GPUs (``layouts.py``; 4 minutes).
+
 ``h200`` are one GPU's operations and networks (``h200.py``; with timm and transformers, some minutes).
 
 Printed, as means of |predicted / measured - 1|: with the constants that every estimate has; by two-fold cross
@@ -43,6 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 from h200 import judge_kernels, judge_networks
+from layouts import judge_layouts
 from ranges import judge_ranges
 
 import pipeplan as pp
@@ -62,7 +65,7 @@ SETTINGS = {  # source -> options of the zoo's GPT
     "vocabulary": "attention=fused,loss=fp32,tied=false",
 }
 SERVER, INSIDE, ACROSS = 8, 300 * 10**9, 25 * 10**9  # GPUs of a server, bytes/s of its links, and between servers
-TENSOR, SLICES, H200 = "tensor", "slices", "h200"
+TENSOR, SLICES, H200, LAYOUTS = "tensor", "slices", "h200", "layouts"
 ENGINE, ON_ENGINE = "megatron", ("vtrain", "vtrain-server")  # whose rows wait for their host
 MEGATRON = 18  # bytes per parameter: fp16 weights, fp32 gradients, weights and two moments (Megatron-LM's optimizer)
 Row = dict[str, str]
@@ -354,13 +357,16 @@ def _names(source: Source, column: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=str(Path(__file__).with_name("runs.csv")), help="other rows of these sources")
-    parser.add_argument("--source", choices=[*SETTINGS, TENSOR, SLICES, H200], help="only these rows")
+    parser.add_argument("--source", choices=[*SETTINGS, TENSOR, SLICES, H200, LAYOUTS], help="only these rows")
     parser.add_argument("--network", action="append", default=[], help="of an H200 only this, again for more")
     parser.add_argument("--ranges", action="store_true", help="only which rows are within the ranges of estimates")
     parser.add_argument("--each", action="store_true", help="print every row with the usual constants")
     arguments = parser.parse_args()
     if arguments.ranges:
         judge_ranges()
+        return
+    if arguments.source == LAYOUTS:
+        judge_layouts()
         return
     if arguments.source == H200:
         judge_kernels()
