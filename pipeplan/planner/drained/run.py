@@ -2,8 +2,7 @@
 
 And which layers do stages recompute, so that the run fits and takes little more? A schedule holds most of some stages
 at an instant at which it holds little of others on the same GPU, so what each may keep is seen only in a run. Where a
-GPU lacks memory the stage on it recomputes more that wins most bytes for its time, until all fit, and then each as much
-less as still fits.
+GPU lacks memory the stage on it recomputes more that wins most bytes for its time, until all fit.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ...partition.tables.stages import Ranges
 from ...plan import Allocation, Pattern, Schedule, ScheduleKind, Stage
 from ...problem import Platform, Problem
 from ...schedule.kinds import KINDS, program_of_kind, refused
-from ...schedule.pattern import DeviceUse, in_flight, starts_of
+from ...schedule.pattern import DeviceUse
 from ...schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ...schedule.simulate import STEP_S, simulate
 from ...schedule.timeline import Timeline, flush_makespan_ns, run_uses
@@ -46,15 +45,6 @@ class Run:
     def graph(self) -> StageGraph:
         """The stages' graph."""
         return self.timeline.program.graph
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """What the replicas of stages hold in the pattern."""
-        graph, pattern = self.graph, self.pattern
-        assert pattern is not None, "without one the schedule says it"
-        starts = starts_of(pattern)
-        places = (graph.position["F", s] for s in range(len(self.stages)))
-        return tuple(in_flight(graph, starts, pattern.period_ns, s, starts[at]) for s, at in enumerate(places))
 
     @property
     def scheduled(self) -> Scheduled:
@@ -131,11 +121,11 @@ class _Choice:
         self.costs: list[list[StageCost]] = [[x.stages[s] for x in graphs] for s in range(len(stages))]
 
     def found(self) -> Run | None:
-        """Return the best run that is found."""
+        """Return the first run that fits."""
         for _ in range(_ROUNDS):
             run = self.run(self._at(self.rungs))
             if run is None or run.fits:
-                return run and self._with_less(run)
+                return run
             for lane, use in uses_by_group(run):
                 if not self._recompute_more(lane, use):
                     return None
@@ -171,31 +161,6 @@ class _Choice:
         rung = self.rungs[s]
         longer = self.costs[s][rung + 1].backward_ns - self.costs[s][rung].backward_ns
         return self._saves(s, held, rung) / max(1, longer)
-
-    def _with_less(self, run: Run) -> Run:
-        """Return the run of stages that recompute less where that fits, too."""
-        spare = {
-            s: (use.memory_bytes - use.peak_bytes, count)
-            for stages, use in uses_by_group(run)
-            for s, count in zip(stages, use.in_flight, strict=True)
-        }
-        for s in sorted(spare, key=lambda s: (-self.costs[s][self.rungs[s]].backward_ns, s)):
-            while self.rungs[s]:
-                room, count = spare[s]
-                if self._saves(s, count, self.rungs[s] - 1) > 2 * room:
-                    break
-                self.rungs[s] -= 1
-                less = self.run(self._at(self.rungs))
-                if less is None or not less.fits or less.makespan_ns > run.makespan_ns:
-                    self.rungs[s] += 1
-                    break
-                run = less
-                spare |= {
-                    t: (use.memory_bytes - use.peak_bytes, n)
-                    for stages, use in uses_by_group(run)
-                    for t, n in zip(stages, use.in_flight, strict=True)
-                }
-        return run
 
 
 def uses_by_group(run: Run) -> list[tuple[list[int], DeviceUse]]:

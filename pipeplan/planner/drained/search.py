@@ -279,17 +279,11 @@ class _Search:
         return None if self.steps > self.most else any_run(self.problem, stages, kind)
 
     def _near(self, here: _Found, tried: set[Split]) -> Iterator[_Found]:
-        """Yield the same cuts with as many microbatches held as the run's pattern has, and the soonest of the most
-        hopeful neighbours; ``tried`` are the splits that were since the walk began."""
-        layout, run = here.layout, here.run
-        if run.pattern is not None and run.held != layout.held:
-            other = Layout(layout.tables, layout.groups, run.held)
-            if other.fits(here.split) and (found := self._fitting(run.kind, other, here.split)):
-                yield found
+        """Yield the soonest of the most hopeful neighbours; ``tried`` are the splits that were since the walk began."""
         if self.steps > self.most:
             return
         splits = (split for split in near(here.split, _FAR, True) if split not in tried)
-        hopeful = sorted((ns, split) for split in splits if (ns := layout.guess_ns(split)) < NEVER)[:_MOVES]
+        hopeful = sorted((ns, split) for split in splits if (ns := here.layout.guess_ns(split)) < NEVER)[:_MOVES]
         tried.update(split for _, split in hopeful)
-        runs = [x for _, split in hopeful if (x := self._fitting(run.kind, layout, split))]
+        runs = [x for _, split in hopeful if (x := self._fitting(here.run.kind, here.layout, split))]
         yield from sorted(runs, key=lambda x: x.makespan_ns)[:1]
