@@ -39,6 +39,7 @@ TOLD = 0.05  # of a run's time, by which it then differs
 MOST_SHARE = 0.9  # of peak and bandwidth
 BOOTSTRAPS = 20
 GAIN = 0.95  # of the error on runs left out, that a further constant has to leave at most
+SHARES_GAIN = 0.5  # likewise the first of a device: fitted to one model, shares are worse for another than hosts alone
 LEAST_HOST_NS = 5000.0  # where none was said, from which the host's fit begins
 
 
@@ -215,7 +216,8 @@ def calibrate(
             tried.append(_fit(runs, passes, freedom, begin))
     chosen = tried[0]
     for other in tried[1:]:
-        if other.left_out is not None and chosen.left_out is not None and other.left_out < GAIN * chosen.left_out:
+        gain = GAIN if all(other.freedom.of_hosts) or not all(chosen.freedom.of_hosts) else SHARES_GAIN
+        if other.left_out is not None and chosen.left_out is not None and other.left_out < gain * chosen.left_out:
             chosen = other
     names = (*(run.name for run in runs), *(x.name for x in passes))
     measured = (*(x.measured_ns for x in runs), *(x.measured_ns for x in passes))
