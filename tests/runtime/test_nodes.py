@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 from dataclasses import replace
@@ -25,11 +24,10 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.model.build.loading import chain_model, load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.processes import agreement, rendezvous
+from pipeplan.runtime.processes import agreement
 from pipeplan.runtime.processes.agreement import Statement, difference, model_items, run_items, unreachable, writing_to
 from pipeplan.runtime.processes.launch import is_under_torchrun, run_plan
 from pipeplan.runtime.processes.messages import StorePeers
-from pipeplan.runtime.processes.rendezvous import check_reachable
 from pipeplan.runtime.training.state.checkpoint import FileSum, begin, file_of, finish, newest
 
 MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
@@ -215,43 +213,6 @@ def test_host_names_that_stand_for_the_loopback_are_refused_where_nodes_are_seve
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert agreement._own_address() == ""
     assert unreachable([said({}, 0, "two", "127.0.1.1"), there]) is None  # all on one machine
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_firewall_between_nodes_is_told_of_before_anybody_waits(answers, monkeypatch):
-    """Two nodes with two ranks each; the first of each tries the next one."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    tried = mock.Mock(side_effect=None if answers else TimeoutError)
-    monkeypatch.setattr(socket, "create_connection", tried)
-    everybodys = [said({}, rank, "one" if rank < 2 else "two", "10.0.0.1") for rank in range(4)]
-    store, told = dist.HashStore(), {}
-
-    def rank(number):
-        try:
-            check_reachable(everybodys, StorePeers(dist.PrefixStore("x", store), number, 4, SECONDS))
-        except BadInput as error:
-            told[number] = str(error)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert tried.call_count == 2
-    assert len(told) == (0 if answers else 4)
-    assert len(set(told.values())) <= 1
-    assert all(
-        re.search("^rank .* doesn't reach rank .* no answer within 10 s; gloo and NCCL", x) for x in told.values()
-    )
-
-
-def test_nodes_are_tried_at_the_interface_that_the_user_names(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert rendezvous._address(said({}, address="")) == "127.0.0.1"
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        assert rendezvous._unreached("127.0.0.1", there.getsockname()[1]) is None
-        port = there.getsockname()[1]
-    assert "refused" in rendezvous._unreached("127.0.0.1", port)
 
 
 @pytest.mark.parametrize(

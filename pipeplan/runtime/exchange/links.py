@@ -155,7 +155,7 @@ def pair_options(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-class OrderedTransport:
+class OrderedTransport(Transport):
     """Messages in the order of the instructions, with the group of their directed pair.
 
     A receive is issued in a stream of its own, so that it doesn't wait for the pass queued before it. Its room is of
@@ -181,9 +181,6 @@ class OrderedTransport:
         self._coming: dict[tuple[Edge, int], tuple[Receive, Tensor, Any]] = {}
         self._sent: dict[Edge, tuple[Send, Tensor, Any]] = {}  # one on each edge, under way
         self._messages: deque[Any] = deque(maxlen=LATE)  # events where the last ones were taken or sent
-
-    def start(self) -> None:
-        """Nothing is received before its turn."""
 
     def post(self, receive: Receive) -> None:
         """Issue ``receive``."""

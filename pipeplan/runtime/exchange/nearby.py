@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..lowering.instructions import Edge, Receive, Send
 from ..model.network import TensorSpec
-from .transport import everybodys, exchanging, lane
+from .transport import Transport, everybodys, exchanging, lane
 
 Message = tuple[int, int]  # what it is, and the how manieth of these; for both ends to tell messages apart
 
@@ -197,7 +197,7 @@ def open_nearby(rank: int, peers: Collection[int], machine: str, timeout: timede
         return wires if everywhere else None
 
 
-class NearbyTransport:
+class NearbyTransport(Transport):
     """One rank's exchanges over ``wires`` to its peers; ``specs`` gives the tensor of every edge.
 
     With ``room`` a send waits while so many of its edge are to be taken.
@@ -206,9 +206,6 @@ class NearbyTransport:
     def __init__(self, wires: Mapping[int, Wire], specs: Mapping[Edge, TensorSpec], room: int | None = None) -> None:
         self._wires, self._specs, self._room = wires, specs, room
         self._coming: dict[tuple[Edge, int], Receive] = {}
-
-    def start(self) -> None:
-        """Messages come as they are given."""
 
     def post(self, receive: Receive) -> None:
         """Know from whom it comes."""
@@ -219,9 +216,6 @@ class NearbyTransport:
         receive = self._coming.pop((edge, microbatch))
         with exchanging(receive, receive.peer):
             return self._wires[receive.peer].take((lane(edge), microbatch), self._specs[edge])
-
-    def look_ahead(self, edge: Edge) -> None:
-        """Messages come as they are given."""
 
     def await_room(self, send: Send) -> bool:
         """Wait for room, if there is a limit."""
@@ -234,6 +228,3 @@ class NearbyTransport:
         """Give ``tensor`` to the peer."""
         with exchanging(send, send.peer):
             self._wires[send.peer].give((lane(send.edge), send.microbatch), tensor, self._specs[send.edge])
-
-    def finish(self) -> None:
-        """Whatever was given stays there to be taken."""

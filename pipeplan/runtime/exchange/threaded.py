@@ -23,7 +23,7 @@ from torch import Tensor
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.segments import Repeated
 from ..model.network import TensorSpec
-from .transport import Group, PeerLost, carried_ns, exchanging, lane, wait_until
+from .transport import Group, PeerLost, Transport, carried_ns, exchanging, lane, wait_until
 
 POSTED: Final = 2  # receives under way on each wire: the next message travels while this one is put away
 UNLIMITED: Final = timedelta(days=365)  # patience is counted where the rank itself waits, not while it computes
@@ -40,7 +40,7 @@ class Message:
     at_ns: int
 
 
-class ThreadedTransport:
+class ThreadedTransport(Transport):
     """One rank's exchanges in ``group`` (None: all ranks), by threads.
 
     On each wire at most ``room`` messages wait to be sent, and further ones in :meth:`send`; the run's order limits how
@@ -86,12 +86,6 @@ class ThreadedTransport:
         """Begin to receive."""
         for thread in self._threads:
             thread.start()
-
-    def post(self, receive: Receive) -> None:
-        """All messages come in as they are sent."""
-
-    def look_ahead(self, edge: Edge) -> None:
-        """All messages come in as they are sent."""
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return what came along ``edge`` for ``microbatch``; waits until it is there."""

@@ -61,19 +61,22 @@ def received_words(source: int, group: Group = None) -> memoryview:
 
 
 class Transport(Protocol):
-    """What moves tensors between ranks."""
+    """What moves tensors between ranks; one that has nothing to do for some of this leaves it out."""
 
     def start(self) -> None:
         """Begin."""
+        return
 
     def post(self, receive: Receive) -> None:
         """Be ready for a message."""
+        return
 
     def take(self, edge: Edge, microbatch: int) -> Tensor:
         """Return a message, waiting for it."""
 
     def look_ahead(self, edge: Edge) -> None:
         """Be ready for what comes next along ``edge``, once a message has been taken."""
+        return
 
     def await_room(self, send: Send) -> bool:
         """Wait until the message that is sent next can be under way; whether there was anything to wait for."""
@@ -83,6 +86,7 @@ class Transport(Protocol):
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
+        return
 
 
 class PeerLost(PipeplanError):

@@ -32,7 +32,7 @@ from .agreement import UNKNOWN, Statement, checkpoint_items, compare, model_item
 from .messages import GRACE_S, NEVER, Failure, StorePeers, StoreStop, failure_of, failure_told, stopped_after, told
 from .own import OwnLaunch
 from .own_processes import is_here, listen_here
-from .rendezvous import START_S, Start, check_reachable, number_in_environment
+from .rendezvous import START_S, Start, number_in_environment
 from .watchdog import TORCHRUN, Watch, watching
 
 SIGNAL_S: Final = 15.0  # for which a process that a signal ends looks for the store
@@ -275,7 +275,6 @@ def _run(launch: Launch, plan: Plan, model: ModelSpec, options: RunOptions, hear
     kind_of(options.device, plan.chain)  # whether there is a GPU shows before any process starts
     if peers.world > 1:
         everybodys = compare(run_items(plan, model, options), peers, START_S)
-        check_reachable(everybodys, peers)
         _say_where(everybodys, hears.note)
     with writing_to(job.folder, peers):
         for attempt in range(options.max_restarts + 1):
