@@ -34,6 +34,12 @@ from ....problem import matrix_state, small_matrices
 from ...model.build.spec import find
 from ...model.user_code import user_code
 
+for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    # what torch's compiler is to leave alone asks for it, and so imports it for a second, when first called
+    _plain = getattr(getattr(torch.optim.Optimizer, _name), "__wrapped__", None)
+    if _plain is not None:
+        setattr(_plain, "__dynamo_disable", _plain)
+
 MakeOptimizer = Callable[[list[nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
 PLATEAU = ReduceLROnPlateau.__name__
 Schedules = LRScheduler | list[LRScheduler]  # several: each changes the rate
