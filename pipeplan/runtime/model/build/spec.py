@@ -14,14 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from ....errors import BadInput
+from ....registry import Late
 from ....zoo import HUGGING_FACE, ZOO, load
 from ....zoo.text.rank_part import Group, exchange_by
 from ..contract import Data
 from ..user_code import said, user_code
 
-TENSOR_PLAN = (
-    ",tensor_plan="  # behind the name of a user's function, and before the plan's: see ``tensor_plan.part_by``
-)
+TENSOR_PLAN = ",tensor_plan="  # behind the name of a user's function, and before the plan's
+hugging_face = Late("runtime.model.build.hugging_face:named")
+part_by = Late("runtime.model.build.tensor_plan:part_by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,7 @@ class ModelSpec:
 def builder_of(spec: ModelSpec) -> Any:
     """Return the zoo model, the transformers model, or the user's function, that builds the model of ``spec``."""
     if spec.build.startswith(HUGGING_FACE):
-        from .hugging_face import named
-
-        return named(spec.build.removeprefix(HUGGING_FACE), spec.group)
+        return hugging_face(spec.build.removeprefix(HUGGING_FACE), spec.group)
     if not spec.of_zoo:
         return _parted(spec)
     build = load(spec.build.removeprefix(ZOO))
@@ -105,8 +104,6 @@ def _parted(spec: ModelSpec) -> Callable[..., Any]:
 
     @wraps(build)
     def part(*args: Any, **kwargs: Any) -> Any:
-        from .tensor_plan import part_by
-
         built = build(*args, **kwargs)
         part_by(built[0] if isinstance(built, tuple) else built, find(plan)(), plan, group)
         return built
