@@ -1,32 +1,28 @@
 """How good is a plan? Period, makespan and memory per device, recomputed from its stages and starts alone.
 
-And how late are its gradients, by the updates that its stages' forwards miss, and which stages' replicas sum gradients
-while passes go on?
+And which stages' replicas sum gradients while passes go on?
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm
 
 from ..cost import memory_model
 from ..cost.memory_model import gradient_bytes
-from ..cost.shared_weights import summed_stages
 from ..cost.stage_graph import StageGraph
 from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
 from ..plan import Bound, Pattern, Plan, Schedule
 from ..problem import Platform, Policy
-from ..schedule.kinds import KINDS, graph_of, kind_of, program_of_kind, simulated_run
+from ..schedule.kinds import KINDS, graph_of, kind_of, simulated_run
 from ..schedule.pattern import DeviceUse, Group, alike, device_uses, groups, most_in_flight, starts_of, unused
 from ..schedule.program import unroll
 from ..schedule.registered import SteadyRun
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns, run_uses
-from ..schedule.update_sums import MOST_STEPS, summed_period_ns, summing
-from ..schedule.weight_versions import PROMPT, Delay, Waits, delays, pattern_delays, used
+from ..schedule.update_sums import summed_period_ns, summing
 
 COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
 
@@ -199,43 +195,3 @@ def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
 def gap(period_ns: int, bound: Bound) -> float:
     """Return how far ``period_ns`` is above ``bound``: period / bound - 1."""
     return period_ns / bound.period_ns - 1
-
-
-def waits_of(plan: Plan, graph: StageGraph, beside: Iterable[int]) -> Waits:
-    """Return what updates of ``plan`` wait for while passes go on, ``beside`` which these stages sum gradients; nothing
-    where it drains."""
-    if plan.policy.drains:
-        return PROMPT
-    sums = {s: graph.stages[s].sync_period_ns * plan.interval for s in beside}
-    every = [range(len(graph.stages))] if plan.policy.waits_for_norm else []
-    together = plan.policy.updates_together
-    return Waits(sums, every or (summed_stages(plan.chain, plan.allocation.stages) if together else ()))
-
-
-def plan_delays(plan: Plan, graph: StageGraph) -> list[Delay]:
-    """Return how many updates the gradients of each stage miss in the steady state of ``plan``; none where it drains.
-
-    They are those of the run as it is lowered. Where replicas or waiting updates make its order another than the
-    pattern's, and simulating it takes long, they are those in the pattern's own time.
-    """
-    if plan.policy.drains:
-        return [Delay(0.0, 0) for _ in graph.stages]
-    policy, interval, kind = plan.policy.rules, plan.interval, kind_of(plan)
-    if plan.pattern is None:
-        assert kind.steady is not None, "what never drains has a pattern or a steady state"
-        timeline = kind.steady(graph, interval, plan.schedule.limit or len(graph.stages)).timeline
-        first = timeline.program.microbatches // interval // 2 * interval
-        window = range(first, timeline.program.microbatches - interval)
-        return delays(used(timeline, policy, interval), timeline, interval, window)
-    waits = waits_of(plan, graph, summed_beside(plan, graph))
-    held = most_in_flight(graph, starts_of(plan.pattern), plan.pattern.period_ns)
-    again = lcm(interval, *(resource.replicas for resource in graph.resources))
-    count = 4 * held + again
-    count += again - count % again
-    steps = (count + again + held) * len(graph.operations)
-    if steps > MOST_STEPS or (waits == PROMPT and all(x.replicas == 1 or x.is_link for x in graph.resources)):
-        return pattern_delays(graph, plan.pattern, plan.policy, interval, waits)
-    program = program_of_kind(graph, plan.schedule, plan.pattern, count + again + held).first_come()
-    timeline = simulate(program)
-    found = used(timeline, policy, interval, waits=waits)
-    return delays(found, timeline, interval, range(count, count + again))

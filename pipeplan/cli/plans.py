@@ -54,7 +54,7 @@ def check(
         raise click.UsageError(
             "say a PLAN, or --schedule FILE.csv" if plan is None else "--semantics go with --schedule"
         )
-    from ..check.evaluate import plan_delays
+    from ..check.lateness import plan_delays
     from ..files.plans import read_plan
     from ..planner.what_if.target import derived
     from ..report.tables.plan import headline

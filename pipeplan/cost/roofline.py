@@ -4,9 +4,6 @@ A kernel takes what bounds it: arithmetic at a share of the peak, traffic at a s
 least time of any kernel. The host issues operations one after the other while kernels run, so a pass takes as long as
 the slower of the two; forward and backward each have their time per operation, as Python issues the one and C++ the
 other.
-
-What the ranks of a group exchange takes a fixed part, a part for each step, and the bytes: fitted on 98 measured points
-of eight A100s by NVSwitch (vTrain's tables, Bang et al. 2024; 1 MiB to 512 MiB, 2 to 8 ranks), 9.3% off on average.
 """
 
 from __future__ import annotations
@@ -17,29 +14,10 @@ from fractions import Fraction
 from math import sqrt
 from typing import NamedTuple
 
-from ..integers import IntLike, ceil_div
+from ..integers import ceil_div
 from ..problem import Chain, Layer, LayerWork, PassWork, Platform
 from .saved import entering_bytes
-
-FIXED_NS = 22_000
-STEP_NS = 3_500
-SHARE = (3, 4)  # of the link's bandwidth
-STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-"""Over the ranks but one: how often each part travels. In a ``send`` all of it does, once."""
-
-
-def collective_ns(
-    kind: str, size: IntLike, ranks: int, bandwidth: int, latency_ns: int = 0, times: IntLike = 1
-) -> IntLike:
-    """Return the ns of a collective over ``ranks`` of a tensor of ``size`` bytes, all of it, by links of ``bandwidth``
-    bytes/s each way: NCCL's rings, in which every rank sends each part but one, twice in an all-reduce. Where the
-    tensor is in several, ``times`` says how many. Sizes may be an array of Python's integers."""
-    if ranks == 1:
-        return 0
-    steps, parts = (1, 1) if kind == "send" else (STEPS[kind] * (ranks - 1), ranks)
-    above, below = SHARE
-    begun = (size != 0) * times * (FIXED_NS + steps * (STEP_NS + latency_ns))
-    return begun + ceil_div(steps * size * below * 10**9, parts * bandwidth * above)
+from .time_model import collective_ns
 
 
 def with_exchanges(chain: Chain, where: Platform) -> Chain:

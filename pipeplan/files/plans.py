@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ..check.bounds import bounded, derived_up_to, overstated
-from ..check.evaluate import Evaluation, evaluate, gap, plan_delays
+from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.lateness import plan_delays
 from ..check.validate import judged
 from ..errors import BadInput, InvalidPlan
 from ..names import shown

@@ -9,7 +9,8 @@ import re
 
 from ..errors import BadInput
 from ..names import shown
-from ..schedule.program import Action, Program
+from ..schedule.deadlock import Action
+from ..schedule.program import Program
 from ..schedule.written import Written, action_of, order_of_program
 from .text import read_csv
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ..check.bounds import any_bound
-from ..check.evaluate import plan_delays
+from ..check.lateness import plan_delays
 from ..check.validate import check
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible

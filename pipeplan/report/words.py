@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..check.bounds import bounded
-from ..check.evaluate import Evaluation, evaluate, gap, plan_delays
+from ..check.evaluate import Evaluation, evaluate, gap
+from ..check.lateness import plan_delays
 from ..check.targets import TARGETS
 from ..cost.saved import for_weights
 from ..names import SENTENCE, shown

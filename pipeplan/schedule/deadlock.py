@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
 from typing import Literal, NamedTuple
@@ -19,9 +19,78 @@ from typing import Literal, NamedTuple
 from ..plan import Plan
 from .kinds import graph_of, kind_of, plan_timeline
 from .pattern import most_in_flight, starts_of
-from .program import Action, Program, lower, unroll
+from .program import Program, device_of, unroll
 from .simulate import simulate
 from .timeline import Timeline
+
+ActionKind = Literal["F", "R", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a rank does: compute ``stage`` on ``microbatch``, or exchange with ``peer`` (a platform device), which is
+    None where the rank of the neighbouring stage is meant.
+
+    ``I`` and ``W`` are the parts of a backward for inputs and for weights; ``R`` runs again what the stage recomputes,
+    which otherwise the backward does. The stage of a SEND is the sender's, that of a RECV the receiver's. What
+    ``covers`` several microbatches names the last of them.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+    peer: int | None = None
+    covers: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether this is no transfer."""
+        return self.kind in ("F", "R", "B", "I", "W")
+
+
+def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list[Action]]:
+    """Return each device's operations with its sends and receives, in one total order of the whole program.
+
+    ``start_ns[microbatch][position]`` (a simulated timeline) gives the order. A send and its receive enter two lists
+    at the same moment, so under rendezvous semantics the earliest unfinished exchange can always proceed and nothing
+    deadlocks. Neighbours on different devices exchange even when their cut has no bytes.
+    """
+    graph, works = program.graph, program.operations
+    order = sorted(
+        (start_ns[m := step.microbatch][at := step.position], works[at].duration_ns, m, at)
+        for lane in program.lanes
+        for step in lane.steps
+    )
+    ranks: dict[int, list[Action]] = {lane.device: [] for lane in program.lanes if lane.device is not None}
+
+    def exchange(kind: Literal["F", "B"], sender: int, m: int) -> None:
+        receiver = sender + 1 if kind == "F" else sender - 1
+        covers = program.batch if kind == "B" else 1
+        here, there = device_of(graph, sender, m), device_of(graph, receiver, m)
+        ranks[here].append(Action(sender, "SEND_F" if kind == "F" else "SEND_B", m, there, covers))
+        ranks[there].append(Action(receiver, "RECV_F" if kind == "F" else "RECV_B", m, here, covers))
+
+    last = len(graph.stages) - 1
+    for _, _, m, position in order:
+        work = works[position]
+        match work.kind:
+            case "SEND_F":
+                exchange("F", work.stage, m)
+            case "SEND_B":
+                exchange("B", work.stage, m)
+            case "R" | "W":
+                ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
+            case "F" | "B":
+                ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
+                neighbour = work.stage + (1 if work.kind == "F" else -1)
+                silent = 0 <= neighbour <= last and ("SEND_" + work.kind, work.stage) not in graph.position
+                if silent and graph.stages[neighbour].resource != graph.stages[work.stage].resource:
+                    exchange(work.kind, work.stage, m)
+    return ranks
+
 
 Semantics = Literal["blocking", "together", "batched", "rank", "lazy", "pair", "free"]
 SEMANTICS: dict[Semantics, str] = {

@@ -15,8 +15,8 @@ from typing import Literal
 from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
 from ..names import shown
-from .deadlock import Alone, Meet, Ranks, Semantics, message, partner, stands
-from .program import Action, ActionKind, Program, Step, refuse, side_by_side, unequal
+from .deadlock import Action, ActionKind, Alone, Meet, Ranks, Semantics, message, partner, stands
+from .program import Program, Step, refuse, side_by_side, unequal
 from .programs.slots import Pass, listed
 
 Rows = Sequence[Sequence[Action]]

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeplan.check.evaluate import evaluate, plan_delays
+from pipeplan.check.evaluate import evaluate
+from pipeplan.check.lateness import plan_delays
 from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem, Weights

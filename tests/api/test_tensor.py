@@ -11,7 +11,8 @@ import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
 from pipeplan.check.targets import CannotExpress, express
-from pipeplan.cost.roofline import collective_ns, with_exchanges
+from pipeplan.cost.roofline import with_exchanges
+from pipeplan.cost.time_model import collective_ns
 from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.zoo.text.sizes import TRANSFORMERS

@@ -13,7 +13,7 @@ from cases.chains import random_chain, random_platform
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.profiles import as_profile
-from pipeplan.check.evaluate import plan_delays
+from pipeplan.check.lateness import plan_delays
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.planner.least_late import drained_quickly, fresher, least_late

@@ -199,7 +199,7 @@ def test_check_proves_the_order_free_of_deadlock(pipeplan, plan_file, monkeypatc
 
 
 def _crossed():
-    from pipeplan.schedule.program import Action
+    from pipeplan.schedule.deadlock import Action
 
     return {0: [Action(0, "RECV_B", 0, 1)], 1: [Action(1, "RECV_F", 0, 0)]}
 

@@ -12,7 +12,7 @@ from cases.runtime import chain_of, emulated, largest_difference, plan_of, seria
 from torch import nn
 
 from pipeplan import zoo
-from pipeplan.check.evaluate import plan_delays
+from pipeplan.check.lateness import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage

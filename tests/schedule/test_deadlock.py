@@ -9,10 +9,10 @@ from cases.plans import random_plan
 from cases.schedules import balanced, looped
 
 from pipeplan.schedule import deadlock as proof
-from pipeplan.schedule.deadlock import deadlock, plan_deadlock, program_deadlock
+from pipeplan.schedule.deadlock import Action, deadlock, lower, plan_deadlock, program_deadlock
 from pipeplan.schedule.kinds import graph_of
 from pipeplan.schedule.pattern import most_in_flight, starts_of
-from pipeplan.schedule.program import Action, Program, device_of, lower
+from pipeplan.schedule.program import Program, device_of
 from pipeplan.schedule.programs.one_f_one_b import gpipe, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 

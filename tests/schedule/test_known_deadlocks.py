@@ -11,8 +11,7 @@ import pytest
 from cases.schedules import balanced, looped
 from conftest import Command
 
-from pipeplan.schedule.deadlock import SEMANTICS
-from pipeplan.schedule.program import Action, lower
+from pipeplan.schedule.deadlock import SEMANTICS, Action, lower
 from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.written import Written, deadlock, incomplete

@@ -9,9 +9,10 @@ from oracles.schedules import missing_data, run_ranks
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.schedule.deadlock import Action, lower
 from pipeplan.schedule.pattern import make_pattern, starts_of
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
-from pipeplan.schedule.program import Action, Lane, Program, Step, device_of, lower, make_program, unroll
+from pipeplan.schedule.program import Lane, Program, Step, device_of, make_program, unroll
 from pipeplan.schedule.simulate import simulate
 
 

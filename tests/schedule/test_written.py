@@ -12,8 +12,7 @@ from pipeplan.errors import BadInput
 from pipeplan.files.schedule_csv import read_schedule
 from pipeplan.planner.simulated.other_schedules import program_of
 from pipeplan.planner.simulated.simulation import simulate_plan, simulate_written
-from pipeplan.schedule.deadlock import SEMANTICS
-from pipeplan.schedule.program import Action, lower
+from pipeplan.schedule.deadlock import SEMANTICS, Action, lower
 from pipeplan.schedule.programs.loops import interleaved
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.simulate import simulate

@@ -9,7 +9,8 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from ...check.evaluate import Evaluation, evaluate, plan_delays
+from ...check.evaluate import Evaluation, evaluate
+from ...check.lateness import plan_delays
 from ...choices import BEST, DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput

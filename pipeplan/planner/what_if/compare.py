@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ...check.bounds import any_bound
-from ...check.evaluate import plan_delays
+from ...check.lateness import plan_delays
 from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...errors import Infeasible

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from ...check.evaluate import Evaluation, evaluate, gap, plan_delays
+from ...check.evaluate import Evaluation, evaluate, gap
+from ...check.lateness import plan_delays
 from ...cost.memory_model import weights_of
 from ...files.plans import gpus_of
 from ...names import SENTENCE, shown

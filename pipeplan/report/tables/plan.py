@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...check.bounds import PARTS, bounded, proof
-from ...check.evaluate import Evaluation, evaluate, plan_delays
+from ...check.evaluate import Evaluation, evaluate
+from ...check.lateness import plan_delays
 from ...check.validate import kept_together
 from ...cost.memory_model import weights_of
 from ...cost.stage_cost import StageCost

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...check.evaluate import plan_delays
+from ...check.lateness import plan_delays
 from ...check.validate import check
 from ...choices import BEST, DelayCorrection
 from ...errors import BadInput, InvalidPlan

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ...errors import InvalidPlan
 from ...problem import WeightRules
-from ...schedule.program import Action, Program, Step, lower
+from ...schedule.deadlock import Action, lower
+from ...schedule.program import Program, Step
 from ...schedule.timeline import Timeline, Turn
 from ...schedule.weight_versions import PROMPT, Use, Waits, alive, used
 from . import instructions as do

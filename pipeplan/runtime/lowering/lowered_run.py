@@ -12,7 +12,8 @@ from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 
-from ...check.evaluate import evaluate, plan_delays, summed_beside
+from ...check.evaluate import evaluate, summed_beside
+from ...check.lateness import plan_delays
 from ...check.validate import tied_violations
 from ...cost.shared_weights import first_on_devices
 from ...cost.stage_graph import StageGraph

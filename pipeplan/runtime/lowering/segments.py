@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 from math import lcm
 from typing import overload
 
-from ...check.evaluate import waits_of
+from ...check.lateness import waits_of
 from ...cost.shared_weights import lending_stages, summed_stages
 from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of, program_of_kind

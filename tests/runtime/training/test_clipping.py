@@ -10,7 +10,7 @@ from cases.blocking import deadlock
 from cases.half import exploding, exploding_vectors, halved_serial
 from cases.runtime import chain_of, largest_difference, lowered_version, plan_of, serial, uncorrected, zoo_chain
 
-from pipeplan.check.evaluate import plan_delays
+from pipeplan.check.lateness import plan_delays
 from pipeplan.check.validate import violations
 from pipeplan.cost.stage_graph import stage_graph, updates_end_ns
 from pipeplan.errors import BadInput

@@ -11,7 +11,8 @@ from cases.half import exploding
 from cases.runtime import chain_of, emulated, largest_difference, plan_of, vectors, zoo_chain
 from torch import nn
 
-from pipeplan.check.evaluate import evaluate, plan_delays
+from pipeplan.check.evaluate import evaluate
+from pipeplan.check.lateness import plan_delays
 from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.problem import Platform
 from pipeplan.runtime.engine.asked import clipping, job_of
