@@ -64,9 +64,10 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
         first, last = shown(measured.layers[0].layer.name), shown(measured.layers[-1].layer.name)
         where = "beside the GPU" if chain.reads_beside else f"once in the forward of {first} and once in that of {last}"
         out.print(f"reading takes {format_ns(chain.reading_ns)} a microbatch, {where}")
-    for one, other in chain.tied:
-        names = shown(chain.layers[one].name), shown(chain.layers[other].name)
-        out.print(f"note: {names[0]} and {names[1]} share weights, which each of them counts, and the sum once")
+    for one, other in chain.tied[:1]:
+        more = f" (and {len(chain.tied) - 1} more pairs)" if len(chain.tied) > 1 else ""
+        names = f"{shown(chain.layers[one].name)} and {shown(chain.layers[other].name)}{more}"
+        out.print(f"note: {names} share weights, which each of them counts, and the sum once")
     if bound:
         out.print(
             f"note: the GPU waits for its host in {len(bound)} of {len(chain)} layers, marked h: larger "
