@@ -117,6 +117,7 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
     on: str | None
     recompute: str | None
     order: Order
+    resume_from: str | None
 
 
 class Grids(Common, Parts, Searched, total=False):
@@ -230,6 +231,9 @@ ROWS = f"""
 --algorithm = auto        auto is the portfolio: exact contiguous first, then what might beat it.
 --option KEY=VALUE (options)
     Of the algorithm, by name.
+--resume-from FOLDER
+    Resume from a run's checkpoint on --gpus, such as those that are left: with its profile, batch, weights and
+    optimizer, on links as in its plan. Of the plans within 2% of the best it is one that moves few bytes.
 --split COUNTS|NAMES
     Search nothing: evaluate stages of 4,4,4,5 layers, or those that later begin with the layers, or modules, named.
 --replicas COUNTS           With --split: GPUs of each stage, such as 2,1,1.  [default: 1 each]

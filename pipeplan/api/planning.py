@@ -30,6 +30,7 @@ from .plans import own_export
 from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, on_groups, problem_of, with_zero
 from .profiles import DEGREES, Profile, as_profile, is_name
 from .result import PlanResult
+from .resuming import going_on, moving_least, plan_before
 from .tensor import EACH, OfDegree, Worth, best_degree, parts
 
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
@@ -76,7 +77,7 @@ class Question:
 
 
 def plan(
-    profile: Given,
+    profile: Given | None = None,
     *,
     progress: Callable[[str], None] | None = None,
     status: Status | None = None,
@@ -92,7 +93,8 @@ def plan(
     ``given``. Where ``weights`` and ``schedule`` are not said the weights are those that :func:`..planner.least_late
     .least_late` chooses. With ``split`` (``"4,4,5"``), ``replicas``, ``on`` and ``recompute`` nothing
     is searched: see :func:`..planner.stated.stated`. ``for_`` plans what that framework can express; ``on_plan`` gets
-    its plan twice before its price is known: the first that is found, and the best. ``schedule`` and
+    its plan twice before its price is known: the first that is found, and the best. With ``resume_from``, a run's
+    checkpoints, it has the profile and all that their plan says (:mod:`.resuming`). ``schedule`` and
     ``limit`` are as in :func:`..planner.plan.make_plan`; ``best`` is the best order of passes that is found, see
     :func:`..planner.what_if.best_order.ordered`. ``jobs`` processes search at a time; any number finds the same.
     ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
@@ -101,8 +103,16 @@ def plan(
     from ..planner.what_if.best_order import OWN, TRIED, WHY_NOT, ordered
     from ..planner.what_if.target import priced
 
-    status = status or Status()
-    question = _question({**DEFAULTS, **asked}, progress, status)
+    status, before = status or Status(), None
+    asking: Planning = {**DEFAULTS, **asked}
+    if asking["resume_from"] is not None:
+        if profile is not None:
+            raise BadInput("--resume-from: its checkpoint has a profile of its own; leave out PROFILE")
+        before = plan_before(asking["resume_from"])
+        profile, asking = before.chain, going_on(asking, before)
+    if profile is None:
+        raise BadInput("profile: None is not a profile, and no --resume-from names a checkpoint with one")
+    question = _question(asking, progress, status)
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
     if said["tensor"] == EACH:
@@ -164,6 +174,8 @@ def plan(
             told = replace(found.plan.provenance, options={**found.plan.provenance.options, "arguments": made.text})
             found = replace(found, plan=replace(found.plan, provenance=told))
     _refuse_small_matrices(found.plan)
+    if before is not None:
+        found = moving_least(found, before)
     if best:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))

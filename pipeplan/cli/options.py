@@ -54,7 +54,8 @@ def _models() -> Iterable[str]:
     return (f"{ZOO}{name}" for name in MODELS)
 
 
-def _profiles() -> Iterable[str]:
+def profiles() -> Iterable[str]:
+    """Return what can be named where a profile is."""
     from ..files.profiles import PREFIX, examples
 
     return (*_models(), *(f"{PREFIX}{name}" for name in examples()))
@@ -268,7 +269,7 @@ def time_limit(what: str) -> Callable[[Command], Command]:
 
 GIVE_UP = time_limit("Give up after this time, such as 30s.")
 
-PROFILE = click.argument("profile", metavar="PROFILE", type=Named(_profiles, files=True))
+PROFILE = click.argument("profile", metavar="PROFILE", type=Named(profiles, files=True))
 COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": GPU, "algorithms": Named(_algorithms, lists=True)}
 
 

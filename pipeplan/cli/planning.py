@@ -20,7 +20,7 @@ from ..api.asked import Comparing, Grids, Planning
 from ..errors import BadInput
 from ..names import SENTENCE, shown
 from ..units import format_bytes
-from .options import JSON, MODEL, PROFILE, Count, asking, options, refuse_two_documents, time_limit
+from .options import JSON, MODEL, PROFILE, Count, Named, asking, options, profiles, refuse_two_documents, time_limit
 from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
@@ -143,15 +143,16 @@ def _search(
         "pipeplan plan zoo:gpt2-xl --gpus 8 --gpu a100 --microbatch 2 --precision mixed --optimizer adam",
         "pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128",
         "pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all",
+        "pipeplan plan --resume-from run --gpus 3x8 -o plan.json",
     ),
 )
-@PROFILE
+@click.argument("profile", metavar="[PROFILE]", type=Named(profiles, files=True), required=False)
 @asking(Planning)
 @options("-v, --verbose  Print which condition decides the bound on all plans.")
 @BILL
 @_searching
 def plan(
-    profile: str,
+    profile: str | None,
     knobs: dict[str, Any],
     output: str | None,
     as_json: bool,
@@ -168,6 +169,8 @@ def plan(
     Ctrl-C ends the search with the best plan so far.
     """
     bill = Bill.of(samples, tokens, price)
+    if profile is None and asked["resume_from"] is None:
+        raise click.UsageError("Missing argument 'PROFILE'.")
     from ..api.planning import plan
     from ..api.plans import own_export
     from ..files.text import write_text

@@ -240,6 +240,22 @@ def _beside(plan: Plan, result: Evaluation) -> Iterator[tuple[str, float, bool]]
                 yield name, x["batch_ns"] / grid["batch_ns"], x["microbatch"] == grid["microbatch"]
 
 
+def moves(plan: Plan, result: Evaluation) -> str | None:
+    """Return in words what goes on elsewhere where training has come from another plan; None where it hasn't."""
+    told = plan.provenance.options.get("resumed")
+    if not isinstance(told, dict) or (held := _ns(told, "held_bytes")) is None:
+        return None
+    coming = _ns(told, "coming_bytes") or 0
+    units = "servers" if len((plan.platform.whole or plan.platform).levels) > 1 else "GPUs"
+    words = (
+        f"{format_bytes(coming)} of {format_bytes(held)}, weights and optimizer state, to {units} without them so far"
+    )
+    best, more = _ns(told, "best_period_ns"), _ns(told, "best_coming_bytes")
+    if not best or more is None:
+        return words
+    return f"{words}; {format_bytes(more)} in the best plan, {result.period_ns / best - 1:.1%} faster"
+
+
 def restriction(plan: Plan, result: Evaluation) -> list[str]:
     """Return what a plan was restricted to, and at which price, in lines; nothing where it wasn't."""
     options = plan.provenance.options

@@ -108,6 +108,12 @@ def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):
     again = run(plan, *MODEL, "--steps", 3, "--checkpoint", folder, "--resume", "--evaluate", "--json")
     evaluated = json.loads(again.stdout)
     assert evaluated["mean_loss"] == pytest.approx(sum(evaluated["losses"]) / 3)
+    alone = tmp_path / "alone.json"
+    words = ["plan", "--resume-from", str(folder), "--gpus", "1", "-o", str(alone)]
+    told = CliRunner().invoke(group, words, catch_exceptions=False).stdout
+    assert "weights and optimizer state, to GPUs without them so far" in told
+    done = run(alone, *MODEL, "--steps", 22, "--checkpoint", folder, "--resume", "--json", "--optimizer", "AdamW")
+    assert len(json.loads(done.stdout)["losses"]) == 2 * len(figures["losses"]) // 20
 
     profile = tmp_path / "new.json"
     compared = CliRunner().invoke(

@@ -35,6 +35,7 @@ from ..words import (
     layer_order,
     machine,
     mean_delay,
+    moves,
     ordering,
     orders_sentence,
     other_weights,
@@ -124,6 +125,7 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     yield from _titled("layers", layer_order(plan))
     yield from _titled("shared", sharing(plan))
     yield from (*restriction(plan, result), *ordering(plan))
+    yield from _titled("moves", moves(plan, result))
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         yield f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling"

@@ -257,7 +257,8 @@ class MiniBatchEnd:
         state = training_state(rank, stages.updates, stages.scaling, trial)
         good = self._good if folder == job.folder else self._best
         if rank.leads:
-            write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, keep, good)
+            plan = job.plan_text if rank.number == 0 else None
+            write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, keep, good, plan)
         self._saved = step if folder == job.folder else self._saved
 
     def updated(self, stage: int, version: int) -> None:

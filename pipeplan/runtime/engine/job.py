@@ -15,6 +15,7 @@ from ...errors import BadInput
 from ...files.text import check_writable
 from ...plan import Plan
 from ...problem import Chain
+from ...registry import Late
 from ...schedule.kinds import kind_of as kind_of_schedule
 from ..device import Choice as DeviceChoice
 from ..device import kind_of
@@ -30,6 +31,7 @@ from ..training.update.stepper import check_elementwise, is_elementwise
 if TYPE_CHECKING:
     from ..training.state.checkpoint import Checkpoint
 
+plan_text = Late("files.plans:plan_text")
 LEAST_TIMEOUT_S: Final = 60.0
 LEAST_ON_GPUS_S: Final = 600.0  # where first passes load, tune and compile kernels stage after stage
 PATIENCE: Final = 20  # times what one microbatch takes through the whole pipeline
@@ -181,6 +183,12 @@ class Job:
     resume: Checkpoint | None = None
     notes: tuple[str, ...] = ()
     place: int = 0
+
+    @property
+    def plan_text(self) -> str | None:
+        """The plan's file, None for a plan without the bound that files have."""
+        quoted = any(bound.allocation == "any" and not bound.schedule for bound in self.plan.lower_bounds)
+        return str(plan_text(self.plan)) if quoted else None
 
     @property
     def make_optimizer(self) -> MakeOptimizer:

@@ -37,6 +37,7 @@ from ...lowering.lowered_run import Position
 
 FORMAT: Final = "pipeplan-checkpoint/2"
 ABOUT: Final = "run.json"
+PLAN: Final = "plan.json"  # beside it, where the plan has a bound, as those in files have
 LARGEST_ABOUT: Final = 2**24  # bytes; it has about 80 for each rank
 CHUNK: Final = 2**20  # bytes that are read at once
 SLOWEST: Final = 2 * 10**7  # bytes/s at which a checkpoint is expected to be read at least
@@ -140,6 +141,17 @@ def newest(
         more = f"; and {len(damage) - NAMED} more" if len(damage) > NAMED else ""
         raise BadInput(f"{folder}: no checkpoint is good: {'; '.join(damage[:NAMED])}{more}")
     return None
+
+
+def plan_of(folder: str) -> str:
+    """Return the file of the plan by which the newest checkpoint in ``folder``, or that at ``folder``, was trained;
+    BadInput where there is none."""
+    place = Path(folder)
+    found = [place] if _NAME.fullmatch(place.name) else [place / name for name in reversed(_steps(place))]
+    named = next((path / PLAN for path in found if (path / PLAN).is_file()), None)
+    if named is None:
+        raise BadInput(f"checkpoint: {folder} has none with the plan of its run")
+    return str(named)
 
 
 def _steps(folder: Path) -> list[str]:
@@ -272,8 +284,11 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def finish(partial: Path, position: Position, model: str, seed: int, files: Sequence[FileSum]) -> None:
-    """Let what is in ``partial``, each rank's file, appear as a checkpoint, once it is sure to survive a power cut.
+def finish(
+    partial: Path, position: Position, model: str, seed: int, files: Sequence[FileSum], plan: str | None = None
+) -> None:
+    """Let what is in ``partial``, each rank's file, appear as a checkpoint, once it is sure to survive a power cut;
+    with the text of its ``plan``, if there is one.
 
     RunFailed when one isn't there as it was written, such as in a folder that the ranks don't share.
     """
@@ -284,6 +299,8 @@ def finish(partial: Path, position: Position, model: str, seed: int, files: Sequ
             raise RunFailed(f"the file of rank {rank} isn't there, so it has another folder: {error}") from error
         if size != written.bytes:
             raise RunFailed(f"{partial / file_of(rank)}: has {size:,} bytes, not {written.bytes:,} as written")
+    if plan is not None:
+        (partial / PLAN).write_text(plan, encoding="utf-8")
     place = _Position(position.step, position.microbatch)
     said = _About(FORMAT, place, model, seed, {file_of(rank): file for rank, file in enumerate(files)})
     with (partial / ABOUT).open("w", encoding="utf-8") as file:

@@ -68,17 +68,24 @@ class TrainingState:
 
 
 def write(
-    folder: Path, position: Position, model: str, seed: int, state: TrainingState, keep: int | None, good: set[int]
+    folder: Path,
+    position: Position,
+    model: str,
+    seed: int,
+    state: TrainingState,
+    keep: int | None,
+    good: set[int],
+    plan: str | None = None,
 ) -> None:
     """Write every rank's ``state`` to one checkpoint, all ranks together; RunFailed on all when a rank cannot.
 
-    What several ranks have must be equal on all of them. Once it is complete, its number of updates is added to
-    ``good``, and those older than the newest ``keep`` among the good ones go (None: none).
+    What several ranks have must be equal on all of them. It has the text of the ``plan``. Once it is complete, its
+    number of updates is added to ``good``, and those older than the newest ``keep`` of the good go (None: none).
     """
     rank, final = dist.get_rank(), folder / folder_of(position.step)
 
     def end() -> None:
-        finish(partial, position, model, seed, files)
+        finish(partial, position, model, seed, files, plan)
         good.add(position.step)
         if keep is not None:
             remove_older(folder, position.step, keep, good)
