@@ -132,7 +132,7 @@ class Number(click.FloatRange):
 class CountOr(Count):
     """A number, or a ``word`` that stands for ``value``."""
 
-    def __init__(self, name: str, word: str, value: str | None, most: int = MOST, least: int = 1) -> None:
+    def __init__(self, name: str, word: str, value: str | int | None, most: int = MOST, least: int = 1) -> None:
         super().__init__(least, most)
         self.name, self.word, self.value = name, word, value
 
@@ -372,7 +372,7 @@ def refuse_without(needed: str, *names: str) -> None:
     context = click.get_current_context()
     said = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if said and context.params[needed] is None:
-        raise click.UsageError(f"--{said[0]} goes with --{needed}")
+        raise click.UsageError(f"--{said[0]} goes with --{needed}".replace("_", "-"))
 
 
 def refuse_two_documents(as_json: bool, **targets: str | None) -> None:

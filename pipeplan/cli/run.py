@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,20 @@ from ..errors import BadInput, RunStopped
 from ..names import SENTENCE, shown
 from ..registry import Late
 from ..units import parse_bandwidth
-from .options import DEBUG, JSON, MODEL, PLAN, RUN_SCHEDULE, Count, Named, Number, Time, options, refuse_two_documents
+from .options import (
+    DEBUG,
+    JSON,
+    MODEL,
+    PLAN,
+    RUN_SCHEDULE,
+    CountOr,
+    Named,
+    Number,
+    Time,
+    options,
+    refuse_two_documents,
+    refuse_without,
+)
 from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
@@ -27,17 +40,10 @@ if TYPE_CHECKING:
     from ..runtime.measure.progress import StepProgress
     from ..runtime.measure.report import RunReport
     from ..runtime.model.build.spec import ModelSpec
-    from ..runtime.scalars import Scalars
 
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
 STEPS = 50
-
-
-def _coarsening(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    if text is None or text == "all":
-        return 0 if text else None
-    return int(Count().convert(text, option, context))  # type: ignore[arg-type]  # click's own types say too little
 
 
 def _words(_: click.Context, option: click.Parameter, text: str | None) -> tuple[str, ...]:
@@ -159,14 +165,6 @@ def _heard_by_others() -> Iterator[None]:
             raise
 
 
-def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
-    if folder is None:
-        return nullcontext()
-    from ..runtime.scalars import Scalars
-
-    return closing(Scalars(folder))
-
-
 @click.command(
     cls=RankCommand,
     examples=(
@@ -183,7 +181,7 @@ def _scalars(folder: Path | None) -> AbstractContextManager[Scalars | None]:
     schedule=RUN_SCHEDULE,
     loss_scale=Number(above=True),
     ema={"metavar": "DECAY"},
-    coarsening={"callback": _coarsening},
+    coarsening=CountOr("K|all", "all", 0),
     timeout=Time(above=True),
     link_delay=Time(),
     save=PATH,
@@ -236,7 +234,8 @@ def command(
         if trace is not None:
             write_text(trace, measured_trace(loaded, report))
 
-    with _scalars(log_dir) as scalars:
+    with ExitStack() as held:
+        scalars = None if log_dir is None else held.enter_context(closing(Late("runtime.scalars:Scalars")(log_dir)))
         if scalars is not None:
             listeners.append(scalars.hear)
 
@@ -295,13 +294,10 @@ def _refuse(trace: str | None, log_dir: Path | None, against: str | None, given:
         )
     if given["steps"] is not None and given["epochs"] is not None:
         raise click.UsageError("say either --steps or --epochs")
-    if given["epoch_length"] is not None and given["epochs"] is None:
-        raise click.UsageError("--epoch-length goes with --epochs")
     if log_dir is not None and given["evaluates"]:
         raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
-    for name in ("eval_every", "eval_batches", "metrics", "patience"):
-        if given["eval_data"] is None and given[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} goes with --eval-data")
+    refuse_without("epochs", "epoch_length")
+    refuse_without("eval_data", "eval_every", "eval_batches", "metrics", "patience")
 
 
 def _model(typed: str | None, data: str | None, plan: str, named: str) -> ModelSpec:
