@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Unpack
 
-from ..check.targets import TARGETS, CannotExpress
+from ..check.targets import TARGETS
+from ..check.units import CannotExpress
 from ..choices import BEST, BY_MATRIX, DRAINED, OPTIMIZERS, Effort
 from ..deadline import Deadline
 from ..errors import BadInput, Infeasible, NoBetter, PipeplanError

@@ -203,7 +203,7 @@ def exported(
 
 def own_export(plan: Plan, target: str) -> Exported | str:
     """Return the plan of a ``target`` in its terms, or why no form of it takes it without more words, such as names."""
-    from ..check.targets import CannotExpress
+    from ..check.units import CannotExpress
     from ..files.frameworks import WRITERS
 
     why = ""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
 
-from ..check.targets import TARGETS, whole_blocks
+from ..check.targets import TARGETS
+from ..check.units import whole_blocks
 from ..check.validate import unsaid_of_variants
 from ..choices import DRAINED, OPTIMIZERS
 from ..cost.roofline import with_exchanges, with_offloaded

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..check.bounds import proof
-from ..check.targets import CannotExpress
+from ..check.units import CannotExpress
 from ..deadline import Deadline
 from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..planner.plan import Planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import lcm
 
-from ..cost.shared_weights import summed_stages
+from ..cost.stage_cost import summed_stages
 from ..cost.stage_graph import StageGraph
 from ..plan import Plan
 from ..schedule.kinds import kind_of, program_of_kind

@@ -17,15 +17,17 @@ from ..plan import OpKind, Stage
 from ..problem import Chain, Platform, Policy
 from . import memory_model, time_model
 from .resources import Resource, device_group, link_between, shared_links
-from .shared_weights import (
+from .stage_cost import (
+    Known,
+    StageCost,
     borrowed_weights,
     lent_gradients,
+    stage_cost,
     tied_stages,
     waiting_gradients,
     with_norm_sum,
     with_tied_sums,
 )
-from .stage_cost import Known, StageCost, stage_cost
 
 
 @dataclass(frozen=True, slots=True)

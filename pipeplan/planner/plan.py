@@ -12,8 +12,9 @@ from itertools import islice
 from typing import Any
 
 from ..check.bounds import any_bound, follows
+from ..check.classes import bound_violations, class_violations
 from ..check.evaluate import Evaluation, gap
-from ..check.validate import bound_violations, check, class_violations
+from ..check.validate import check
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible, InvalidPlan
 from ..partition import ALGORITHMS

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, SharedSums, Sums, Variant, connected
+from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, connected
 from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
@@ -29,6 +29,7 @@ from .policy import (
     matrix_state,
     small_matrices,
 )
+from .sums import SharedSums, Sums
 
 __all__ = [
     "AUTOCAST",

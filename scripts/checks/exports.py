@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeplan.api.problems import with_zero
-from pipeplan.check.targets import TARGETS, CannotExpress
+from pipeplan.check.targets import TARGETS
+from pipeplan.check.units import CannotExpress
 from pipeplan.errors import Infeasible
 from pipeplan.files.frameworks import WRITERS, Asked, parsed_renames
 from pipeplan.files.machines.accelerators import accelerator

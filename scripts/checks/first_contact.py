@@ -43,7 +43,8 @@ from torch.nn import functional
 
 from pipeplan.api.planning import plan
 from pipeplan.api.plans import exported
-from pipeplan.check.targets import TARGETS, CannotExpress
+from pipeplan.check.targets import TARGETS
+from pipeplan.check.units import CannotExpress
 from pipeplan.errors import PipeplanError
 from pipeplan.plan import Plan
 from pipeplan.problem import Chain

@@ -9,7 +9,7 @@ from oracles.partition import contiguous_optimum
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
-from pipeplan.check.targets import CannotExpress
+from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import collective_ns, with_exchanges
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant

@@ -9,7 +9,8 @@ from oracles.partition import contiguous_optimum
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
-from pipeplan.check.targets import CannotExpress, refuse_chain
+from pipeplan.check.targets import refuse_chain
+from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_offloaded
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Layer, Platform

@@ -13,7 +13,8 @@ from pipeplan import zoo
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.targets import CannotExpress, express
+from pipeplan.check.targets import express
+from pipeplan.check.units import CannotExpress
 from pipeplan.errors import BadInput, PipeplanError
 from pipeplan.files.frameworks import READERS, Source, read_options
 from pipeplan.files.profile_rules import check_variants

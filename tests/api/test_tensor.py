@@ -10,7 +10,8 @@ from oracles.partition import contiguous_optimum
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
-from pipeplan.check.targets import CannotExpress, express
+from pipeplan.check.targets import express
+from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_exchanges
 from pipeplan.cost.time_model import collective_ns
 from pipeplan.errors import BadInput, InvalidPlan

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 import pipeplan as pp
 from pipeplan.api.plans import Exported, own_export
-from pipeplan.check.targets import whole_blocks
+from pipeplan.check.units import whole_blocks
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.files.frameworks import WRITERS, Asked, CannotExpress, notes, parsed_renames

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model, time_model
-from ...cost.saved import ChainStorages, entering_bytes, first_saved, saved_bytes, storages
+from ...cost.saved import entering_bytes, first_saved, saved_bytes, storages
+from ...cost.storages import ChainStorages
 from ...integers import NEVER, IntLike, Ints, most_in_common
 from ...problem import Chain, Problem
 from ...schedule.kinds import KINDS, kinds_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...check.targets import CannotExpress
+from ...check.units import CannotExpress
 from ...errors import BadInput
 from ...plan import Plan, Stage
 from .asked import Asked, Imported, Source, parsed_renames, placed

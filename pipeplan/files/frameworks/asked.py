@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...check.targets import TARGETS, CannotExpress, Expressed, Recompute, Shape, Unit, express, refusals, weight_bytes
+from ...check.targets import TARGETS, Expressed, Recompute, Shape, express, refusals, weight_bytes
+from ...check.units import CannotExpress, Unit
 from ...choices import Optimizer
 from ...errors import BadInput
 from ...names import shown

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ...check.targets import TARGETS, CannotExpress, Recompute, Rule, Shape, Unit, mtp_layers
+from ...check.targets import TARGETS, Recompute, Rule, Shape
+from ...check.units import CannotExpress, Unit, mtp_layers
 from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown

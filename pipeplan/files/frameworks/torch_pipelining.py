@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-from ...check.targets import CannotExpress, Unit, module_of, refuse_parted, whole_blocks
+from ...check.targets import refuse_parted
+from ...check.units import CannotExpress, Unit, module_of, whole_blocks
 from ...names import shown
 from ...plan import ScheduleKind
 from ...schedule.program import unequal

@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...check.targets import TARGETS, CannotExpress, Recompute, Shape, Unit
+from ...check.targets import TARGETS, Recompute, Shape
+from ...check.units import CannotExpress, Unit
 from ...errors import BadInput
 from ...names import shown
 from ...plan import ScheduleKind

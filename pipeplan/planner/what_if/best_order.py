@@ -8,7 +8,8 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...check.validate import check, class_violations
+from ...check.classes import class_violations
+from ...check.validate import check
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput, InvalidPlan, PipeplanError

@@ -13,7 +13,8 @@ from functools import partial
 
 from ...check.bounds import any_bound, bounded, overstated
 from ...check.bounds.drained.proofs import proved
-from ...check.targets import TARGETS, CannotExpress, Target, Unit, refuse_chain
+from ...check.targets import TARGETS, Target, refuse_chain
+from ...check.units import CannotExpress, Unit
 from ...check.validate import check
 from ...choices import DRAINED
 from ...deadline import NEVER, Deadline

@@ -15,7 +15,7 @@ from math import gcd, lcm
 from ...check.evaluate import evaluate, summed_beside
 from ...check.lateness import plan_delays
 from ...check.validate import tied_violations
-from ...cost.shared_weights import first_on_devices
+from ...cost.stage_cost import first_on_devices
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div

@@ -16,7 +16,7 @@ from math import lcm
 from typing import overload
 
 from ...check.lateness import waits_of
-from ...cost.shared_weights import lending_stages, summed_stages
+from ...cost.stage_cost import lending_stages, summed_stages
 from ...plan import Plan
 from ...schedule.kinds import graph_of, kind_of, program_of_kind
 from ...schedule.pattern import most_in_flight, starts_of
