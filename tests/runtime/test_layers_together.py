@@ -21,6 +21,7 @@ from pipeplan.runtime.model.build.hugging_face import named
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
+from pipeplan.runtime.training.half import HalfOptions
 from pipeplan.runtime.training.state.checkpoint import newest
 from pipeplan.runtime.training.update.optimizers import Choice
 from pipeplan.zoo.text.rank_part import Shard
@@ -50,10 +51,11 @@ def planned(model, stages, tensor=2, **policy):
     return replace(plan, platform=Platform.flat(len(plan.platform) * tensor, 10**12).grouped(tensor))
 
 
-def several(model, widths, cuts, **policy):
+def several(model, widths, cuts, dtype=None, **policy):
     """A plan whose stages are one GPU, or group of them, or several replicas, that are so wide."""
     name = model if ":" in model else f"zoo:{model}"
-    chain = pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block").chain
+    about = {} if dtype is None else {"dtype": dtype}
+    chain = pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block", **about).chain
     ends, stages, first = [0, *cuts, len(chain)], [], 0
     for s, width in enumerate(widths):
         each = width if isinstance(width, tuple) else (width,)
@@ -122,6 +124,21 @@ def test_a_llama_in_two_parts_before_replicas_of_the_rest(tmp_path):
     assert report.losses == pytest.approx(losses, abs=CLOSE)
     as_planned(report, activations=False)
     assert largest_difference(torch.load(saved), state) <= CLOSE
+
+
+def test_ranks_of_several_widths_skip_an_update_together():
+    """The loss scale is so large that gradients overflow, in the narrow stage or in one of the wide one's parts."""
+    found = []
+    for widths in ((1,), (2, 1)):
+        plan = several(LLAMA, widths, (2,)[: len(widths) - 1], dtype="float16", optimizer="adam")
+        plan = replace(plan, policy=replace(plan.policy, precision="mixed"))
+        scale = HalfOptions("fp16", 2.0**22, 0)
+        found.append(trained(plan, LLAMA, 6, lr=0.002, clip_norm=0.5, half=scale))
+    alone, together = found
+    assert together.skipped == alone.skipped != ()
+    assert together.loss_scale == alone.loss_scale
+    assert together.losses == pytest.approx(alone.losses, abs=0.02)
+    assert together.gradient_norms[-1] == pytest.approx(alone.gradient_norms[-1], rel=0.02)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
