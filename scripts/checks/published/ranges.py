@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-BELOW, MARGIN = 0.05, 1.08
+BELOW, MARGIN = 0.05, 1.1
 
 
 @dataclass(frozen=True)
