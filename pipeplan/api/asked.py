@@ -235,8 +235,9 @@ ROWS = f"""
     Resume from a run's checkpoint on --gpus, such as those that are left: with its profile, batch, weights and
     optimizer, on links as in its plan. Of the plans within 2% of the best it is one that moves few bytes.
 --split COUNTS|NAMES
-    Search nothing: evaluate stages of 4,4,4,5 layers, or those that later begin with the layers, or modules, named.
---replicas COUNTS           With --split: GPUs of each stage, such as 2,1,1.  [default: 1 each]
+    Search nothing: evaluate stages of 4,4,4,5 layers (or 4*3,5), or those that later begin with the layers, or modules,
+    named.
+--replicas COUNTS           With --split: GPUs of each stage, such as 2,1,1 or 2*16.  [default: 1 each]
 --on GPUS                   With --split: the GPUs of each stage, such as 0,1/2/3/2.
 --recompute all|none|each|LAYERS
     With --split: layers to recompute: whole stages, every single layer, or ranges such as 0-3,8 (each range is one

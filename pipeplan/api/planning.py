@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ DEFAULTS: Planning = defaults(Planning)
 GRID_DEFAULTS: Grids = defaults(Grids)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
 STATING = ("split", "replicas", "on", "recompute")
+REPEATED = re.compile(r"\b([0-9]{1,8})\*([1-9][0-9]{0,3})\b")  # 5*14: fourteen stages of five
 
 
 @dataclass(frozen=True)
@@ -455,6 +457,8 @@ def _timed(found: Planned, assumptions: Sequence[str], began: float) -> PlanResu
 def _stated(said: Planning) -> dict[str, str] | None:
     """Return what states a configuration, None where nothing does; BadInput beside what says how to search."""
     found = {name: said[name] for name in STATING if said[name] is not None}  # type: ignore[literal-required]  # each is a word
+    for name in set(found) & {"split", "replicas"}:
+        found[name] = REPEATED.sub(lambda x: ",".join([x[1]] * int(x[2])), found[name])
     if not found:
         return None
     if "split" not in found:

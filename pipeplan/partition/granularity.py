@@ -329,8 +329,10 @@ def _merged_layer(chain: Chain, start: int, stop: int, output_bytes: int, saved:
     part = chain.layers[start:stop]
     weight_bytes, parameters = weights_of(chain, start, stop)
     own = None if all(x.own_parameters is None for x in part) else own_of(chain, start, stop)[1]
+    begins = next((x for x in part if x.module != "" or x.forward_ns + x.backward_ns), part[0])  # behind inputs alone
     return merged(
         part,
+        module=begins.module if begins is part[0] or begins.module is not None else begins.name,
         name=part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}",
         weight_bytes=weight_bytes,
         parameters=part[0].parameters if len(part) == 1 else parameters,

@@ -162,7 +162,7 @@ def test_dash_o_says_what_tunes_a_search_and_what_an_algorithm_has(path, pipepla
 
 
 def test_everything_reads_as_one_line_and_as_html(path):
-    found = pp.plan(path, **GIVEN, split="4,4")
+    found = pp.plan(path, **GIVEN, split="4*2")
     compared = pp.compare(path, gpus="1,2", mem="1GB", algorithms=["balance", "gpipe"])
     for thing in (found, found.simulate(), pp.read_profile(path), compared):
         assert "\n" not in str(thing)
@@ -235,7 +235,7 @@ def in_python(sentence):
 def test_what_is_no_plan_and_what_does_not_fit_are_errors_of_their_own(path):
     with pytest.raises(pp.Infeasible, match=r"feasible from 20 MB per GPU"):
         pp.plan(path, gpus=1, mem="1MB")
-    found = pp.plan(path, **GIVEN, split="4,4")
+    found = pp.plan(path, **GIVEN, split="4*2")
     for call, sentence in (
         (lambda: found.simulate("zigzag"), "^schedule: 'zigzag' is not one of"),
         (lambda: found.simulate("all"), "^schedule: 'all' is not one of"),

@@ -208,3 +208,21 @@ def test_transformers_models_are_parted_along_the_sequence():
     ]
     assert sum(x.count for x in traded.exchanges if x.kind == "all-to-all") == 8
     assert 2 * sent.saved_bytes == pytest.approx(one.saved_bytes, rel=0.01)
+
+
+def test_transformers_models_are_exported_with_their_embedding():
+    model = "hf:LlamaForCausalLM,num_hidden_layers=4,hidden_size=256,intermediate_size=512,num_attention_heads=8"
+    asked = {"gpus": 2, "gpu": "h100", "microbatch": 1, "precision": "mixed", "optimizer": "adam", "batch": 8}
+    try:
+        found = pp.plan(f"{model},vocab_size=1000,sequence=256", for_="torchtitan", tensor=1, effort="quick",
+                        granularity="block", schedule="1f1b", no_replicas=True, **asked)  # fmt: skip
+    except BadInput as error:
+        if "cannot be imported" not in str(error):
+            raise
+        pytest.skip(str(error))
+    with pytest.raises(CannotExpress, match="say the model's own names") as refused:
+        found.export("torchtitan")
+    hint = str(refused.value).rpartition("--rename '")[2].rstrip("'")
+    assert " tok_embeddings,layers.0" in found.export("torchtitan", rename=[hint])
+    assert found.export("torchtitan", rename=[hint]).count("lm_head") == 1
+    assert '"Et' in found.export("megatron")

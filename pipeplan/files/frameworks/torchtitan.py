@@ -21,6 +21,8 @@ from .options import Options
 
 DECODER = re.compile(r"tok_embeddings|layers\.\d+|norm|lm_head|output")  # the modules of its own models
 MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")  # what its splitter reads: a child, or an entry of a list or a dict
+OF_ZOO = r"block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1"  # what --rename says of its models
+OF_TRANSFORMERS = r".*embed_tokens=tok_embeddings,model\.(.*)=\1,lm_head.*=lm_head"
 SCHEDULES: dict[ScheduleKind, str] = {
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
@@ -96,8 +98,7 @@ def module_name(renames: Renames, unit: Unit) -> str:
     if not renames and not DECODER.fullmatch(unit.name):
         raise CannotExpress(
             f"torchtitan: layer '{shown(unit.name)}' isn't a module of its decoders; say the model's own "
-            "names, such as "
-            r"--rename 'block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1'"
+            f"names, such as --rename '{OF_TRANSFORMERS if 'model.' in unit.name else OF_ZOO}'"
         )
     name = renamed(renames, "torchtitan", unit.name) if renames else unit.name
     if not MODULE.fullmatch(name):
