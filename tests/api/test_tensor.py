@@ -265,7 +265,7 @@ def of_two_towers():
     return Chain("towers", tuple(layers), 10**6, variants=tuple(variants))
 
 
-def test_each_stage_has_a_degree_of_its_own_in_plan_and_file(tmp_path, pipeplan, capsys):
+def test_each_stage_has_a_degree_of_its_own_in_plan_and_file(tmp_path, capsys):
     asked = {"gpus": 4, "mem": "90MB", "bandwidth": "10GB/s", "weights": "2bw", "batch": 16}
     each, alike = (pp.plan(of_two_towers(), tensor=x, **asked) for x in ("each", None))
     assert [x.tensor for x in each.stages] == [1, 2] != [x.tensor for x in alike.stages]
@@ -294,9 +294,6 @@ def test_each_stage_has_a_degree_of_its_own_in_plan_and_file(tmp_path, pipeplan,
         express(each.plan.chain, each.plan.allocation.stages, "megatron")
     each.show()
     assert "tensor degrees of their own: 1, 2 by stage" in capsys.readouterr().out
-    assert (
-        "each stage has a tensor degree of its own" in pipeplan("run", str(tmp_path / "plan.json"), "--model", "mlp")[2]
-    )
 
 
 def test_each_stage_needs_variants():
