@@ -23,7 +23,7 @@ RENAME = [r"block(\d+)=layers.\1,(.*)=\1"]
 
 
 def estimated(model=LLAMA, **more):
-    asked = {"gpu": "h100", "microbatch": 1, "dtype": "bfloat16", "optimizer": "adam", "host_time": "graphs"}
+    asked = {"gpu": "h100", "microbatch": 1, "dtype": "bfloat16", "optimizer": "adam", "engine": "graphs"}
     return pp.profile(model, **{**asked, **more})
 
 

@@ -254,7 +254,8 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
 def _in_own_order(incumbent: Incumbent) -> None:
     """Let the soonest stages that were tried, in the best order of few passes that a quick search finds, beat it."""
     problem, best = incumbent.problem, incumbent.best
-    assert best is not None, "it was the best"
+    if best is None:  # nothing fits
+        return
     count = problem.policy.accumulate or 1
     graphs = []
     for stages in dict.fromkeys((best.allocation.stages, *incumbent.seen, *_few_splits(problem))):
