@@ -15,8 +15,8 @@ from pipeplan.check.bounds.drained.proofs import drained_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model
-from pipeplan.cost.roofline import FIXED_NS, STEP_NS
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.cost.time_model import FIXED_NS, STEP_NS
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Plan, Stage
