@@ -34,7 +34,7 @@ WORDS = words(Common)
 @option_of(WORDS["optimizer"], default="adam", help="Of the runs.")
 @option_of(WORDS["precision"], default="mixed", show_default=True, help=None)
 @option_of(WORDS["blocking_transfers"])
-@options("--hosts-alone Fit what operations take the host, and leave kernels as they are.")
+@options("--hosts-alone  Fit what operations take the host, and leave kernels as they are.")
 @options("-o, --output OUT Write the GPU with the constants fitted, for --estimate FILE.")
 @JSON
 @DEBUG

@@ -31,20 +31,31 @@ def in_flight_limit(
     def held(in_flight: IntLike) -> IntLike:
         return fixed_bytes(problem, start, stop, in_flight, replicas) + memory_model.held_bytes(kept, peak, in_flight)
 
-    if memory_model.versions_grow(problem.policy) and problem.policy.update_interval(replicas) > replicas:
-        return _most(held, memory, np.broadcast(start, stop, kept, peak).shape)
-    first = held(1)
+    first, policy = held(1), problem.policy
+    interval = policy.update_interval(replicas)
+    if memory_model.versions_grow(policy) and interval > replicas:
+        if policy.sharing.weights is not None:  # shares are rounded
+            return _most(held, memory, np.where(first > memory, 0, 1), UNLIMITED)
+        whole = held(1 + interval) - first  # as many versions as replicas, and an interval's microbatches
+        copy, old = (whole - interval * kept) // replicas, memory_model.versions(policy, 1, replicas)
+
+        def linear(in_flight: IntLike) -> IntLike:
+            return first + (in_flight - 1) * kept + (memory_model.versions(policy, in_flight, replicas) - old) * copy
+
+        low = np.where(whole > 0, 1 + np.maximum(0, memory - first) // np.maximum(whole, 1) * interval, UNLIMITED)
+        low = np.where(first > memory, 0, np.minimum(UNLIMITED, low))
+        return _most(linear, memory, low, np.minimum(UNLIMITED, low + interval - 1))
     more = held(2) - first
     room = memory - first
     limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
     return np.where(room < 0, 0, np.minimum(limit, UNLIMITED)).astype(np.int64)
 
 
-def _most(held: Callable[[IntLike], IntLike], memory: int, shape: tuple[int, ...]) -> Ints:
-    low, high = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
-    while np.any(fits := (high < UNLIMITED) & (held(high) <= memory)):
-        low, high = np.where(fits, high, low), np.where(fits, 2 * high, high)
-    while np.any(low < high):  # low fits, what is above high doesn't
+def _most(held: Callable[[IntLike], IntLike], memory: int, low: Ints, high: IntLike) -> Ints:
+    """Return the largest numbers up to ``high`` of which what is held fits; ``low`` fit, or nothing does where it is
+    0."""
+    high = np.where(low == 0, 0, high)
+    while np.any(low < high):
         middle = low + (high - low + 1) // 2
         fits = held(middle) <= memory
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)

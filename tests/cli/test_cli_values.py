@@ -67,7 +67,8 @@ def naming(commands: Commands, name: str, param: click.Parameter, path: str) -> 
     rng, words = random.Random(1), [name, *MORE.get(name, ())]
     for other in group.get_command(CONTEXT, name).params:  # type: ignore[union-attr]
         option, needed = other.opts[0], other.opts[0] in NEEDED.get(name, ()) and param.opts[0] != "--platform"
-        if other is param or ((other.required or needed) and option not in words):
+        given = other.required or needed or (name, option) == ("plan", "profile")
+        if other is param or (given and option not in words):
             value = path if other is param else commands.usual(rng, other)
             words += [*([option] if isinstance(other, click.Option) else []), *[value] * max(1, other.nargs)]
     return words

@@ -60,6 +60,14 @@ def inside(graph, starts, period):
     )
 
 
+def test_sums_that_no_machine_number_holds_are_left_to_other_searches():
+    """So much later than another a pass begins at most: the least common multiple of replicas' numbers, in periods."""
+    layers = tuple(Layer(f"l{i}", 10**17, 2 * 10**17, 8, 4) for i in range(2))
+    stages = (Stage(0, 1, (0, 1)), Stage(1, 2, (2, 3, 4)))
+    graph = stage_graph(Chain("years", layers, 4), Platform.flat(5, 10**12, 10**9), Policy("2bw"), stages)
+    assert not settle(graph, graph.period_floor_ns, graph.path_ns, 10).proved
+
+
 def test_the_emptiest_pattern_is_that_of_one_f_one_b_star():
     fewer = 0
     for seed in range(20):

@@ -126,6 +126,9 @@ class _Search:
         after = np.full((count, count), FAR, dtype=np.int64)
         np.fill_diagonal(after, 0)
         slack = lcm(*(resource.replicas for resource in graph.resources)) * period
+        if slack > -FAR // 4:  # numbers of replicas without common divisors, whose sums would be too large
+            self.spent = True
+            return None
         at = np.arange(count - 1)
         after[at, at + 1], after[at + 1, at] = length[:-1], -(length[:-1] + slack)
         if graph.policy.most_lifetime is not None:

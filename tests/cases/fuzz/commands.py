@@ -36,7 +36,7 @@ AMOUNTS = {
     "SIZE|auto": ["auto", "1MB", "0.1GB", "1GB", "auto1", "-1GB", "1e17B", "2"],
     "PATTERN=NAME,..": [r"block(\d+)=layers.\1", "(.*)=\\1", "x=y,head=lm_head", "(=x", "=", "a=b=c", "[bold]=1"],
     "WORD,..": ["norm,bias", "bias", "norm", ",", "nothing,norm"],
-    "TIME[,TIME]|NAME": ["20us", "eager", "60us,35us", "graphs", "compiled", "0", "-1us", "1us,", "1h", "nope"],
+    "NAME|TIME[,TIME]": ["20us", "eager", "megatron", "60us,35us", "graphs", "compiled", "0", "-1us", "1us,", "nope"],
     "FILE.csv": ["runs.csv", "even.json", "missing.csv", "empty.json"],
     "GPUS": ["0/1", "0/1/0", "1/0", "0,1/2-3", "0/0", "0/9", "0,0/1", "/", "0-99999999/1"],
     "all|none|each|LAYERS": ["all", "0-3", "each", "none", "0-1,4", "4,0", "3-1", "99999999", "0-"],
@@ -68,6 +68,7 @@ AMOUNTS = {
     "any|each|N,N,..": ["1", "any", "each", "2,4", "0", "x", "1,,2", "4096"],
     "--backward-time": ["2N", "1", "N", "0.5", "0", "-1", "N/2", "nan"],
     "ARGUMENTS": ["run.sh", "flags.sh", "even.json", "missing.sh", "bad.json", "empty.json"],
+    "FOLDER": ["checkpoints", "even.json", "missing"],
     "DIR": ["checkpoints", "even.json", "/dev/null/x"],
 }  # fmt: skip
 NEEDED = {"grid": ["--batch", "--gpus", "--mem"], "plan": ["--gpus", "--mem"], "compare": ["--gpus", "--mem"],
@@ -83,6 +84,7 @@ PLATFORM = {"--platform", "--gpus", "--mem", "--bandwidth", "--latency"}
 KINDS = {
     "PROFILE": "profile",
     "PROFILE...": "profile",
+    "[PROFILE]": "profile",
     "A": "profile",
     "B": "profile",
     "PLAN": "plan",
