@@ -5,7 +5,8 @@ Constructing these checks nothing, so that a bad plan can be shown and explained
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -37,6 +38,11 @@ class Stage:
     def members(self) -> tuple[int, ...]:
         """All devices that run the stage, group by group."""
         return tuple(d for first in self.devices for d in range(first, first + self.tensor))
+
+    def recomputing(self, segments: Iterable[tuple[int, int]]) -> Stage:
+        """Return the stage with what it has of ``segments`` of all layers recomputed."""
+        inside = ((max(first, self.start), min(last, self.stop)) for first, last in segments)
+        return replace(self, checkpoint=tuple((first, last) for first, last in inside if first < last))
 
     @property
     def replicas(self) -> int:

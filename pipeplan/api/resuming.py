@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 from ..errors import BadInput
@@ -62,10 +63,7 @@ def _resized(platform: Platform, gpus: Any) -> Platform:
     if len(counts) > len(platform.levels):
         raise BadInput("--gpus: the checkpoint's plan has one server; --platform FILE says what joins several")
     levels = tuple(replace(x, count=n) for x, n in zip(platform.levels, counts, strict=False))
-    total = 1
-    for level in levels:
-        total *= level.count
-    return replace(platform, devices=platform.devices[:1] * total, levels=levels)
+    return replace(platform, devices=platform.devices[:1] * prod(level.count for level in levels), levels=levels)
 
 
 def moving_least(found: Planned, before: Plan) -> Planned:

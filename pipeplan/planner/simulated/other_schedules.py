@@ -160,16 +160,7 @@ def balanced_stages(plan: Plan, homes: Sequence[tuple[int, ...]], schedule: str)
     allocation = next(iter(balance(problem)))
     recomputed = [segment for stage in plan.allocation.stages for segment in stage.checkpoint]
     return tuple(
-        Stage(
-            part.start,
-            part.stop,
-            home,
-            tuple(
-                (max(first, part.start), min(last, part.stop))
-                for first, last in recomputed
-                if first < part.stop and last > part.start
-            ),
-        )
+        Stage(part.start, part.stop, home).recomputing(recomputed)
         for part, home in zip(allocation.stages, homes, strict=True)
     )
 

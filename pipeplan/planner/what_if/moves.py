@@ -17,12 +17,15 @@ from ...check.evaluate import evaluate
 from ...check.validate import judged
 from ...cost.memory_model import gradient_bytes, versioned_bytes
 from ...plan import Allocation, Plan, Stage
+from ...problem import Platform
 from ..plan import Planned
 from .carry import carried
 
 SHARE: Final = 0.02  # of the best period, that fewer moves may cost
 TRIES: Final = 200  # plans that are judged
 MOST_UNITS: Final = 128  # that change places
+
+Held = dict[int, set[int]]  # the layers of each unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,68 +38,69 @@ class Moved:
 
 def moved(plan: Plan, stages: Sequence[Stage], before: Plan) -> Moved:
     """Return what comes to units where ``plan`` has these ``stages``, of the same layers as ``before``."""
-    had, has = _held(before, before.allocation.stages), _held(plan, stages)
-    sizes = [_bytes(plan, i) for i in range(len(plan.chain))]
+    return _moved(_held(plan, stages), _held(before, before.allocation.stages), _sizes(plan))
+
+
+def _moved(has: Held, had: Held, sizes: Sequence[int]) -> Moved:
     coming = sum(sizes[i] for unit, layers in has.items() for i in layers - had.get(unit, set()))
     return Moved(coming, sum(sizes[i] for layers in has.values() for i in layers))
 
 
-def _held(plan: Plan, stages: Sequence[Stage]) -> dict[int, set[int]]:
+def _unit(platform: Platform) -> int:
+    """Return how many GPUs a unit has."""
+    return platform.levels[0].count if len(platform.levels) > 1 else 1
+
+
+def _held(plan: Plan, stages: Sequence[Stage]) -> Held:
     """Return the layers that each unit has."""
-    whole = plan.platform.whole or plan.platform
-    size = whole.levels[0].count if len(whole.levels) > 1 else 1
-    found: dict[int, set[int]] = {}
+    size = _unit(plan.platform.whole or plan.platform)
+    found: Held = {}
     for stage in stages:
         for gpu in (gpu for device in stage.members for gpu in plan.platform.gpus(device)):
             found.setdefault(gpu // size, set()).update(range(stage.start, stage.stop))
     return found
 
 
-def _bytes(plan: Plan, layer: int) -> int:
-    """Return the bytes of a layer's weights and optimizer state, of all that run it together."""
-    policy, own = replace(plan.policy, zero=0, offload=False), plan.chain.layers[layer]
-    size, count = own.weight_bytes, own.parameter_count
-    state = versioned_bytes(policy, size, count, 1) - gradient_bytes(policy, size, count)
-    return int(state) * plan.chain.tensor
+def _sizes(plan: Plan) -> list[int]:
+    """Return the bytes of each layer's weights and optimizer state, of all that run it together."""
+    policy = replace(plan.policy, zero=0, offload=False)
+    each = [(layer.weight_bytes, layer.parameter_count) for layer in plan.chain.layers]
+    states = (versioned_bytes(policy, *one, 1) - gradient_bytes(policy, *one) for one in each)
+    return [int(state) * plan.chain.tensor for state in states]
 
 
 def nearest(found: Planned, before: Plan) -> tuple[Planned, Moved, Moved]:
     """Return the plan with the fewest bytes that move, what it moves, and what the one that was ``found`` would."""
-    plan = _in_place(found.plan, before)
-    best = now = moved(plan, plan.allocation.stages, before)
+    had, sizes = _held(before, before.allocation.stages), _sizes(found.plan)
+    plan = _in_place(found.plan, had, sizes)
+    best = now = _moved(_held(plan, plan.allocation.stages), had, sizes)
     limit, left = found.evaluation.period_ns * (1 + SHARE), TRIES
     while left > 0:
         choices = sorted(
-            ((own.coming, i, stages) for i, stages in enumerate(_others(plan, limit))
-             if (own := moved(plan, stages, before)).coming < now.coming),
-            key=lambda one: one[:2],
+            ((own, i, stages) for i, stages in enumerate(_others(plan, limit))
+             if (own := _moved(_held(plan, stages), had, sizes)).coming < now.coming),
+            key=lambda one: (one[0].coming, one[1]),
         )  # fmt: skip
-        for coming, _, stages in choices[:left]:
+        for own, _, stages in choices[:left]:
             left -= 1
             other = carried(replace(plan, allocation=Allocation(stages)), plan.chain)
             if other.period_ns is not None and other.period_ns <= limit:
-                plan, now = replace(other.plan, lower_bounds=plan.lower_bounds), Moved(coming, now.held)
+                plan, now = replace(other.plan, lower_bounds=plan.lower_bounds), own
                 break
         else:
             break
-    stages = plan.allocation.stages
-    return (found if plan is found.plan else Planned(plan, evaluate(plan))), moved(plan, stages, before), best
+    return (found if plan is found.plan else Planned(plan, evaluate(plan))), now, best
 
 
-def _in_place(plan: Plan, before: Plan) -> Plan:
+def _in_place(plan: Plan, had: Held, sizes: Sequence[int]) -> Plan:
     """Return the plan with equal units in other places, two of them exchanged as long as more stays where it was."""
     platform, stages = plan.platform, plan.allocation.stages
-    several = len(platform.levels) > 1
-    size, had, has = (
-        platform.levels[0].count if several else 1,
-        _held(before, before.allocation.stages),
-        _held(plan, stages),
-    )
+    size, has = _unit(platform), _held(plan, stages)
     units = range(len(platform) // size)
-    parted = not several and (plan.chain.variants or platform.width > 1)
+    parted = len(platform.levels) == 1 and (plan.chain.variants or platform.width > 1)
     if parted or len(platform.levels) > 2 or len(set(platform.devices)) > 1 or len(units) > MOST_UNITS:
         return plan
-    sizes, none, places = [_bytes(plan, i) for i in range(len(plan.chain))], set[int](), list(units)
+    none, places = set[int](), list(units)
     kept = [[sum(sizes[i] for i in has.get(u, none) & had.get(v, none)) for v in units] for u in units]
     changed = True
     while changed:
@@ -121,10 +125,4 @@ def _others(plan: Plan, limit_ns: float) -> Iterator[tuple[Stage, ...]]:
             pair = replace(stages[s], stop=cut), replace(stages[s + 1], start=cut)
             work = (int(total[x.stop] - total[x.start]) / x.replicas / x.tensor for x in pair)
             if cut != stages[s].stop and max(work) <= limit_ns:
-                yield (*stages[:s], *(_recomputing(x, segments) for x in pair), *stages[s + 2 :])
-
-
-def _recomputing(stage: Stage, segments: Sequence[tuple[int, int]]) -> Stage:
-    """Return the stage with what it has of ``segments`` of all layers."""
-    inside = ((max(first, stage.start), min(last, stage.stop)) for first, last in segments)
-    return replace(stage, checkpoint=tuple((first, last) for first, last in inside if first < last))
+                yield (*stages[:s], *(x.recomputing(segments) for x in pair), *stages[s + 2 :])

@@ -270,10 +270,11 @@ class Job:
         if self.plan.chain.offloaded:
             raise BadInput("the plan keeps activations in host memory, which run doesn't; plan without that")
         if self.plan.chain.width > self.plan.chain.tensor:
-            chain, what = self.plan.chain, "a layer's experts" if self.plan.chain.experts > 1 else "a sequence"
+            ranks, what = self.plan.chain.experts, "a layer's experts"
+            if ranks == 1:
+                ranks, what = self.plan.chain.context, "a sequence"
             raise BadInput(
-                f"in the plan {chain.experts if chain.experts > 1 else chain.context} GPUs share {what}, "
-                "which run doesn't; export it to Megatron-LM or torchtitan"
+                f"in the plan {ranks} GPUs share {what}, which run doesn't; export it to Megatron-LM or torchtitan"
             )
         if policy.sharing.scattered and self.sums:
             raise BadInput(
