@@ -257,9 +257,9 @@ def _in_own_order(incumbent: Incumbent) -> None:
     if best is None:  # nothing fits
         return
     count = problem.policy.accumulate or 1
-    graphs = []
-    for stages in dict.fromkeys((best.allocation.stages, *incumbent.seen, *_few_splits(problem))):
-        if PASSES * count * len(stages) <= MOST_ORDERED and not any(x.replicas > 1 for x in stages):
+    graphs, most = [], MOST_ORDERED // (PASSES * count)
+    for stages in dict.fromkeys((best.allocation.stages, *incumbent.seen, *_few_splits(problem, most))):
+        if len(stages) <= most and not any(x.replicas > 1 for x in stages):
             graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
             graphs.append((count * graph.period_floor_ns, stages, graph))
     hopeful = sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]
@@ -276,10 +276,10 @@ def _in_own_order(incumbent: Incumbent) -> None:
                 incumbent.take(best)
 
 
-def _few_splits(problem: Problem) -> Iterator[tuple[Stage, ...]]:
-    """Yield every split into so many stages, nothing recomputed, on any GPUs, where these are few."""
+def _few_splits(problem: Problem, most: int) -> Iterator[tuple[Stage, ...]]:
+    """Yield every split into so many stages, at ``most``, nothing recomputed, on any GPUs, where these are few."""
     layers, gpus = len(problem.chain), range(len(problem.platform))
-    for stages in range(1, layers + 1):
+    for stages in range(1, min(layers, most) + 1):
         if comb(layers - 1, stages - 1) * len(gpus) ** stages <= FEW_SPLITS:
             for cuts, homes in product(combinations(range(1, layers), stages - 1), product(gpus, repeat=stages)):
                 if all(a != b for a, b in pairwise(homes)):
