@@ -4,10 +4,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from oracles.partition import contiguous_optimum
+from cases.variants import assert_best_of_all_variants, plain_layers
 
 import pipeplan as pp
-from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
 from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import collective_ns, with_exchanges
@@ -94,10 +93,7 @@ def test_what_goes_round_counts_where_it_outlasts_the_attention_beside_it():
 def tiny(seed):
     """A network of three layers whose sequences 2 or 4 ranks share, one way or the other; the more, the less memory."""
     draw = Random(seed)
-    plain = tuple(
-        Layer(f"l{i}", draw.randint(8, 80) * 1000, draw.randint(16, 99) * 1000, draw.randint(2, 9) * 100, 4000, 8000)
-        for i in range(3)
-    )
+    plain = plain_layers(draw, (8, 80), (16, 99), 2, 4000, 8000)
     variants = []
     for ranks in (2, 4):
         for by_heads in (False, True):
@@ -129,21 +125,8 @@ def test_degrees_of_context_are_as_good_as_all_plans_of_all_of_them(seed):
     servers = Platform((Device(memory),) * 8, (Level(4, 10**12), Level(2, 10**11)))
     words = {"platform": servers, "weights": "2bw", "batch": 32, "checkpointing": "none", "reserve": None}
     words |= {"optimizer": "adam", "zero": seed % 2}
-    periods = []
-    for part in parts(pp.Profile(tiny(seed)), {}):
-        least = contiguous_optimum(problem_of(part, **words)[0])
-        if least is None:
-            with pytest.raises(pp.Infeasible):
-                pp.plan(part, algorithm="contiguous", **words)
-            continue
-        found = pp.plan(part, algorithm="contiguous", **words)  # which the validator has passed
-        assert found.plan.allocation.claimed_period_ns == least[0]
-        assert all(x.period_ns <= least[0] for x in found.plan.lower_bounds)
-        periods.append(found.period_ns)
-    found = pp.plan(tiny(seed), algorithm="contiguous", **words)
-    assert found.period_ns == min(periods)
-    for told in found.plan.provenance.options["tensor"].values():
-        assert told["bound_ns"] is None or told["period_ns"] is None or told["bound_ns"] <= told["period_ns"]
+    assert all(x.chain.several == 1 for x in parts(pp.Profile(tiny(seed)), {}))  # a group has each microbatch
+    assert_best_of_all_variants(tiny(seed), words)
     with pytest.raises(BadInput, match="context 8: the profile has degree 1, 2, 4"):
         pp.plan(tiny(seed), context=8, **words)
 

@@ -4,10 +4,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from oracles.partition import contiguous_optimum
+from cases.variants import assert_best_of_all_variants, plain_layers
 
 import pipeplan as pp
-from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
 from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_exchanges
@@ -94,10 +93,7 @@ def test_exchanges_take_the_slowest_links_of_their_group():
 def tiny(seed):
     """A network of three layers, two of experts, whose weights 2 or 4 ranks share; the more, the less memory."""
     draw = Random(seed)
-    plain = tuple(
-        Layer(f"l{i}", draw.randint(4, 40) * 1000, draw.randint(8, 80) * 1000, draw.randint(2, 9) * 100, 1000, 4000)
-        for i in range(3)
-    )
+    plain = plain_layers(draw, (4, 40), (8, 80), 2, 1000, 4000)
     variants = []
     for ranks in (2, 4):
         layers = []
@@ -124,21 +120,7 @@ def test_degrees_of_experts_are_as_good_as_all_plans_of_all_of_them(seed, zero):
     servers = Platform((Device(memory),) * 8, (Level(4, 10**12), Level(2, 10**11)))
     words = {"platform": servers, "weights": "2bw", "batch": 32, "checkpointing": "none", "reserve": None}
     words |= {"optimizer": "adam", "zero": zero}
-    periods = []
-    for part in parts(pp.Profile(tiny(seed)), {}):
-        least = contiguous_optimum(problem_of(part, **words)[0])
-        if least is None:
-            with pytest.raises(pp.Infeasible):
-                pp.plan(part, algorithm="contiguous", **words)
-            continue
-        found = pp.plan(part, algorithm="contiguous", **words)
-        assert found.plan.allocation.claimed_period_ns == least[0]
-        assert all(x.period_ns <= least[0] for x in found.plan.lower_bounds)
-        periods.append(found.period_ns // part.chain.several)
-    found = pp.plan(tiny(seed), algorithm="contiguous", **words)
-    assert found.period_ns // found.plan.chain.several == min(periods)
-    for told in found.plan.provenance.options["tensor"].values():
-        assert told["bound_ns"] is None or told["period_ns"] is None or told["bound_ns"] <= told["period_ns"]
+    assert_best_of_all_variants(tiny(seed), words)
 
 
 def test_replicas_share_the_state_of_experts_among_fewer():

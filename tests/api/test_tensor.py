@@ -5,6 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from cases.variants import plain_layers
 from oracles.partition import contiguous_optimum
 
 import pipeplan as pp
@@ -121,10 +122,7 @@ def test_the_best_degree_is_the_best_of_all(profiled, tmp_path):
 def tiny(seed):
     """A network of three layers in degrees 1, 2 and 4, the more GPUs the less memory and the more work in all."""
     draw = Random(seed)
-    plain = tuple(
-        Layer(f"l{i}", draw.randint(4, 40) * 1000, draw.randint(8, 80) * 1000, draw.randint(1, 9) * 100, 1000, 4000)
-        for i in range(3)
-    )
+    plain = plain_layers(draw, (4, 40), (8, 80), 1, 1000, 4000)
     variants = []
     for degree in (2, 4):
         shares = {x: draw.uniform(1.0, 1.4) / degree for x in ("forward_ns", "backward_ns")}
