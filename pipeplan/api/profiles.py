@@ -284,8 +284,9 @@ def _live(model: Any, inputs: Any, loss: Callable[..., Any] | None, microbatch: 
 
 def _refuse(gpu: str | None, engine: str | None, device: str, beside: int, measuring: Mapping[str, Any]) -> None:
     """Raise BadInput for what goes with an estimate alone, or with a measurement, and is said of the other."""
-    if gpu is not None and (device != "auto" or measuring.get("hold", "auto") != "auto" or beside != 1):
-        raise BadInput("--estimate needs no device; leave out --device, --hold and --beside")
+    how = (device, beside, measuring.get("hold", "auto"), measuring.get("in_flight", 1))
+    if gpu is not None and how != ("auto", 1, "auto", 1):
+        raise BadInput("--estimate needs no device; leave out --device, --hold, --beside and --in-flight")
     if not 1 <= beside <= MOST_BESIDE:
         raise BadInput(f"--beside: {beside} isn't a number of processes from 1 to {MOST_BESIDE}")
     if gpu is None and engine is not None:

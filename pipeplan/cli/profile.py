@@ -51,6 +51,8 @@ ALONE = """
     Have all layers on the device at once, or one at a time; auto: one where all don't fit.
 --beside COUNT = 1
     Measure on the CPU as one of N processes that train the model at once, as they will in a run.
+--in-flight COUNT = 1
+    Hold N microbatches between their forwards and their backwards, as stages of a pipeline do.
 """
 
 
@@ -64,7 +66,7 @@ ALONE = """
 @click.argument("model", metavar="MODEL", type=MODEL)
 @options(MEASURED, estimate=GPU)
 @option_of(WORDS["optimizer"], help="To time.")
-@options(ALONE, beside={"type": Count(), "metavar": "N"})
+@options(ALONE, beside={"type": Count(), "metavar": "N"}, in_flight={"type": Count(), "metavar": "N"})
 @option_of(WORDS["granularity"])
 @option_of(WORDS["blocks"])
 @asking(Parts)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ..choices import BEST, DRAINED
-from ..errors import BadInput, RunStopped
+from ..errors import BadInput, PipeplanError, RunStopped
 from ..names import SENTENCE, shown
 from ..registry import Late
 from ..units import parse_bandwidth
@@ -122,6 +123,7 @@ RUN = """
 --log-dir DIR               Write loss, time per microbatch and memory here, for TensorBoard.
 --trace OUT                 Write every operation's times for ui.perfetto.dev and pipeplan diff.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
+--bracket                   Profile right before and after, and say why the run is apart from the plan, if it is.
 --against flush|PLAN
     Then train the same from a plan that drains, or from this plan, and compare losses and times.
 --dry-run                   Print the torchrun and Slurm lines and every rank's program, and end.
@@ -200,6 +202,7 @@ def command(
     tensor_plan: str | None,
     log_dir: Path | None,
     trace: str | None,
+    bracket: bool,
     against: str | None,
     dry_run: bool,
     as_json: bool,
@@ -211,7 +214,7 @@ def command(
     Starts its processes itself; under torchrun it is the rank that the environment names. With --json a line for each
     update goes to standard error.
     """
-    _refuse(trace, log_dir, against, given)
+    _refuse(trace, log_dir, against, bracket, given)
     refuse_two_documents(as_json, trace=trace)
     other = None if against is None else _against(against, plan, given)
     loaded = _run_otherwise(plan, given)
@@ -234,6 +237,8 @@ def command(
         if trace is not None:
             write_text(trace, measured_trace(loaded, report))
 
+    measure = partial(_moved, loaded, spec, asked, as_json) if bracket else None
+    before = None if measure is None else measure()
     with ExitStack() as held:
         scalars = None if log_dir is None else held.enter_context(closing(Late("runtime.scalars:Scalars")(log_dir)))
         if scalars is not None:
@@ -253,6 +258,11 @@ def command(
             scalars.finish(report, asked.steps)
     if report is None:  # another rank under torchrun reports
         return
+    if measure is not None and before is not None:
+        try:
+            report = replace(report, bracket=(before, measure()))
+        except PipeplanError as error:  # what was trained counts more
+            _note(f"no profile after the run: {error}")
     for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
         _note(words)
     write_trace(report)
@@ -264,6 +274,14 @@ def command(
         second = other, again
     if trace != "-":
         print_report(loaded, report, asked.evaluates, as_json, second)
+
+
+def _moved(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -> float:
+    """Return by what the period of ``plan`` is to be multiplied with what its layers take now."""
+    from ..api.bracket import period_now
+
+    say = (lambda text: None) if as_json else status().say
+    return period_now(plan, spec, options.threads, say=say)
 
 
 def _calling(callback: str) -> Callable[[StepProgress], None]:
@@ -285,8 +303,12 @@ def _note(words: str) -> None:
     click.echo(f"note: {shown(words, SENTENCE)}", err=True)
 
 
-def _refuse(trace: str | None, log_dir: Path | None, against: str | None, given: Mapping[str, Any]) -> None:
+def _refuse(
+    trace: str | None, log_dir: Path | None, against: str | None, bracket: bool, given: Mapping[str, Any]
+) -> None:
     """Raise UsageError for options that don't go together, whatever the plan."""
+    if bracket and (given["evaluates"] or "RANK" in os.environ):
+        raise click.UsageError("--bracket is about training by processes of its own, without --evaluate and torchrun")
     if against is not None and (given["resume"] or given["evaluates"] or trace == "-" or "RANK" in os.environ):
         raise click.UsageError(
             "--against trains twice from the start, by processes of its own; it goes without --resume, --evaluate, "

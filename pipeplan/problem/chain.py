@@ -56,10 +56,11 @@ class Chain:
     layer in the model's own order, None where they stand in that. The other fields say where the
     numbers come from, ``worth`` in a sentence what plans on such numbers were found to be worth, where that is known,
     ``within`` what nine of ten estimates like its times were multiplied by when measured, None of what was measured,
-    ``beside`` how many processes, with the one that was measured, computed at once. ``reading_ns`` is what making a
-    microbatch's data takes a process that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the
-    layers are the part of one of so many ranks that run each layer together; with ``sequence_parallel`` what is between
-    products is parted along the sequence, too. Of ``selective`` layers backwards run the cores of attention again.
+    ``beside`` how many processes, with the one that was measured, computed at once, and ``in_flight`` how many
+    microbatches were between forward and backward. ``reading_ns`` is what making a microbatch's data takes a process
+    that reads for itself (:attr:`read_in_passes_ns`). Where ``tensor`` is above 1 the layers are the part of one of so
+    many ranks that run each layer together; with ``sequence_parallel`` what is between products is parted along the
+    sequence, too. Of ``selective`` layers backwards run the cores of attention again.
     ``experts`` ranks have each a part of the experts of every layer, the fullest ``imbalance`` times the mean of
     tokens. ``context`` tensor-parallel groups have each a part of every sequence, whose keys and values go round (Liu
     et al. 2023), or, ``by_heads``, each all of it for some heads in attention (Jacobs et al. 2023).
@@ -82,6 +83,7 @@ class Chain:
     worth: str = ""
     within: tuple[float, float] | None = None
     beside: int = 1
+    in_flight: int = 1
     reading_ns: int = 0
     order: tuple[int, ...] | None = None
     inputs: tuple[int, ...] | None = None

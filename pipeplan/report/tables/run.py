@@ -23,6 +23,14 @@ from ..looks import console, make_table, print_fitted
 WAITS = 0.02  # of a period; what is waited for less is noise
 SETTLED = 0.6  # of a run, after which the loss that it stays below is compared
 QUICK_NS = 10**9  # a line of progress at most so often
+KEPT_OFF = 0.02  # of the time; below it is what any machine does beside
+_VERDICTS = {
+    "as planned": "as planned",
+    "times moved": "as layers' times, which have moved, let it be",
+    "other load": "the run is further off, and others had its cores",
+    "the run itself": "the run itself is further off",
+    None: "",
+}
 _EXCHANGES = {  # of messages, and of sums
     ("nccl", "nccl"): "tensors travelled over NCCL",
     ("staged", "nccl"): "threads received, so messages travelled through host memory, and sums over NCCL",
@@ -105,7 +113,8 @@ def print_report(
         del figures["times"]  # for every operation of every rank: thousands
         mean = {"mean_loss": fmean(report.losses)} if evaluates else {}
         other = {} if beside is None else {"beside": [asdict(x) for x in learnt((plan, report), beside)]}
-        print(json.dumps({**figures, "samples_per_s": report.samples_per_s, **mean, **other}, indent=1))
+        derived = {"samples_per_s": report.samples_per_s, "verdict": report.verdict}
+        print(json.dumps({**figures, **derived, **mean, **other}, indent=1))
     elif evaluates:
         print_evaluation(report)
     else:
@@ -214,6 +223,11 @@ def _periods(plan: Plan, report: RunReport) -> Iterator[str | Text]:
     else:
         said = f"from the profile: measured is {measured / report.planned_period_ns - 1:+.1%}"
     yield f"            {format_ns(report.planned_period_ns)} planned {said}"
+    if report.bracket is not None:
+        before, after = (format_ns(report.planned_period_ns * x) for x in report.bracket)
+        yield f"            {before} by a profile right before, {after} right after: {_VERDICTS[report.verdict]}"
+    if report.kept_off > KEPT_OFF:
+        yield f"            others computed: a rank waited {report.kept_off:.0%} of the time for a core"
     if kind_of(plan).by_arrival and calibrated is not None:
         yield f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
         yield f"            {format_ns(calibrated * count)} simulated with this run's own operation times"

@@ -6,6 +6,7 @@ It builds its model, meets the others, builds its stages, walks its instructions
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +23,7 @@ from ..exchange.layer_group import HandedOn, LayerGroup
 from ..exchange.transport import everybodys, exchanging, number_processes
 from ..lowering.instructions import NOBODY
 from ..lowering.lowered_run import LoweredRun
-from ..measure.recorder import Times
+from ..measure.recorder import Times, kept_off_ns
 from ..measure.times import RankMeasurement, straightened
 from ..model.trace.adapted import run_uncompiled
 from .executor import MiniBatchEnd, execute
@@ -114,7 +115,9 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
         transport = HandedOn(transport, rank.together, given, rank.device)
     if inbox is not None and lowered.limit is not None:
         order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
+    begun, off = time.monotonic_ns(), kept_off_ns()
     times = execute(run, end, transport, order)
+    times.kept_off = (kept_off_ns() - off) / (time.monotonic_ns() - begun)
     end.save_if_refused()
     return times
 
@@ -164,6 +167,7 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
             skipped=() if scaling is None else tuple(scaling.skipped),
             loss_scale=None if scaling is None else scaling.current.scale,
             forgotten=times.forgotten,
+            kept_off=times.kept_off,
             reading=reading,
             norms={} if stages.clipping is None else stages.clipping.norms,
         ),

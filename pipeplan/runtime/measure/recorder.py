@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,10 +24,22 @@ COMPARED: Final = 5  # events by which clocks are compared, as a host that has o
 KEPT: Final = 60_000  # operations of the begin and as many of the end: 20 MB at most, some 17,000 microbatches
 
 
+def kept_off_ns() -> int:
+    """Return for how long this thread was ready to go on and had no core; 0 where no kernel counts that."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 class Times:
-    """When operations happened: all of a run's, or of a long one the first ``kept`` and the last."""
+    """When operations happened: all of a run's, or of a long one the first ``kept`` and the last.
+
+    For the share ``kept_off`` of all that time others had the core.
+    """
 
     def __init__(self, kept: int = KEPT) -> None:
+        self.kept_off = 0.0
         self._kept = kept
         self._first: list[OpTime] = []
         self._last: deque[OpTime] = deque(maxlen=kept)

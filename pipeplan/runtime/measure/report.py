@@ -22,6 +22,9 @@ from ..lowering.lowered_run import LoweredRun
 from .calibrate import calibrated, handed_over, occupied, sums_ns, waits_at_updates
 from .times import Activity, OpTime, RankMeasurement, mean_wait_for_data, planned_times, planned_transfer_ns, typical
 
+PROMISE = 0.05  # by which a run may be apart from what its layers took before and after it
+Verdict = Literal["as planned", "times moved", "other load", "the run itself"]
+
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
@@ -149,6 +152,8 @@ class RunReport:
     in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has that of each update before, None
     where it was skipped. ``evaluations`` on held-out data are by update, that after ``best_step`` is the best; the run
     has ``ended_early`` where they got no better. Of ``width`` GPUs that run each layer together bytes are the most.
+    ``bracket`` has by what the planned period is to be multiplied with the layers' times right before the run and right
+    after it, where these were measured; the rank that lacked a core most did so for the share ``kept_off`` of the run.
     """
 
     steps: int
@@ -180,6 +185,22 @@ class RunReport:
     best_step: int | None = None
     ended_early: bool = False
     width: int = 1
+    bracket: tuple[float, float] | None = None
+    kept_off: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Why the measured period is apart from the planned one, if it is; None without a bracket or a period.
+
+        Within :data:`PROMISE` of the bracket the run is what its layers let it be: as planned, or the layers' times
+        have moved since the plan's profile. Outside of it others had its cores, or it is the run itself.
+        """
+        if self.bracket is None or self.measured_period_ns is None:
+            return None
+        low, high = min(self.bracket) * (1 - PROMISE), max(self.bracket) * (1 + PROMISE)
+        if low <= self.measured_period_ns / self.planned_period_ns <= high:
+            return "as planned" if low <= 1 <= high else "times moved"
+        return "other load" if self.kept_off > PROMISE else "the run itself"
 
     @property
     def samples_per_s(self) -> float:
@@ -228,6 +249,7 @@ def make_report(lowered: LoweredRun, measurements: Sequence[RankMeasurement]) ->
         skipped=first.skipped,
         loss_scale=first.loss_scale,
         forgotten=sum(x.forgotten for x in measurements),
+        kept_off=max(x.kept_off for x in measurements),
         reading=tuple(
             ReadingTime(device, rank, *read)
             for rank, device in enumerate(lowered.devices)

@@ -51,6 +51,7 @@ class RankMeasurement:
     overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the run are not among
     ``times``. ``reading`` has the workers of its loader (0: the rank itself) and the ns that each took for a
     microbatch, None where no loader reads. ``norms`` are those of all gradients, by version, where they are clipped.
+    ``kept_off`` is the share of the run in which it could have gone on and others had its core.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankMeasurement:
     forgotten: int = 0
     reading: tuple[int, int] | None = None
     norms: dict[int, float] = field(default_factory=dict)
+    kept_off: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

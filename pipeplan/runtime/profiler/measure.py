@@ -106,6 +106,7 @@ def measure_model(
     count = 0 if options.others is None else options.others.count
     how = f"medians of {min(x.steps for x in measurements)} steps{', one layer at a time' if one else ''}"
     how += f", beside {count} other process{'es' if count > 1 else ''}" if count else ""
+    how += f", {options.in_flight} microbatches in flight" if options.in_flight > 1 else ""
     chain = network_chain(
         network,
         measurements,
@@ -114,7 +115,8 @@ def measure_model(
         device=device_name(options.device, options.threads),
         source=f"measured by pipeplan {__version__}, torch {torch.__version__}, {how}, {date}",
     )
-    chain = replace(chain, beside=1 + count, reading_ns=measurements[-1].reading_ns, changed=changed)
+    chain = replace(chain, beside=1 + count, in_flight=options.in_flight)
+    chain = replace(chain, reading_ns=measurements[-1].reading_ns, changed=changed)
     return MeasuredModel(chain, tuple(measurements), one, network.notes)
 
 
@@ -210,6 +212,8 @@ def profile_network(
     place, or passes no gradient on, or the first difference from a step of the ``author``'s, if that is given and fits
     (:mod:`..model.compared`).
     """
+    if options.in_flight < 1:
+        raise BadInput(f"in flight: {options.in_flight} isn't a number of microbatches from 1 on")
     if options.steps < 1 or options.warmup < 0:
         raise BadInput(
             f"steps: {options.steps} measured steps after {options.warmup} of warm-up; at least 1 and 0 are needed"
@@ -228,7 +232,7 @@ def profile_network(
         whole, network = network, network.with_loss(loss, target)
         saved, values = saved_values(network, device, release, options.split_backward)
         layers = sized_layers(network, saved, values)
-        needed = _needed_bytes(network, whole_bytes(saved, values))
+        needed = _needed_bytes(network, whole_bytes(saved, values) * options.in_flight)
         processes = 1 if options.others is None else 1 + options.others.count
         one = hold == "one" or (hold == "auto" and processes * needed > FILL * free_bytes(device))
         options.note(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -53,6 +55,7 @@ class MeasureOptions:
     merge: Callable[[Chain], Chain] | None = None
     """What merges layers of a DAG, by no times: those that it makes one are timed as one. None: each is by itself."""
     others: Others | None = None  # processes that compute meanwhile
+    in_flight: int = 1  # microbatches between their forward and their backward at once, as a stage holds them
     read: Callable[[], object] | None = None
     """What makes a microbatch's data, as those who have the first layer or the loss do; timed in each step."""
     say: Callable[[str], None] = lambda text: None  # hears what is being done
@@ -128,14 +131,12 @@ def _measure(
     """Add the times of steps to ``samples``; with ``inputs`` the network is one layer alone that reads these."""
     trained = [trained_parameters(layer.module) for layer in network.layers]
     optimizers = [options.make_optimizer(own) if own else None for own in trained]
+    held: deque[_Held] = deque()
     for warm in _rounds(options, seconds, warm_s):
         options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
         _read(samples[0], clock, options, warm)
         for inputs_only in (False, True) if options.split_backward else (False,):
-            leaves = None
-            if inputs is not None:
-                leaves = dict(zip(network.layers[0].reads, map(leaf, inputs), strict=True))
-            run = _step(network, optimizers, entry, clock, inputs_only, leaves)
+            run = _step(network, optimizers, entry, clock, inputs_only, inputs, held, options.in_flight)
             if not warm:
                 for index, sample in enumerate(samples):
                     _add(sample, clock, [row[index] for row in run], inputs_only)
@@ -202,40 +203,45 @@ def _add(sample: Samples, clock: Clock, marks: _Marks, inputs_only: bool) -> Non
     sample.exchanges = tuple(x for pair, back in both if pair for x in clock.exchanges(*pair, back))
 
 
+@dataclass(slots=True)
+class _Held:
+    """A microbatch between forward and backward: values by number, outputs of the layers, gradients that came back."""
+
+    values: dict[int, Tensor]
+    made: list[Sequence[Tensor]] = field(default_factory=list)
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
+
+
 def _step(
     network: Network,
     optimizers: Sequence[torch.optim.Optimizer | None],
     entry: torch.optim.Optimizer,
     clock: Clock,
     inputs_only: bool,
-    leaves: dict[int, Tensor] | None = None,
+    inputs: Sequence[Tensor] | None,
+    held: deque[_Held],
+    in_flight: int,
 ) -> tuple[_Marks, _Marks, _Marks]:
     """Run one training step; return marks around each layer's forward, backward and update.
 
-    ``leaves`` are the inputs of a network that is one layer alone; its backward then starts from ones. Gradients of
-    values are asked for, not left at leaves: there autograd would copy what several readers get.
+    ``inputs`` are those of a network that is one layer alone; its backward then starts from ones. The backward is that
+    of the oldest microbatch ``held`` once there are as many as are to be ``in_flight``. Gradients of values are asked
+    for, not left at leaves: there autograd would copy what several readers get.
     """
     count = len(network)
-    values = leaves if leaves is not None else dict(enumerate(network.inputs))
     run: tuple[_Marks, _Marks, _Marks] = [None] * count, [None] * count, [None] * count
-    made: list[Sequence[Tensor]] = []
-    gradients: dict[int, Tensor | None] = {}
     for layer in network.layers:
         begin_sums(layer.module)
-    for index, layer in enumerate(network.layers):
-        inputs = [values[v] for v in layer.reads]
-        start = clock.mark()
-        outputs = layer.forward(inputs)
-        run[0][index] = (start, clock.mark())
-        made.append(outputs)
-        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        if _is_loss(layer):
-            gradients[layer.makes[0]] = None  # a scalar's is 1
-        elif leaves is not None:
-            gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        del outputs, inputs
+    while len(held) < in_flight:
+        if inputs is None:
+            held.append(_Held(dict(enumerate(network.inputs))))
+        else:
+            held.append(_Held(dict(zip(network.layers[0].reads, map(leaf, inputs), strict=True))))
+        _forward(network, held[-1], clock, run[0], inputs is not None)
+    oldest = held.popleft()
+    values, gradients = oldest.values, oldest.gradients
     for index in reversed(range(count)):
-        layer, outputs = network.layers[index], made.pop()
+        layer, outputs = network.layers[index], oldest.made.pop()
         run[1][index] = _backward(network, layer, outputs, values, gradients, clock, inputs_only)
         for value in layer.makes:
             values.pop(value)
@@ -245,10 +251,36 @@ def _step(
     for index, optimizer in enumerate(optimizers):
         if optimizer is not None and not inputs_only:
             start = clock.mark()
-            optimizer.step()
+            with _unseen_by(held, network.layers[index].module):
+                optimizer.step()
             run[2][index] = (start, clock.mark())
     clock.settle()
     return run
+
+
+def _forward(network: Network, held: _Held, clock: Clock, marks: _Marks, alone: bool) -> None:
+    values, gradients = held.values, held.gradients
+    for index, layer in enumerate(network.layers):
+        inputs = [values[v] for v in layer.reads]
+        start = clock.mark()
+        outputs = layer.forward(inputs)
+        marks[index] = (start, clock.mark())
+        held.made.append(outputs)
+        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
+        if _is_loss(layer):
+            gradients[layer.makes[0]] = None  # a scalar's is 1
+        elif alone:
+            gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
+        del outputs, inputs
+
+
+def _unseen_by(held: deque[_Held], module: nn.Module) -> AbstractContextManager[None]:
+    """Let an optimizer, at rate 0, step weights that backwards of those ``held`` will read: as they were, so that
+    autograd needn't know."""
+    if not held:
+        return nullcontext()
+    unseen: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))
+    return unseen
 
 
 def _backward(

@@ -33,6 +33,31 @@ def test_a_run_like_the_simulation_measures_the_simulated_period():
     assert len(report.times) == 2
 
 
+@pytest.mark.parametrize(
+    ("bracket", "kept_off", "verdict"),
+    [
+        (None, 0.0, None),
+        ((2.9, 3.2), 0.0, "times moved"),
+        ((1.0, 3.0), 0.0, "as planned"),
+        ((0.9, 1.1), 0.01, "the run itself"),
+        ((4.0, 5.0), 0.3, "other load"),
+    ],
+)
+def test_a_run_of_three_times_the_planned_period_is_judged_by_what_layers_took_around_it(
+    bracket, kept_off, verdict, capsys
+):
+    script = script_of(Policy("2bw", accumulate=2), Schedule(), 20)
+    first, *others = replayed(script, 3)
+    report = make_report(script, [replace(first, kept_off=kept_off), *others])
+    assert report.kept_off == kept_off
+    report = replace(report, bracket=bracket)
+    assert report.verdict == verdict
+    print_run(script.plan, report, width=120)
+    out = capsys.readouterr().out
+    assert (" by a profile right before, " in out) == (bracket is not None)
+    assert ("waited 30% of the time for a core" in out) == (kept_off == 0.3)
+
+
 def test_a_drained_run_measures_the_makespan_and_the_update():
     script = script_of(Policy("flush", accumulate=4), Schedule("flush", 4), 5)
     makespan = script.timeline.makespan_ns

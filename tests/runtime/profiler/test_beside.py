@@ -62,7 +62,7 @@ def test_what_others_cannot_train_is_said(builder, words):
 
 
 def test_where_it_means_nothing_it_is_refused():
-    with pytest.raises(BadInput, match="leave out device, hold and beside"):
+    with pytest.raises(BadInput, match="leave out device, hold, beside and in_flight"):
         pp.profile("zoo:small-cnn", gpu="a100", beside=2)
     with pytest.raises(BadInput, match="beside: 0 isn't a number of processes from 1 to 256"):
         pp.profile("zoo:small-cnn", beside=0)

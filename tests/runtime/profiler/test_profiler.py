@@ -162,6 +162,40 @@ def test_the_time_for_measuring_is_bounded_but_one_step_is_measured():
         assert [m.steps for m in shortest] == [1] * len(shortest)
 
 
+class Passing(nn.Module):
+    """A linear layer that notes its passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.passes = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.passes.append("F")
+        out = self.linear(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.passes.append("B"))
+        return out
+
+
+@pytest.mark.parametrize("hold", ["all", "one"])
+def test_so_many_microbatches_are_held_between_forward_and_backward(hold):
+    """Weights that an optimizer has stepped at rate 0 are no others to those that are held."""
+    layer = Passing()
+    options = MeasureOptions(
+        steps=3, warmup=1, in_flight=3, hold=hold, optimizer=lambda own: torch.optim.AdamW(own, lr=0.0)
+    )
+    before = layer.linear.weight.detach().clone()
+    options = replace(options, begun=layer.passes.clear)
+    found = profile_layers(nn.Sequential(layer), torch.randn(2, 4), nn.functional.mse_loss, options)
+    passes = "".join(layer.passes)
+    assert passes.startswith("FFFBFBFBFB")
+    assert passes.count("B") == 4
+    assert [x.steps for x in found] == [3, 3]
+    assert torch.equal(layer.linear.weight, before)
+    with pytest.raises(BadInput, match="in flight: 0 isn't a number of microbatches"):
+        profile_layers(nn.Sequential(layer), torch.randn(2, 4), nn.functional.mse_loss, replace(options, in_flight=0))
+
+
 def test_saving_an_output_leaves_nothing_behind():
     """A hook that gives an output itself to autograd would make a cycle that nobody can free."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
