@@ -30,7 +30,12 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 
 MODELS = ["zoo:gpt-tiny,blocks=8,8"]
-EVERY = [*MODELS, "zoo:small-cnn,32", "zoo:awd-lm,hidden=256,embedding=128,sequence=32,vocabulary=2000,8", "planned:mixer,8"]
+EVERY = [
+    *MODELS,
+    "zoo:small-cnn,32",
+    "zoo:awd-lm,hidden=256,embedding=128,sequence=32,vocabulary=2000,8",
+    "planned:mixer,8",
+]
 MACHINE: dict[str, Any] = {
     "mem": "1GB",
     "bandwidth": "3GB/s",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
@@ -279,7 +280,7 @@ def _unseen_by(held: deque[_Held], module: nn.Module) -> AbstractContextManager[
     autograd needn't know."""
     if not held:
         return nullcontext()
-    unseen: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))
+    unseen: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(module.parameters()))
     return unseen
 
 
