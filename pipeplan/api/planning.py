@@ -348,6 +348,7 @@ def grid(
     layer's pass that doesn't shrink with the microbatch. What is ``asked`` is as in :func:`plan`, but that weights are
     ``flush``, with an update for each batch, and replicas are the pipelines.
     """
+    from ..files.profile_rules import check_chain
     from ..planner.grids.grid_search import make_grid_plan
     from ..planner.grids.space import grid_problem
 
@@ -384,6 +385,8 @@ def grid(
             limit=said["limit"],
         )
         part.assumptions.extend(more)
+        for size in question.sizes:
+            check_chain(question.profiles.at(size), f"{profile} at microbatches of {size}")
         return make_grid_plan(question, Settings(progress=progress, status=status), said["effort"] or "normal")
 
     worth = Worth(

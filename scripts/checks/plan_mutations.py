@@ -3,7 +3,10 @@
 Every change is refused with a sentence that names a place, or accepted with a reason of ``tests/cases/mutations.py``;
 what is accepted goes through the readers of plans. Also names reasons that nothing needs.
 
-usage: python scripts/checks/plan_mutations.py [--readers]
+With ``--judged N`` it makes random plans instead, edits them in up to two places, and holds the figures of what is
+accepted, and of what is counted anew, to ``tests/oracles/plans.py``.
+
+usage: python scripts/checks/plan_mutations.py [--readers] [--judged N [--seed S]]
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import random
 import sys
 import tempfile
 import time
@@ -19,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from cases.mutations import ACCEPTED, PLACE, document_of, kinds, mutations, reason_of, refusal
+from cases.mutations import ACCEPTED, PLACE, document_of, judged_edit, kinds, mutations, reason_of, refusal
 
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.planner.simulated.simulation import simulate_plan
@@ -42,10 +46,28 @@ def show(file: Path) -> None:
     plan_text(plan)
 
 
+def judge(seeds: range) -> int:
+    """Return 1 if figures of an edited plan are others than the oracle's."""
+    ends, bad = Counter[str](), 0
+    with tempfile.TemporaryDirectory() as name:
+        for seed in seeds:
+            ended, wrong = judged_edit(random.Random(seed), Path(name))
+            ends[ended] += 1
+            bad += bool(wrong)
+            for sentence in wrong:
+                print(f"{seed}: {ended}: {sentence}", flush=True)
+    print(f"{len(seeds)} edits: {', '.join(f'{n} {what}' for what, n in ends.most_common())}; {bad} findings")
+    return min(bad, 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readers", action="store_true", help="let every reader of plans read what is accepted")
+    parser.add_argument("--judged", type=int, metavar="N", help="edits of random plans, judged by an oracle")
+    parser.add_argument("--seed", type=int, default=0, help="of the first edit")
     arguments = parser.parse_args()
+    if arguments.judged:
+        return judge(range(arguments.seed, arguments.seed + arguments.judged))
     counts, reasons, bad = Counter[str](), Counter[str](), 0
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:

@@ -9,21 +9,36 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cases.chains import random_chain, random_platform
 from cases.files import small_plan
-from cases.plans import fitted, greedy_pattern
+from cases.plans import (
+    fitted,
+    greedy_pattern,
+    quick_bound,
+    random_checkpoint,
+    random_plan,
+    random_policy,
+    random_simulated_plan,
+)
+from oracles.plans import Judged, Unjudged
 
+from pipeplan.check.evaluate import evaluate_simulated
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.deadline import NEVER
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
-from pipeplan.plan import Bound, Plan, Schedule, ScheduleKind, Stage
+from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind, Stage
 from pipeplan.planner.grids.grid_search import make_grid_plan
 from pipeplan.planner.grids.space import grid_problem
 from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.what_if.target import make_target_plan
-from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+from pipeplan.schedule.synthesis.synthesize import synthesize
+from pipeplan.schedule.written import order_of_program
 
 LAYERS = tuple(
     Layer(f"l{i}", 10 + i, 21 + 2 * i, 100, 50, saved_bytes=60, optimizer_ns=3, parameters=25) for i in range(5)
@@ -204,6 +219,80 @@ def refusal(document: Any, folder: Path) -> list[str]:
         return read_plan(str(file))[1]
     except BadInput as error:
         return [str(error).removeprefix(f"{file}: ")]
+
+
+SMALL_CHANGES = ("+1", "-1", "doubled", "flipped", "null", "0", *sum(OTHER_WORDS.values(), ()))
+ORDERED: tuple[ScheduleKind, ...] = ("zb1p", "1f1b", "gpipe", "written")  # the last: synthesised
+
+
+def judged_plan(rng: random.Random) -> Plan:
+    """Return a plan of a kind that :mod:`oracles.plans` speaks of, as far as the layers' activations are so, too."""
+    kind = rng.choice(("pattern", "flush", "message-driven", *ORDERED))
+    if kind == "message-driven":
+        return random_simulated_plan(rng, kind)
+    if kind not in ORDERED:
+        drained = kind == "flush"
+        return random_plan(rng, weights=("flush",) if drained else ("2bw", "stash", "latest"))
+    stages, replicas = rng.randint(1, 3), rng.randint(1, 2)
+    chain = random_chain(rng, rng.randint(stages, 6), optimizer=True)
+    platform = random_platform(rng, stages * replicas, levels=True, latency=True, speeds=replicas == 1, duplex=True)
+    policy = replace(random_policy(rng, ("flush",)), accumulate=replicas * rng.randint(1, 5), vertical_sync=False)
+    policy = replace(policy, zero=rng.randint(0, 1))
+    cuts = [0, *sorted(rng.sample(range(1, len(chain)), stages - 1)), len(chain)]
+    groups = [tuple(range(s * replicas, (s + 1) * replicas)) for s in range(stages)]
+    parts = tuple(
+        Stage(a, b, on, random_checkpoint(rng, a, b)) for (a, b), on in zip(pairwise(cuts), groups, strict=True)
+    )
+    graph, count = stage_graph(chain, platform, policy, parts), policy.accumulate or 1
+    schedule = Schedule(rng.choice(ORDERED[:3]) if replicas == 1 else "gpipe", count)
+    if kind == "written" or (kind == "zb1p" and schedule.kind == "zb1p"):
+        found = synthesize(graph, count, moves=50, solver=None, split=rng.random() < 0.7).timeline.program
+        schedule = Schedule("written", count, order=order_of_program(found))
+    uses = evaluate_simulated(graph, schedule, platform, NEVER).devices
+    devices = tuple(
+        Device(u.peak_bytes + rng.choice((0, 1, 50)), d.speed) for u, d in zip(uses, platform.devices, strict=True)
+    )
+    platform = replace(platform, devices=devices)
+    bound = quick_bound(Problem(chain, platform, policy, True, "segments"))
+    return Plan(chain, platform, policy, Allocation(parts), None, (bound,), Provenance("random"), schedule)
+
+
+def judged_edit(rng: random.Random, folder: Path) -> tuple[str, list[str]]:
+    """Edit a plan in up to two places and return how that ended, and what is wrong with figures that are accepted, or
+    that are counted anew where nothing else was refused."""
+    document = document_of(judged_plan(rng))
+    edits = []
+    for _ in range(rng.randint(0, 2)):
+        room = rng.choice(("profile", "platform", "policy", "stages", "schedule", "pattern", "devices", "gap"))
+        every = [x for x in places(document) if x[0][0] == room]
+        if not every:
+            continue
+        path, value = rng.choice(every)
+        small = [x for x in changes(path, value) if x[0] in SMALL_CHANGES]
+        name, other = rng.choice(small if small and rng.random() < 0.8 else list(changes(path, value)))
+        edits.append(f"{'.'.join(map(str, path))}: {name}")
+        document = changed(document, path, other)
+    file = folder / "plan.json"
+    file.write_text(json.dumps(document))
+    try:
+        plan, found = read_plan(str(file))
+        if all(
+            x.startswith(("devices", "gap ", "groups", "delays", "lower_bounds", "profile.digest", "samples"))
+            for x in found
+        ):
+            bound = quick_bound(Problem(plan.chain, plan.platform, plan.policy, True, "segments"))
+            anew = replace(plan, lower_bounds=(bound,))
+            ended, document = ("counted anew", document_of(anew)) if found else ("accepted", document)
+            if found and (again := refusal(document, folder)):
+                return ended, [f"{', '.join(edits)}: {again[0]}"]
+            return ended, [f"{', '.join(edits)}: {x}" for x in Judged(document).contradictions()]
+    except BadInput:
+        pass
+    except Unjudged:
+        return "not judged", []
+    except Exception as error:
+        return "a traceback", [f"{', '.join(edits)}: {type(error).__name__}: {error}"]
+    return "refused", []
 
 
 # What a sentence calls the place where a plan is wrong.

@@ -72,6 +72,7 @@ def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile
         (["--batch", "16", "--microbatch", "x"], "--microbatch: 'x' is neither"),
         (["--batch", "16", "--layer-overhead", "3"], "--layer-overhead"),
         (["--batch", "1000000000"], "steps; up to"),
+        (["--batch", "1000000000", "--microbatch", "1000000000"], "more than 1e15"),
     ],
 )
 def test_grid_takes_a_batch_and_nothing_that_contradicts_it(

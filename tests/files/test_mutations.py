@@ -6,9 +6,10 @@ A sample, the same each time; ``scripts/checks/plan_mutations.py`` makes every c
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
-from cases.mutations import PLACE, document_of, kinds, makers, mutations, reason_of, refusal
+from cases.mutations import PLACE, document_of, judged_edit, kinds, makers, mutations, reason_of, refusal
 
 from pipeplan.schedule.kinds import KINDS as KINDS_OF_SCHEDULES
 
@@ -31,6 +32,16 @@ def test_every_change_of_a_field_is_refused_with_its_place_or_right(kind, tmp_pa
             assert PLACE.search(sentence), (place, change, sentence)
         assert found or reason_of(place, change), f"{place}: {change} is accepted, and nothing says why"
     assert refused > SAMPLE / 2
+
+
+def test_the_figures_of_what_is_accepted_are_those_of_an_oracle(tmp_path):
+    ends = Counter()
+    for seed in range(300):
+        ended, wrong = judged_edit(random.Random(seed), tmp_path)
+        ends[ended] += 1
+        assert not wrong, seed
+    assert ends["accepted"] > 40
+    assert ends["counted anew"] > 5
 
 
 def test_the_plans_are_of_many_kinds():

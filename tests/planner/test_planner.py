@@ -20,7 +20,7 @@ from pipeplan.planner import plan as planning
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
-from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.update_sums import summing
 
 GB = 10**9
@@ -217,3 +217,11 @@ def test_a_bound_that_a_plan_refutes_costs_the_bound_and_is_told(monkeypatch: py
 
 def test_a_schedule_of_one_policy_says_the_weights() -> None:
     assert pp.plan("example:gpt-tiny", gpus=2, mem="16GB", schedule="nf1b").plan.policy.weights == "latest"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gpu_without_memory_has_no_stage():
+    chain = random_chain(random.Random(3), 5, saved=True, largest=30)
+    platform = Platform((Device(0), Device(10**6)), (Level(2, 10**9),))
+    plan = make_plan(Problem(chain, platform)).plan
+    assert {d for stage in plan.allocation.stages for d in stage.devices} == {1}

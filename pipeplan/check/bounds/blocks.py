@@ -35,7 +35,7 @@ def needs_more_devices(facts: Facts, runs: Runs, tau: int | None = None) -> bool
     possible = runs.possible
     if not possible.any():
         return True
-    sizes = [device.memory_bytes for device in facts.problem.platform.devices]
+    sizes = [max(1, device.memory_bytes) for device in facts.problem.platform.devices]
     if shortest(cheapest(facts, runs, runs.at_once)) > sum(sizes) * (1 + ROUNDING):
         return True
     taken = [runs.at_once / max(sizes), *(shares(runs.at_once, max(sizes), parts) for parts in PARTS)]

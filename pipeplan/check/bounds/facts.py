@@ -195,8 +195,9 @@ class Facts:
 
     @cached_property
     def memories(self) -> Ints:
-        """Bytes of the device that has least, at most, among as many as each of :attr:`spreads` begins with."""
-        sizes = sorted((x.memory_bytes for x in self.problem.platform.devices), reverse=True)
+        """Bytes of the device that has least, at most, among as many as each of :attr:`spreads` begins with; never less
+        than one, so that shares of it are numbers."""
+        sizes = sorted((max(1, x.memory_bytes) for x in self.problem.platform.devices), reverse=True)
         return np.array([sizes[spread.low - 1] for spread in self.spreads], dtype=np.int64)
 
     @cached_property

@@ -156,7 +156,7 @@ class Misfits:
 
 def _over(needed: int, there: int) -> float:
     """Return the part of what is there that is needed beside it."""
-    return (needed - there) / there if needed > there else 0.0
+    return (needed - there) / max(1, there) if needed > there else 0.0
 
 
 def _of_graph(graph: StageGraph, period: int) -> float:

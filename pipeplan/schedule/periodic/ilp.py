@@ -187,6 +187,7 @@ class _Model:
             if resource.memory_bytes is None:
                 continue
             stages = graph.stages_on(index)
+            memory = max(1, resource.memory_bytes)
             fixed, versions = 0, pulp.LpAffineExpression()
             for s in stages:
                 stage = graph.stages[s]
@@ -195,21 +196,21 @@ class _Model:
                 if not memory_model.versions_grow(graph.policy):
                     fixed += (one - none) * memory_model.versions(graph.policy, 1)
                 elif one > none:
-                    versions += (one - none) / resource.memory_bytes * self.versions(s)
+                    versions += (one - none) / memory * self.versions(s)
                 for later, size in stage.lent:
                     turning = self.height(graph.position["B", s], graph.position["B", later])
                     kept = self.updates_over(f"{s}_{later}", [(resource.replicas, turning)])
-                    versions += size / resource.memory_bytes * kept
-            room = 1 - margin - fixed / resource.memory_bytes
+                    versions += size / memory * kept
+            room = 1 - margin - fixed / memory
             for s in stages:
                 transient = graph.stages[s].peak_bytes - graph.stages[s].kept_bytes
                 instants = [(graph.position["F", s], 0)]
                 if transient:
                     instants.append((graph.position["B", s], transient))
                 for at, extra in instants:
-                    kept = [(q, graph.stages[q].kept_bytes / resource.memory_bytes) for q in stages]
+                    kept = [(q, graph.stages[q].kept_bytes / memory) for q in stages]
                     held = pulp.lpSum(part * self.in_flight(q, at) for q, part in kept)
-                    self.problem.addConstraint(held + versions <= room - extra / resource.memory_bytes)
+                    self.problem.addConstraint(held + versions <= room - extra / memory)
 
     def versions(self, s: int) -> Any:
         """Return the weight versions of stage s, where they follow what is in flight: :func:`memory_model.versions`."""

@@ -21,17 +21,17 @@ from pipeplan.names import SENTENCE, shown
 
 CHECKPOINTS = "checkpoints"
 OUTPUTS = ("out.json", "out.html", "out.csv", "out.py")
-QUICK = "--gpus 2 --mem 1GB --algorithm contiguous --time-limit 1s"
+QUICK = "--gpus 2 --mem 1GB --algorithm contiguous --weights 2bw --time-limit 1s"  # one search: reading is tried
 # Commands by the kind of file that they read; {} is the broken one, others are good.
 READERS: dict[str, tuple[str, ...]] = {
     "profile": (
         f"plan {{}} {QUICK} -o out.json",
         f"plan {{}} {QUICK} --no-replicas --json",
         "plan {} --gpus 2 --mem 100MB --algorithm pipedream --weights stash -o out.json",
-        "plan {} --gpus 3 --mem 1GB --algorithm balance --granularity articulation --precision mixed --optimizer adam",
-        f"plan {{}} {QUICK} --weights flush --granularity 10% -o out.json",
+        f"plan {{}} {QUICK} --granularity articulation --precision mixed --optimizer adam",
+        "plan {} --gpus 2 --mem 1GB --algorithm balance --weights flush --granularity 10% -o out.json",
         f"plan - {QUICK} -o out.json",
-        "compare {} --gpus 1,2 --mem 1GB --algorithms contiguous,pipedream --time-limit 4s --csv out.csv",
+        "compare {} --gpus 1,2 --mem 1GB --algorithms contiguous,pipedream --weights 2bw --time-limit 1s --csv out.csv",
         "grid {} --time-limit 1s --gpus 2 --mem 1GB --batch 16 --microbatch 1,8 -o out.json",
         "grid even.json --time-limit 1s --gpus 2 --mem 1GB --batch 16 --microbatch-profile {}",
         "diff {} zoo.json",
@@ -42,14 +42,14 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "graph": (
         f"plan {{}} {QUICK} -o out.json",
-        "plan {} --gpus 2 --mem 1GB --algorithm pipedream --json",
+        "plan {} --gpus 2 --mem 1GB --algorithm pipedream --weights stash --json",
         "diff zoo.json {}",
         f"plan - {QUICK}",
     ),
     "platform": (
-        "plan even.json --platform {} --algorithm contiguous --time-limit 1s -o out.json",
-        "plan dag.json --platform {} --algorithm pipedream --time-limit 1s --json",
-        "plan zoo.json --platform - --algorithm data-parallel",
+        "plan even.json --platform {} --algorithm contiguous --weights 2bw --time-limit 1s -o out.json",
+        "plan dag.json --platform {} --algorithm pipedream --weights stash --time-limit 1s --json",
+        "plan zoo.json --platform - --algorithm data-parallel --weights 2bw",
         "grid even.json --time-limit 1s --platform {} --batch 32 --microbatch 4 -o out.json",
     ),
     "plan": (
@@ -77,7 +77,10 @@ READERS: dict[str, tuple[str, ...]] = {
         "report {plan} --trace {} -o out.html",
         "diff {plan} - --json --recalibrated out.json",
     ),
-    "accelerator": ("plan even.json --gpus 2 --gpu {}", "plan even.json --gpus 2 --gpu {} --json"),
+    "accelerator": (
+        "plan even.json --gpus 2 --gpu {} --algorithm contiguous --weights 2bw -o out.json",
+        "plan even.json --gpus 2 --gpu {} --algorithm balance --weights 2bw --json",
+    ),
     "checkpoint": ("",),
 }
 SHARES = {"profile": 4, "graph": 3, "platform": 1, "plan": 6, "trace": 4, "accelerator": 1, "checkpoint": 1}
