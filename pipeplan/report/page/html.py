@@ -74,7 +74,7 @@ def report_html(
     others = [chart for _, chart in runs]
     shown_charts, parts = [], []
     for charts, html in (
-        _steady(plan),
+        _steady(plan, result),
         _run(simulation, measured, others),
         (others, [*_schedules(twins, refused), *(_titled(_names(x), x[0].makespan_ns, chart) for x, chart in runs)]),
     ):
@@ -88,7 +88,7 @@ def report_html(
         _stages(plan, result),
         *parts,
         "<h2>Memory over the run</h2>",
-        '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory.</p>',
+        '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory, if near.</p>',
         _memory(simulation),
         _provenance(plan),
     ]
@@ -124,15 +124,18 @@ def _page(plan: Plan, charts: Iterable[Chart], parts: Iterable[str], data: dict[
 Section = tuple[list[Chart], list[str]]  # the charts in it, and its HTML
 
 
-def _steady(plan: Plan) -> Section:
+def _steady(plan: Plan, result: Evaluation) -> Section:
     """Return a period of a plan that has a steady state, nothing of another."""
     if plan.pattern is None and kind_of(plan).steady is None:
         return [], []
     window = plan_window(plan)
     chart = _window_chart(plan, window)
+    longer = plan.pattern is not None and plan.pattern.period_ns < result.period_ns
+    why = "filling and draining" if kind_of(plan).drains else "what updates take"
+    whole = f" With {why} it is {format_ns(result.period_ns)} per microbatch." if longer else ""
     return [chart], [
         f"<h2>Steady state: {escape(window.title)}</h2>",
-        '<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.</p>',
+        f'<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.{whole}</p>',
         toolbar([chart]),
         chart.html(),
     ]
@@ -155,7 +158,7 @@ def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Cha
     return charts, [
         f"<h2>Run: {timeline.program.microbatches} microbatches, {escape(simulation.name)}</h2>",
         f'<p class="soft">{format_ns(simulation.makespan_ns)} in all, {format_ns(simulation.per_microbatch_ns)} per '
-        f"microbatch, bubble {timeline.longest_stage_bubble():.1%} of the longest stage. The wheel zooms, dragging "
+        f"microbatch, bubble {timeline.longest_stage_bubble():.1%} on the busiest GPU. The wheel zooms, dragging "
         "moves, a double click shows all; pointing at a microbatch shows its way.</p>",
         toolbar([*charts, *others]),
         *(f"{title}{chart.html()}" for title, chart in zip(titles, charts, strict=True)),
@@ -376,7 +379,7 @@ def _memory(simulation: Simulation) -> str:
 
 def _provenance(plan: Plan) -> str:
     origin = plan.provenance
-    facts = [f"by the plan's own account: planned by {shown(origin.algorithm)}"]
+    facts = [f"The plan's file says: algorithm {shown(origin.algorithm)}"]
     typed = ((name, value) for name, value in origin.options.items() if name != "arguments" and name[-3:] != "_ns")
     facts += [shown(f"{name} {value}", SENTENCE) for name, value in typed if not isinstance(value, dict)]
     facts += [
@@ -385,5 +388,5 @@ def _provenance(plan: Plan) -> str:
         if value
     ]
     facts += [f"pipeplan {shown(origin.version)}"] if origin.version else []
-    facts += [f"profile from {shown(plan.chain.source, SENTENCE)}"] if plan.chain.source else []
+    facts += [f"profile {shown(plan.chain.source, SENTENCE)}"] if plan.chain.source else []
     return f'<p class="soft" style="margin-top:32px">{escape("; ".join(facts))}</p>'

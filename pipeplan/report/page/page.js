@@ -175,12 +175,14 @@ class Chart {
       if (right < drawn + 0.5 && !mine) continue; // a box on the same point as the one before
       drawn = Math.max(drawn, right);
       const size = Math.max(right - left, 0.75);
-      pen.globalAlpha = group.microbatch === null || mine ? 1 : 0.22;
+      const back = group.microbatch !== null && !mine;
+      pen.globalAlpha = back ? 0.22 : 1;
       pen.fillStyle = colours[op[1] + (op[6] ? '2' : '')] || colours.OTHER;
       pen.fillRect(left, top + 2, size > 3 ? size - 0.75 : size, ROW - 4);
       const text = this.label(op);
       if (labelled[op[1]] && size > pen.measureText(text).width + 4) {
-        pen.fillStyle = op[6] ? '#ffffff' : '#10161c';
+        pen.globalAlpha = back ? 0.6 : 1;
+        pen.fillStyle = back ? colours.soft : op[6] ? '#ffffff' : '#10161c';
         pen.fillText(text, left + size / 2, top + ROW / 2 + 0.5);
         this.labels.push(text);
       }

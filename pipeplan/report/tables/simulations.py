@@ -49,7 +49,7 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
     print_panels(out, timeline, _shown(rows, links))
     out.print(
         f"makespan {format_ns(simulation.makespan_ns)} (fill {format_ns(timeline.fill_ns)}), "
-        f"bubble {figures['longest_stage_bubble']:.1%} of the longest stage"
+        f"bubble {figures['longest_stage_bubble']:.1%} on the busiest GPU"
     )
     if simulation.span_ns is not None:
         out.print(

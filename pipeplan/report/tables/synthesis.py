@@ -42,9 +42,7 @@ def print_synthesis(found: Synthesis, took_s: float, *, plain: bool, width: int 
     time: Callable[[int], str] = str if plain else format_ns
     print_panels(out, timeline, [row for row in timeline_rows(timeline) if row.device is not None], time)
     peak = "" if plain else f", {format_bytes(figure['peak_bytes'])} on the fullest"
-    out.print(
-        f"makespan {time(figure['makespan_ns'])}, bubble {figure['longest_stage_bubble']:.2%} of the longest stage"
-    )
+    out.print(f"makespan {time(figure['makespan_ns'])}, bubble {figure['longest_stage_bubble']:.2%} on the busiest GPU")
     out.print(f"span     {time(figure['longest_span_ns'])} of one GPU at most")
     out.print(f"held     {figure['most_held']} activations on a GPU at most{peak}")
     if figure["recompute_apart"]:
