@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
-from ..names import shown
-from ..partition.granularity import merging
 from ..plan import Plan
-from ..planner.what_if.carry import carried
-from ..problem import AUTOCAST, Chain
+from ..planner.what_if.carry import carried, matching_chain
+from ..problem import AUTOCAST
 from ..zoo import ZOO
 from .profiles import profile
 
@@ -44,20 +42,9 @@ def period_now(plan: Plan, model: ModelSpec, threads: int = 1, **heard: Any) -> 
         threads=threads,
         **{"steps": STEPS, "seconds": SECONDS, **heard},
     )
-    periods = [carried(plan, each).period_ns for each in (chain, _alike(chain, found.chain))]
+    there = matching_chain(plan, found.chain, found.chain, lambda layer: layer.name)
+    periods = [carried(plan, each).period_ns for each in (chain, there)]
     if None in periods:
         raise BadInput("--bracket: with the times of now the plan's order isn't possible")
     own, now = map(float, filter(None, periods))
     return now / own
-
-
-def _alike(chain: Chain, found: Chain) -> Chain:
-    """Return ``found`` with the layers of ``chain``, by their names, in the same order."""
-    names = [layer.name for layer in chain.in_own_order().layers]
-    for merge in (Chain.in_own_order, merging(), merging("articulation")):
-        merged: Chain = merge(found)
-        if [layer.name for layer in merged.layers] == names:
-            return merged if chain.order is None else merged.reordered(chain.order)
-    raise BadInput(
-        f"--bracket: the layers of {shown(chain.name)} aren't those that pipeplan profile measures by default"
-    )

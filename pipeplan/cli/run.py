@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..runtime.measure.report import RunReport
     from ..runtime.model.build.spec import ModelSpec
 
+period_now = Late("api.bracket:period_now")
 PATH = click.Path(path_type=Path)
 WORDS = 40  # of each rank's program that a dry run prints
 STEPS = 50
@@ -237,7 +238,8 @@ def command(
         if trace is not None:
             write_text(trace, measured_trace(loaded, report))
 
-    measure = partial(_moved, loaded, spec, asked, as_json) if bracket else None
+    heard = {} if as_json else {"say": status().say}
+    measure = partial(period_now, loaded, spec, asked.threads, **heard) if bracket else None
     before = None if measure is None else measure()
     with ExitStack() as held:
         scalars = None if log_dir is None else held.enter_context(closing(Late("runtime.scalars:Scalars")(log_dir)))
@@ -274,14 +276,6 @@ def command(
         second = other, again
     if trace != "-":
         print_report(loaded, report, asked.evaluates, as_json, second)
-
-
-def _moved(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -> float:
-    """Return by what the period of ``plan`` is to be multiplied with what its layers take now."""
-    from ..api.bracket import period_now
-
-    say = (lambda text: None) if as_json else status().say
-    return period_now(plan, spec, options.threads, say=say)
 
 
 def _calling(callback: str) -> Callable[[StepProgress], None]:

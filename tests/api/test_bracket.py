@@ -54,7 +54,7 @@ def test_the_layers_are_measured_as_the_plans_profile_was(plan, monkeypatch):
 def test_layers_that_are_others_cannot_be_compared(plan, monkeypatch):
     other = replace(plan.chain, layers=tuple(replace(x, name=f"{x.name}a") for x in plan.chain.layers))
     monkeypatch.setattr(bracket, "profile", lambda *_, **__: Profile(other))
-    with pytest.raises(BadInput, match="aren't those that pipeplan profile measures by default"):
+    with pytest.raises(BadInput, match="the plan was made from another profile than test: its layers differ"):
         period_now(plan, MODEL)
     with pytest.raises(BadInput, match="run layers of the plan together"):
         period_now(replace(plan, chain=replace(plan.chain, tensor=2)), MODEL)

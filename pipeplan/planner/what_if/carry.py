@@ -160,12 +160,12 @@ def _pattern(old: StageGraph, new: StageGraph, pattern: Pattern) -> Pattern | No
     return best_one_f_one_b_star(new) if new.separate else None
 
 
-def matching_chain(plan: Plan, one: Chain, other: Chain) -> Chain:
-    """Return ``other`` at the granularity at which ``plan`` was made from ``one``, its layers in the plan's order;
-    BadInput if it wasn't."""
-    own = plan.chain.in_own_order().layers
+def matching_chain(plan: Plan, one: Chain, other: Chain, same: Callable[[Layer], Any] = lambda layer: layer) -> Chain:
+    """Return ``other`` at the granularity at which ``plan`` was made from ``one``, whose layers are the plan's if they
+    are the ``same``, in the plan's order; BadInput if it wasn't."""
+    own = list(map(same, plan.chain.in_own_order().layers))
     for merge in (Chain.in_own_order, merging(), merging("articulation")):
-        if own == merge(one).layers:
+        if own == list(map(same, merge(one).layers)):
             found: Chain = merge(other)
             order = plan.chain.order
             return found if order is None or len(found) != len(own) else found.reordered(order)
