@@ -69,7 +69,7 @@ def import_plan(
     given: Asked = {**usual, **asked, "weights": DRAINED, "batch": ANY}
     found = [x for x in parts(whole, degrees) if x.chain.context == 1 or x.chain.by_heads == reader.by_heads(said)]
     if not found:
-        raise BadInput(f"{arguments}: the profile has no part of such a group; estimate one with --context")
+        raise BadInput(f"{arguments}: the profile has no variant for such a group; estimate it with --context")
     own = found[-1 if reader.selective(said) else 0]  # the selective one, if there is
     problem, assumed = problem_of(own, **given, deadline=deadline)
     others = []
@@ -156,7 +156,7 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
         if name not in NAMES:
             raise BadInput(f"--algorithms: '{shown(name)}' is not one of {', '.join(NAMES)}")
     if said["platform"] is not None:
-        raise BadInput("compare builds its platforms from --gpus and --mem; --platform says one")
+        raise BadInput("compare builds its platforms from --gpus and --mem; leave out --platform")
     deadline = deadline_of(said["time_limit"])
     words: Asked = part_of(Asked, said)
     gpus, mem = words["gpus"] or "", words["mem"] or ""
@@ -178,7 +178,7 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
             problem, assumptions = problem_of(part, **words, deadline=deadline)
             problems.append(problem)
     if not problems:
-        raise BadInput(f"--tensor {said['tensor']}: groups of so many GPUs don't share any of --gpus evenly")
+        raise BadInput(f"--tensor {said['tensor']}: no count in --gpus is a multiple of such a group")
     total = len(memories) * sum(count % x.chain.width == 0 for x in problems for count in counts)
     batch = words["accumulate"] is not None or words["batch"] is not None
     if not batch and len(counts) > 1:

@@ -57,7 +57,7 @@ def problem_of(
     asked = {**DEFAULTS, **asked}
     accumulate, batch = asked.get("accumulate"), asked.get("batch")
     if batch == ANY and accumulate is not None:
-        raise BadInput(f"--batch any leaves the batch open, --accumulate {accumulate} says it; leave out one of them")
+        raise BadInput(f"--batch any leaves the batch open, --accumulate {accumulate} fixes it; leave out one of them")
     said = accumulate is not None or batch is not None
     batch = None if batch == ANY else batch
     if isinstance(batch, str):
@@ -110,7 +110,7 @@ def _merged(chain: Chain, merge: Callable[[Chain], Chain]) -> Chain:
         return merge(chain)
     own, *others = map(merge, chain.choices)
     if any([x.name for x in other.layers] != [x.name for x in own.layers] for other in others):
-        raise BadInput("--tensor each: --granularity merges other layers of each degree; say node or block")
+        raise BadInput("--tensor each: --granularity would merge different layers for each degree; pass node or block")
     return replace(
         own, variants=tuple(replace(x, layers=y.layers) for x, y in zip(chain.variants, others, strict=True))
     )
@@ -126,10 +126,10 @@ def _policy(asked: Asked, chain: Chain, every: int | None) -> Policy:
     size = bytes_per_parameter(asked.get("bytes_per_parameter"))
     zero = asked["zero"]
     if isinstance(zero, str):
-        raise BadInput("--zero any: plan tries them all; say 0, 1, 2 or 3")
+        raise BadInput("--zero any: only plan tries them all; pass 0, 1, 2 or 3")
     offload, sync, clip = (bool(asked.get(name)) for name in ("offload", "vertical_sync", "clipped"))
     if offload and size is not None:
-        raise BadInput("--bytes-per-parameter says what is on the GPU, --offload what isn't; say one of them")
+        raise BadInput("--bytes-per-parameter and --offload exclude each other; pass one of them")
     option, exchanges = f"--zero {zero}", SHARING[zero].scattered > 0
     weights = asked.get("weights") or (DRAINED if exchanges else USUAL_WEIGHTS)
     if exchanges and not WEIGHTS[weights].drains:

@@ -75,12 +75,12 @@ def synthesize(
     if plan is not None:
         extra = [name for name, value in stated.items() if value is not None]
         if extra:
-            raise BadInput(f"{extra[0]} says what PLAN says already")
+            raise BadInput(f"{extra[0]}: PLAN sets it already; leave it out")
         graph, count = graph_of_plan(
             plan.plan if isinstance(plan, PlanResult) else load_plan(str(plan)), microbatches, placement, chunks
         )
     elif gpus is None or times is None or microbatches is None:
-        raise BadInput("name a PLAN, or say --gpus, --times and --microbatches")
+        raise BadInput("name a PLAN, or pass --gpus, --times and --microbatches")
     else:
         graph, count = graph_of_times(gpus, placement or "vee", times, transfer or 0, chunks), microbatches
     deadline, keeps = deadline_of(time_limit), Fraction(1 if weight_keeps is None else weight_keeps)

@@ -29,7 +29,7 @@ WHOLE_NAMES = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}\n"  # or bash would take zo
 @click.argument("shell", type=click.Choice(SHELLS), required=False)
 @click.option("--install", is_flag=True, help="Install it in your home folder.")
 def completion(shell: str | None, install: bool) -> None:
-    """Print what lets a shell complete commands, options, zoo models, GPUs, schedules and algorithms, or install it.
+    """Print or install the text with which a shell completes commands, options, zoo models, GPUs and schedules.
 
     SHELL is bash, zsh or fish, by default that of $SHELL. Without --install, put the text into the shell's own startup.
     """
@@ -173,7 +173,7 @@ NAMED: dict[str, Callable[[], Rows]] = {
 )
 @JSON
 def listing(what: str | None, as_json: bool) -> None:
-    """List what has a name: GPUs for --gpu, models of the zoo, profiles that come along, schedules, and algorithms with
+    """List names: GPUs for --gpu, models of the zoo, profiles that come along, schedules, and algorithms with
     their -O options.
     """
     told = {name: NAMED[name]() for name in ([what] if what else NAMED)}

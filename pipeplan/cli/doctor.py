@@ -31,9 +31,9 @@ EXTRAS = {  # package -> (extra that brings it, what it is for)
 @click.command(cls=GroupedCommand, examples=("pipeplan doctor", "pipeplan doctor --json"))
 @JSON
 def command(as_json: bool) -> None:
-    """Say what there is: Python, packages, solvers, torch, gloo, NCCL, GPUs and their links, with versions.
+    """Show versions of Python, packages, solvers, torch, gloo and NCCL, and the GPUs with their links.
 
-    Exit 1 when something that is there doesn't work (!!); what is not installed (-) is no fault.
+    Exit 1 when something installed doesn't work (!!). A missing package (-) is not a fault.
     """
     found = examined()
     broken = [x for x in found if x.state == "broken"]

@@ -246,7 +246,7 @@ def estimate(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Estimate memory and time of training MODEL on GPUs that are named: zoo:NAME, hf:CONFIG or module:function.
+    """Estimate memory and time of training MODEL on GPUs that you name: zoo:NAME, hf:CONFIG or module:function.
 
     Every layer is estimated for the GPU, the layers are planned on every grid of stages x pipelines, and the fastest
     grid is shown. Exit code 1: nothing fits.

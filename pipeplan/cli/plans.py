@@ -44,8 +44,8 @@ def check(
     """Judge PLAN by every rule and recompute every figure that it reports; exit 1 when something is wrong.
 
     Its order is also proved free of deadlock with blocking sends, receives, sums and updates of replicas. Of its
-    lower bounds, those whose proof is a search (of classes other than any, or under one schedule) are the file's claims
-    and called so, unless --bounds checks them.
+    lower bounds, those whose proof is a search (of classes other than any, or under one schedule) are
+    printed as claims of the file, unless --bounds checks them.
     """
     if schedule is not None:
         _check_schedule(schedule, plan, semantics, as_json)

@@ -70,7 +70,7 @@ ALONE = """
 @option_of(WORDS["granularity"])
 @option_of(WORDS["blocks"])
 @asking(Parts)
-@options("--tensor-plan MODULE:FUNCTION Which matrices of module:function are parted, as in run.")
+@options("--tensor-plan MODULE:FUNCTION Which matrices module:function splits, as in run.")
 @options("--name TEXT Name in the profile.  [default: MODEL's]", name={"metavar": None})
 @options("-o, --output OUT = - Where to write the profile.")
 @DEBUG
@@ -157,10 +157,10 @@ def judge_arguments(
     as_json: bool,
     **shared: Any,
 ) -> None:
-    """Read the plan that ARGUMENTS, a shell script or a part of one, run of the network in PROFILE; and a better one.
+    """Read the plan in ARGUMENTS, a shell script or a part of one, for the network in PROFILE, and find a better one.
 
-    Stages, schedule, batch and recomputation are the arguments'; what they say of optimizer and precision counts where
-    no option does. The plan is validated and evaluated like any other, beside the best that the target can express.
+    Stages, schedule, batch and recomputation are the arguments'. So are optimizer and precision, unless an option
+    sets them. The plan is validated and evaluated like any other, beside the best that the target can express.
     """
     refuse_two_documents(as_json, output=output, best=best)
     if output is not None and output == best:

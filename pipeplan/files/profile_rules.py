@@ -89,7 +89,9 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
     reading = {j for _, j in chain.edges or ()}
     for n, i in enumerate(chain.inputs or ()):
         if chain.edges is None or not 0 <= i < len(chain) or i in reading or chain.layers[i].weight_bytes:
-            raise BadInput(f"{place}: $.inputs[{n}]: {i} is no layer without weights that reads no other")
+            raise BadInput(
+                f"{place}: $.inputs[{n}]: layer {i} has weights or reads another layer, so it isn't an input"
+            )
     _check_shared(f"{place}: $.shared", chain, of_layer)
     if chain.order is not None and sorted(chain.order) != list(range(len(chain))):
         raise BadInput(f"{place}: $.order: is not each number from 0 to {len(chain) - 1} once")
@@ -115,7 +117,7 @@ def _check_layers(chain: Chain, of_layer: Callable[[int], str]) -> None:
         for name in ("saved_bytes", "gradient_bytes") if layer.weight_needs else ():
             size = getattr(layer.weight_needs, name)
             if not 0 <= size <= LARGEST_TOTAL // len(chain):
-                raise BadInput(f"{of_layer(i)}.weight_needs.{name}: {size} is negative, or more than 1e15 in all")
+                raise BadInput(f"{of_layer(i)}.weight_needs.{name}: {size} is negative, or the sum is above 1e15")
         if (layer.backward_weight_ns or 0) > layer.backward_ns:
             raise BadInput(
                 f"{of_layer(i)}.backward_weight_ns: {layer.backward_weight_ns} is more than backward_ns, "

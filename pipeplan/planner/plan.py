@@ -233,7 +233,7 @@ def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> S
         raise BadInput(f"limit: {limit} is not positive")
     if limit is not None and KINDS[kind].limit is None:
         limited = " and ".join(name for name, row in KINDS.items() if row.limit is not None)
-        raise BadInput(f"limit: a {kind} schedule holds what its order says; {limited} have a limit")
+        raise BadInput(f"limit: a {kind} schedule has a fixed order; {limited} have a limit")
     return kind
 
 

@@ -69,7 +69,7 @@ def test_attention_is_shared_evenly_by_ranks(profiled):
 def test_heads_and_tokens_that_ranks_do_not_share_evenly_are_refused():
     found = estimated(context="8")
     assert [x.chain.variant for x in parts(found, {})] == ["1", "1 context 8"]  # 4 groups of heads aren't shared by 8
-    with pytest.raises(BadInput, match="3 ranks don't share 4096 tokens evenly, in two parts each"):
+    with pytest.raises(BadInput, match="3 ranks don't share 4096 tokens evenly in two parts per rank"):
         estimated(context=3)
     gpt = f"zoo:gpt2-small,blocks=4,{SIZES}"
     assert "2 context 2" in {x.chain.variant for x in parts(estimated(gpt, tensor="2", context="2"), {})}

@@ -142,7 +142,7 @@ def test_contradicting_options_are_one_sentence(profile: str, pipeplan: Command)
     common = ("plan", profile, "--gpus", "2", "--mem", "1GB")
     for options, sentence in (
         (["--weights", "stash", "--schedule", "nf1b"], "nf1b doesn't go with weights stash"),
-        (["--limit", "3"], "a pattern schedule holds what its order says"),
+        (["--limit", "3"], "a pattern schedule has a fixed order"),
         (["--vertical-sync"], "--vertical-sync goes with --weights stash and --weights latest"),
     ):
         code, _, err = pipeplan(*common, *options)

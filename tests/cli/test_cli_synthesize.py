@@ -45,8 +45,8 @@ def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ([], "name a PLAN, or say --gpus, --times and --microbatches"),
-        (["plan.json", "--gpus", "2"], "--gpus says what PLAN says already"),
+        ([], "name a PLAN, or pass --gpus, --times and --microbatches"),
+        (["plan.json", "--gpus", "2"], "--gpus: PLAN sets it already; leave it out"),
         ([*EQUAL, "--chunks", "2"], "--chunks is for --placement loop"),
         (
             ["--gpus", "2", "--times", "1,2", "--microbatches", "3"],

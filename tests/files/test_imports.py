@@ -223,13 +223,13 @@ TORCHTITAN_SLIPS = [
     ("--parallelism.pipeline_parallel_degree 3", "3 ranks x 1 replicas x 1 shards are 3 GPUs, not 4"),
     (
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule GPipe",
-        "schedule 'GPipe' is none of 1F1B and Interleaved1F1B",
+        "schedule 'GPipe' isn't one of 1F1B and Interleaved1F1B",
     ),
     ('hello = "world"', "it has no option such as --parallelism.."),
     ('[training]\nsteps = "many"', "it has no option such as --parallelism.."),
     (TOML.replace("microbatch_size = 2", "microbatch_size = 4"), "in microbatches of 4, the profile is of 2 samples"),
     (TOML.replace("global_batch_size = 64", "global_batch_size = 65"), "isn't a multiple of 8 x 2"),
-    (TOML.replace('mode = "full"', 'mode = "op"'), "activation_checkpoint:op is none of none, full, selective"),
+    (TOML.replace('mode = "full"', 'mode = "op"'), "activation_checkpoint:op isn't one of none, full, selective"),
     ("--parallelism.pipeline_parallel_split_points layers.99", "names 'layers.99', which the profile hasn't"),
 ]
 
@@ -304,7 +304,7 @@ def test_what_nobody_shares_so_is_refused(tmp_path):
     both = "--parallelism.pipeline_parallel_degree 2 --parallelism.num_pp_microbatches 4 "
     with pytest.raises(BadInput, match=r"replicas share no weights beside pipelines there \(--zero 3\)"):
         READERS["torchtitan"](source(tmp_path, both + "--parallelism.fsdp_reshard_after_forward always"))
-    with pytest.raises(BadInput, match="fsdp_reshard_after_forward sometimes is none of default, always and never"):
+    with pytest.raises(BadInput, match="fsdp_reshard_after_forward sometimes isn't default, always or never"):
         READERS["torchtitan"](source(tmp_path, both + "--parallelism.fsdp_reshard_after_forward sometimes"))
     with pytest.raises(BadInput, match="--data-parallel-sharding-strategy some isn't known"):
         READERS["megatron"](source(tmp_path, "--num-layers 12 --data-parallel-sharding-strategy some"))

@@ -153,7 +153,7 @@ def test_what_cannot_be_fitted_or_run_is_refused() -> None:
     platform = Platform.flat(2, 10**9)
     for asked, message in (
         (Configuration("4,4", batch=3, pipelines=2), "batch: 3 samples are no whole number of microbatches of 2"),
-        (Configuration("4,4", schedule="nf1b"), "schedule: 'nf1b' is none that drains; there are .*gpipe"),
+        (Configuration("4,4", schedule="nf1b"), "schedule: 'nf1b' doesn't drain; those that do are .*gpipe"),
         (Configuration("4,4", pipelines=2), "4 GPUs, the platform has 2"),
     ):
         with pytest.raises(BadInput, match=message):

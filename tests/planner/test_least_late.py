@@ -139,7 +139,7 @@ def test_the_batch_is_a_rule_and_the_same_under_every_policy(weights: str | None
         problem, said = problem_of(as_profile(GPT), gpus=3, mem="16GB", weights=weights, **asked)
         assert problem.policy.accumulate == (None if asked == {"batch": "any"} else 4)
         assert not any("batch" in x for x in said)
-    with pytest.raises(BadInput, match="--batch any leaves the batch open, --accumulate 3 says it"):
+    with pytest.raises(BadInput, match="--batch any leaves the batch open, --accumulate 3 fixes it"):
         problem_of(as_profile(GPT), gpus=3, mem="16GB", batch="any", accumulate=3)
     with pytest.raises(BadInput, match="--batch: 'some' is neither a number of samples nor any"):
         problem_of(as_profile(GPT), gpus=3, mem="16GB", batch="some")

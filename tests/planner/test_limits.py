@@ -175,7 +175,7 @@ def test_equal_input_gives_equal_bytes():
         ("2bw", "nf1b", None, "nf1b doesn't go with weights 2bw; only pattern"),
         ("flush", "pattern", None, "pattern doesn't go with weights flush; only flush and message-driven"),
         ("latest", "nf1b", 0, "limit: 0 is not positive"),
-        ("stash", None, 3, "limit: a pattern schedule holds what its order says"),
+        ("stash", None, 3, "limit: a pattern schedule has a fixed order"),
         ("flush", None, 3, "limit: a flush schedule"),
     ],
 )

@@ -161,7 +161,7 @@ def test_any_sharing_is_the_best_of_all(size, capsys):
 def test_what_contradicts_is_refused():
     with pytest.raises(BadInput, match="zero 3: replicas exchange parts in their passes with weights flush alone"):
         pp.plan(decoder(), **ASKED, zero=3, weights="2bw")
-    with pytest.raises(BadInput, match="zero any: plan tries them all; say 0, 1, 2 or 3"):
+    with pytest.raises(BadInput, match="zero any: only plan tries them all; pass 0, 1, 2 or 3"):
         pp.compare(decoder(), **{**ASKED, "gpus": "4"}, zero="any")
     with pytest.raises(BadInput, match=r"zero 2 and no.replicas contradict each other"):
         pp.plan(decoder(), **ASKED, zero=2, no_replicas=True)

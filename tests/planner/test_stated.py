@@ -122,8 +122,11 @@ REFUSED = {
     "device twice": ({"split": "3,3", "on": "0,0/1"}, r"stage 0 lists a device twice: \[0, 0\]"),
     "shared in part": ({"split": "3,3", "on": "0,1/1"}, r"device groups \[0, 1\] and \[1\] overlap"),
     "no such device": ({"split": "3,3", "on": "0/4"}, "--on: stage 1 uses GPU 4; the platform has GPUs 0 to 3"),
-    "no such layer": ({"split": "3,3", "recompute": "4-6"}, "layer 6 is none of the network's, which are 0 to 5"),
-    "segments out of order": ({"split": "3,3", "recompute": "4,0-1"}, "layer 0 comes after 4; say the ranges in order"),
+    "no such layer": ({"split": "3,3", "recompute": "4-6"}, "layer 6 doesn't exist; the network has 0 to 5"),
+    "segments out of order": (
+        {"split": "3,3", "recompute": "4,0-1"},
+        "layer 0 comes after 4; give the ranges in order",
+    ),
 }
 
 
@@ -136,7 +139,7 @@ def test_what_makes_no_sense_is_refused_with_its_place_and_the_numbers(case: str
 
 def test_names_that_several_layers_have_are_refused() -> None:
     layers = tuple(Layer("relu", 1, 1, 0, 1) for _ in range(8))
-    with pytest.raises(BadInput, match=r"layers 0, 1, 2, 3, 4, \.\. are all called 'relu'; say counts"):
+    with pytest.raises(BadInput, match=r"layers 0, 1, 2, 3, 4, \.\. are all called 'relu'; give counts"):
         make_plan(Problem(Chain("same", layers, 1), FOUR.platform), STATED, {"split": "relu"})
 
 

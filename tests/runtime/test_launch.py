@@ -317,7 +317,7 @@ def test_weights_that_do_not_fit_are_bad_input(damage, tmp_path):
     words = {
         "text": "cannot be loaded",
         "another": "has no '0.bias'",
-        "more": "has '9.weight', which the model has not",
+        "more": "has '9.weight', which the model doesn't have",
     }
     model = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")
     with pytest.raises(BadInput, match=words[damage]):

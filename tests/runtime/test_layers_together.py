@@ -225,7 +225,7 @@ def test_what_runs_in_parts_is_evaluated_meanwhile_and_alone(tmp_path, widths):
 def test_parts_that_train_otherwise_than_the_whole_are_refused():
     """Of a norm inside of the parts each has the gradient of its own heads alone."""
     model = "cases.parted:scaled,tensor_plan=cases.parted:plan"
-    with pytest.raises(BadInput, match=r"would not train as its own code says: the gradient of 2\.scale"):
+    with pytest.raises(BadInput, match=r"would train differently from its own code: the gradient of 2\.scale"):
         trained(planned(model, [(0, 5, (0,))]), model, 1)
 
 

@@ -113,7 +113,7 @@ def test_two_nodes_with_a_folder_each_are_refused_and_nothing_is_left(tmp_path, 
     for thread in threads:
         thread.join(SECONDS)
     assert found[0] == found[1]
-    assert found[0].startswith(f"checkpoint: {folders[0]} isn't one folder for all: what rank 0 on ")
+    assert found[0].startswith(f"checkpoint: {folders[0]} isn't the same folder for all ranks: what rank 0 on ")
     assert "rank 1 on " in found[0]
     assert list(folders[0].iterdir()) == []
     assert not folders[1].exists()

@@ -207,7 +207,9 @@ def test_each_weight_is_summed_over_its_own_holders(weights, tmp_path):
     assert largest_difference(*states) <= 1e-5
     assert torch.equal(states[0]["1.3.weight"], states[0]["2.weight"])
     unknown = replace(several, chain=replace(chain, shared=None))
-    with pytest.raises(BadInput, match=r"weight of layer 1 \(.*\) is shared by other layers than the plan's profile"):
+    with pytest.raises(
+        BadInput, match=r"weight of layer 1 \(.*\) is shared by other layers than in the plan's profile"
+    ):
         run_plan(unknown, model, uncorrected(steps=1, lr=0.05))
 
 

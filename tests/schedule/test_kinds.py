@@ -86,7 +86,7 @@ def test_a_new_kind_is_offered_for_its_weights(toy):
     assert kinds_for("flush") == [*FLUSHED, "toy"]
     with pytest.raises(BadInput, match="toy doesn't go with weights 2bw; only pattern"):
         make_plan(Problem(toy.chain, toy.platform, Policy("2bw")), schedule="toy")
-    with pytest.raises(BadInput, match=r"a flush schedule holds what its order says; .* and toy have a limit"):
+    with pytest.raises(BadInput, match=r"a flush schedule has a fixed order; .* and toy have a limit"):
         make_plan(Problem(toy.chain, toy.platform, Policy("flush")), schedule="flush", limit=2)
 
 

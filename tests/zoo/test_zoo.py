@@ -324,6 +324,6 @@ def test_unfused_attention_and_other_losses_compute_the_same():
         results.append((found, layers.block0.attention.weight.grad, layers.head.weight.grad))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
-    for wrong, message in (("attention=flash", "is neither"), ("loss=fp64", "is none of same, fp32, fused")):
+    for wrong, message in (("attention=flash", "is neither"), ("loss=fp64", "isn't one of same, fp32, fused")):
         with pytest.raises(BadInput, match=message):
             zoo.load(f"{name},{wrong}")(2)

@@ -126,14 +126,14 @@ def read_torchtitan(source: Source) -> Imported:
     pipelines, sharded = _pipelines(source, ranks)
     named = options.text("parallelism.pipeline-parallel-schedule") or SCHEDULES["1f1b"]
     if ranks > 1 and named.lower() not in KINDS:
-        raise BadInput(f"{source.path}: schedule '{shown(named)}' is none of {' and '.join(SCHEDULES.values())}")
+        raise BadInput(f"{source.path}: schedule '{shown(named)}' isn't one of {' and '.join(SCHEDULES.values())}")
     kind = KINDS[named.lower()] if ranks > 1 else "1f1b"
     named_parts = next((read for name, read in ((PARTS, _named), (POINTS, _between)) if name in options), None)
     counts = named_parts(source, units) if named_parts else _even(options, units, ranks, kind)
     if len(counts) % ranks or (kind == "1f1b") != (len(counts) == ranks):
         raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks, which {named} doesn't run")
     if kind == "zbv" and len(counts) != 2 * ranks:
-        raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks; {named} runs two on each")
+        raise BadInput(f"{source.path}: {len(counts)} parts for {ranks} ranks; {named} needs two for each rank")
     shape = Shape(ranks, pipelines, len(counts) // ranks, vee=kind == "zbv")
     recompute, notes = _recompute(options)
     microbatches, more = _microbatches(source, ranks, pipelines)
@@ -148,7 +148,7 @@ def read_torchtitan(source: Source) -> Imported:
 def _zero(options: Options, ranks: int, sharded: bool) -> Zero | None:
     said = options.text(RESHARD[2:].replace("_", "-")) or "default"
     if said not in ("default", "always", "never"):
-        raise BadInput(f"{options.path}: {RESHARD} {shown(said)} is none of default, always and never")
+        raise BadInput(f"{options.path}: {RESHARD} {shown(said)} isn't default, always or never")
     if not sharded:
         return None
     gathered = said == "always" or (said == "default" and ranks == 1)
@@ -222,7 +222,7 @@ def _recompute(options: Options) -> tuple[Recompute, tuple[str, ...]]:
         return Recompute(), (SELECTIVE,)
     if said[-1] not in RECOMPUTED:
         known = ", ".join((*RECOMPUTED, "selective"))
-        raise BadInput(f"{options.path}: activation_checkpoint:{shown(said[-1])} is none of {known}")
+        raise BadInput(f"{options.path}: activation_checkpoint:{shown(said[-1])} isn't one of {known}")
     return RECOMPUTED[said[-1]], ()
 
 

@@ -77,7 +77,7 @@ def costed(chain: Chain, platform: Platform, policy: Policy, asked: Configuratio
     entry = known.get(asked.schedule)
     if entry is None or not entry.drains or entry.build is None:
         drained = ", ".join(name for name, x in known.items() if x.drains and x.build is not None)
-        raise BadInput(f"schedule: {asked.schedule!r} is none that drains; there are {drained}")
+        raise BadInput(f"schedule: {asked.schedule!r} doesn't drain; those that do are {drained}")
     microbatches = batch // chain.microbatch
     drained_policy = policy.drained(microbatches)
     problem = Problem(chain, platform, drained_policy, checkpointing="segments")

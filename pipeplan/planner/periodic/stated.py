@@ -43,7 +43,7 @@ def stated(
     elif replicas is None:
         groups = _groups(on, len(bounds) - 1, platform)
     else:
-        raise BadInput("--on: says how many GPUs each stage has; leave out --replicas")
+        raise BadInput("--on sets the GPUs of each stage; leave out --replicas")
     segments = _segments(recompute, chain)
     stages = tuple(
         Stage(start, stop, group, _inside(segments, start, stop))
@@ -133,7 +133,7 @@ def _layer(name: str, chain: Chain) -> int:
         return inside[0]
     if places:
         several = ", ".join(map(str, places[:5])) + (", .." if len(places) > 5 else "")
-        raise BadInput(f"--split: layers {several} are all called '{shown(name)}'; say counts of layers instead")
+        raise BadInput(f"--split: layers {several} are all called '{shown(name)}'; give counts of layers instead")
     near = get_close_matches(name[:SENTENCE], [layer.name for layer in chain.layers], 3, 0.5)
     quoted = [f"'{shown(x)}'" for x in near]
     hint = f"; there is {either(quoted)}" if near else ""
@@ -182,10 +182,10 @@ def _segments(text: str, chain: Chain) -> Segments:
     ranges = _ranges(text, "--recompute", text)
     for _, last in ranges:
         if last >= len(chain):
-            raise BadInput(f"--recompute: layer {last} is none of the network's, which are 0 to {len(chain) - 1}")
+            raise BadInput(f"--recompute: layer {last} doesn't exist; the network has 0 to {len(chain) - 1}")
     for (_, last), (first, _) in pairwise(ranges):
         if first <= last:
-            raise BadInput(f"--recompute: in {shown(text)} layer {first} comes after {last}; say the ranges in order")
+            raise BadInput(f"--recompute: in {shown(text)} layer {first} comes after {last}; give the ranges in order")
     return tuple((first, last + 1) for first, last in ranges)
 
 

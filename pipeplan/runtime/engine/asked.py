@@ -197,7 +197,7 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
     if kind.in_mini_batches:
         microbatches = plan.schedule.microbatches or plan.policy.accumulate
     if kind.limit is None and limit is not None:
-        raise BadInput(f"--limit: a {name} schedule holds what its order says")
+        raise BadInput(f"--limit: a {name} schedule has a fixed order")
     if kind.limit is not None and limit is None:
         limit = plan.schedule.limit or kind.limit.usual(graph_of(plan))[0]
     schedule = Schedule(name, microbatches, limit)  # type: ignore[arg-type]  # it is a key of the table

@@ -128,7 +128,7 @@ class RunOptions:
         if self.link_rate is not None and self.link_rate < 1:
             raise BadInput(f"link rate: {self.link_rate} is not a positive number of bytes per second")
         if not 0 <= self.link_delay_s < inf:
-            raise BadInput(f"link delay: {self.link_delay_s} isn't a time from 0 seconds on")
+            raise BadInput(f"link delay: {self.link_delay_s} must be 0 seconds or more")
         writes = self.every is not None or self.keep is not None
         if self.checkpoint is None and (self.resume or writes):
             raise BadInput("checkpoint: no folder is named to resume from or to write to")
@@ -141,14 +141,14 @@ class RunOptions:
         if self.ema is not None and not 0 <= self.ema < 1:
             raise BadInput(f"ema: {self.ema} isn't a share of an average from 0 to below 1")
         if self.averaged and self.ema is None and not self.evaluates:
-            raise BadInput("averaged: --ema says how the average of the weights runs")
+            raise BadInput("averaged: pass --ema, the share that the average keeps")
         follows = self.scheduler is not None and self.scheduler.name == PLATEAU
         if follows and self.held_out is None and not self.evaluates:
             raise BadInput(f"scheduler: {PLATEAU} follows evaluations; say --eval-data and --eval-every")
         if self.groups is not None:
             find(self.groups)
             if self.no_decay:
-                raise BadInput("no decay: the parameter groups say that themselves")
+                raise BadInput("no decay: the parameter groups set it already")
 
     @property
     def slows_links(self) -> bool:
@@ -266,9 +266,11 @@ class Job:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
         chains = [self.plan.chain.of(x.tensor, x.selective) for x in self.plan.allocation.stages]
         if any(chain.selective for chain in chains):
-            raise BadInput("the plan is of layers that run attention's core again, which run doesn't; export it")
+            raise BadInput("the plan recomputes attention's core, which run cannot do; export it")
         if self.plan.chain.offloaded:
-            raise BadInput("the plan keeps activations in host memory, which run doesn't; plan without that")
+            raise BadInput(
+                "the plan keeps activations in host memory, which run cannot do; plan without --offload-activations"
+            )
         if self.plan.chain.width > self.plan.chain.tensor:
             ranks, what = self.plan.chain.experts, "a layer's experts"
             if ranks == 1:
@@ -295,7 +297,7 @@ class Job:
         """Raise BadInput for what several GPUs that run each layer together don't do; ``chains`` are as stages have
         the plan's."""
         if any(chain.sequence_parallel for chain in chains):
-            raise BadInput("the plan has layers parted along the sequence, too, which run doesn't; export it")
+            raise BadInput("the plan splits layers along the sequence, which run cannot do; export it")
         held_out = self.options.held_out
         if held_out is not None and held_out.metrics is not None and chains[-1].tensor > 1:
             raise BadInput(

@@ -205,7 +205,7 @@ def named_layers(layers: Any) -> Named:
     if not isinstance(layers, Sequence) or isinstance(layers, str):
         raise BadInput(f"layers: expected an nn.Sequential or a list of modules, got {kind_of(layers)}")
     if not layers:
-        raise BadInput("layers: there are none")
+        raise BadInput("layers: the list is empty")
     named = []
     for index, entry in enumerate(layers):
         name, module = entry if isinstance(entry, tuple) and len(entry) == 2 else ("", entry)

@@ -176,7 +176,7 @@ def _refuse_unshared(folder: Path, peers: Peers) -> None:
     for rank, other in enumerate(answers):
         if other is not None:
             raise BadInput(
-                f"checkpoint: {first[2]} isn't one folder for all: what rank 0 on {first[1]} writes there, "
+                f"checkpoint: {first[2]} isn't the same folder for all ranks: what rank 0 on {first[1]} writes there, "
                 f"rank {rank} on {other} doesn't see; name one that all nodes share"
             )
 

@@ -402,7 +402,7 @@ def samples_in(inputs: Any) -> int:
     """Return how many samples example inputs have: the length of the first dimension of their first tensor."""
     found = tensors_in(inputs)
     if not found:
-        raise BadInput("inputs: have no tensor; a live module is profiled with an example of what it takes")
+        raise BadInput("inputs: have no tensor; pass an example input to profile a live module")
     return found[0].shape[0] if found[0].dim() else 1
 
 

@@ -62,9 +62,7 @@ class Experts(nn.Module):
         if config.tensor > 1 and not config.sequence_parallel:
             raise BadInput("tensor: experts go with sequence parallelism (--sequence-parallel), as in Megatron-LM")
         if not config.imbalance >= 1:
-            raise BadInput(
-                f"imbalance: {config.imbalance} is no factor from 1 on, by which the fullest is above the mean"
-            )
+            raise BadInput(f"imbalance: {config.imbalance} must be at least 1: the fullest GPU's tokens over the mean")
         self.router = linear(config.hidden, config.experts)
         self.bias = nn.Parameter(torch.zeros(config.experts)) if config.biased else None
         self.widen = nn.Parameter(torch.empty(count, config.hidden, 2 * config.expert_width).normal_(std=0.02))

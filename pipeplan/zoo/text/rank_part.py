@@ -273,7 +273,7 @@ class Group(NamedTuple):
     def part(self, sequence: int) -> int:
         """Return a rank's part of a sequence: two, of all ranks' in a row, which make causal attention even."""
         if self.context > 1 and sequence % (2 * self.context):
-            raise BadInput(f"context: {self.context} ranks don't share {sequence} tokens evenly, in two parts each")
+            raise BadInput(f"context: {self.context} ranks don't share {sequence} tokens evenly in two parts per rank")
         return sequence // self.context
 
     def sent(self, key: Tensor, value: Tensor, times: int) -> None:

@@ -106,5 +106,5 @@ it, or as one kernel on the logits as they are."""
 def token_loss_named(name: str) -> Loss:
     """Return the loss that runs so; BadInput for a name of none."""
     if name not in TOKEN_LOSSES:
-        raise BadInput(f"loss: {name!r} is none of {', '.join(TOKEN_LOSSES)}")
+        raise BadInput(f"loss: {name!r} isn't one of {', '.join(TOKEN_LOSSES)}")
     return TOKEN_LOSSES[name]

@@ -185,7 +185,7 @@ def test_inputs_of_one_tensor_get_values_of_their_own(monkeypatch):
     zeros = torch.zeros(3, dtype=torch.int64)
     checked(Pair(), {"tokens": zeros, "labels": zeros})
     monkeypatch.setattr(exported, "own_memory", lambda x: x)
-    with pytest.raises(BadInput, match="Pair would not train as its own code says"):
+    with pytest.raises(BadInput, match="Pair would train differently from its own code"):
         checked(Pair(), {"tokens": zeros, "labels": zeros})
 
 
@@ -223,7 +223,7 @@ def test_constants_that_are_written_through_a_view(monkeypatch):
     checked(Written())
     constants = trace._constants
     monkeypatch.setattr(trace, "_constants", lambda graph, written, changing: constants(graph, written, set()))
-    with pytest.raises(BadInput, match="Written would not train as its own code says"):
+    with pytest.raises(BadInput, match="Written would train differently from its own code"):
         checked(Written())
 
 
@@ -297,7 +297,7 @@ def test_a_buffer_that_changes_in_what_runs_as_written_and_is_read_elsewhere_sta
 
     assert [layer.name for layer in checked(counting()).layers] == ["first", "register..mul", "last"]
     monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda x: None)
-    with pytest.raises(BadInput, match="Own would not train as its own code says"):
+    with pytest.raises(BadInput, match="Own would train differently from its own code"):
         checked(counting())
 
 
@@ -322,12 +322,14 @@ def test_the_stages_of_a_run_train_as_the_module_does(build, schedule):
 
 def test_copies_of_a_weight_that_no_run_would_sum_are_refused(monkeypatch):
     monkeypatch.setattr(comparison, "ties_of", lambda lowered, model: [])
-    with pytest.raises(BadInput, match=r"would not train as its own code says: the gradient of "):
+    with pytest.raises(BadInput, match=r"would train differently from its own code: the gradient of "):
         compared_in_stages(traced.entwined, "1f1b")
 
 
 def test_a_split_backward_that_leaves_weights_out_is_refused(monkeypatch):
     monkeypatch.setattr(SplitStage, "backward_weights", lambda *_: None)
     compared_in_stages(traced.residual, "1f1b")
-    with pytest.raises(BadInput, match=r"would not train as its own code says: .*it has none, plain training has one"):
+    with pytest.raises(
+        BadInput, match=r"would train differently from its own code: .*it has none, plain training has one"
+    ):
         compared_in_stages(traced.residual, "zb1p")

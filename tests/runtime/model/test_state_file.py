@@ -83,7 +83,7 @@ def test_several_files_have_an_index(tmp_path):
     assert same(read_state(index), STATE)
     assert same(read_state(tmp_path), STATE)
     index.write_text(json.dumps({"weight_map": places | {"f": "model-1.safetensors"}}))
-    with pytest.raises(BadInput, match=r"says that 'f' is in model-1\.safetensors, which hasn't got it"):
+    with pytest.raises(BadInput, match=r"lists 'f' in model-1\.safetensors, which doesn't have it"):
         read_state(index)
     for odd in ("../x.safetensors", "..", ".", "", index.name):
         index.write_text(json.dumps({"weight_map": {"a": odd}}))
@@ -133,7 +133,7 @@ def test_memory_beyond_an_entry_is_no_part_of_a_tensor(tmp_path):
 
 def test_what_is_no_state_is_said(tmp_path):
     torch.save([torch.ones(3)], tmp_path / "x.pt")
-    with pytest.raises(BadInput, match=r"x\.pt: is no state_dict, but a list"):
+    with pytest.raises(BadInput, match=r"x\.pt: isn't a state_dict but a list"):
         read_state(tmp_path / "x.pt")
     with pytest.raises(BadInput, match="cannot be read: File name too long"):
         read_state(tmp_path / ("x" * 5000 + ".pt"))
@@ -211,7 +211,7 @@ def test_what_is_one_weight_may_be_there_once(tmp_path):
     ("change", "words"),
     [
         ({"1.bias": None}, "has no '1.bias', which the model has"),
-        ({"2.bias": torch.zeros(1)}, "has '2.bias', which the model has not"),
+        ({"2.bias": torch.zeros(1)}, "has '2.bias', which the model doesn't have"),
         ({"1.bias": torch.zeros(4)}, r"'1.bias' has shape \(4,\); the model's has shape \(3,\)"),
         ({"1.weight": torch.ones(3, 3)}, "'0.weight' and '1.weight' differ, and are one weight in the model"),
     ],

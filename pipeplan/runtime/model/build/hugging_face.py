@@ -159,7 +159,7 @@ def _from_file(library: Any, path: Path, options: dict[str, Any]) -> tuple[Any, 
     mapping = library.models.auto.configuration_auto.CONFIG_MAPPING
     if entries["model_type"] not in mapping:
         raise BadInput(
-            f"hf: {path}: model_type {entries['model_type']!r} is none of transformers {library.__version__}; code "
+            f"hf: {path}: model_type {entries['model_type']!r} isn't in transformers {library.__version__}; code "
             "that a config names isn't executed: import it in a build(batch) of your own"
         )
     names = entries.get("architectures") or []

@@ -197,7 +197,7 @@ def _matched(model: LoadedModel, path: str | Path) -> dict[str, Any]:
             raise BadInput(f"{path}: has no {name!r}, which the model has")
     extra = next((name for name in state if name not in wanted), None)
     if extra is not None:
-        raise BadInput(f"{path}: has {extra!r}, which the model has not")
+        raise BadInput(f"{path}: has {extra!r}, which the model doesn't have")
     state |= {name: state[there[first[name]]] for name in wanted.keys() - state.keys()}
     for name, x in wanted.items():
         found = state[name]

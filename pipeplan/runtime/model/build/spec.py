@@ -87,7 +87,7 @@ def builder_of(spec: ModelSpec) -> Any:
     if spec.group.place is None:
         return build
     if not hasattr(build.config, "part"):
-        raise BadInput(f"model {spec.build}: isn't one that run can part")
+        raise BadInput(f"model {spec.build}: cannot be split by run")
     return build.with_options(tensor=spec.group.ranks, part=spec.group.place)
 
 
@@ -100,7 +100,7 @@ def _parted(spec: ModelSpec) -> Callable[..., Any]:
     if group.ranks == 1:
         return build
     if not plan:
-        raise BadInput(f"model {name}: --tensor-plan says which of its matrices are parted")
+        raise BadInput(f"model {name}: --tensor-plan must name the matrices to split")
 
     @wraps(build)
     def part(*args: Any, **kwargs: Any) -> Any:

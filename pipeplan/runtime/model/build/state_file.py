@@ -66,7 +66,7 @@ def _in_folder(folder: Path) -> Path:
     if len(found) == 1:
         return found[0]
     what = f"has {', '.join(x.name for x in found[:3])}" if found else f"has neither *{INDEX} nor *{SAFETENSORS}"
-    raise BadInput(f"{folder}: {what}; name the file whose state is to be loaded")
+    raise BadInput(f"{folder}: {what}; name the file to load")
 
 
 class _Index(msgspec.Struct):
@@ -92,7 +92,7 @@ def _indexed(path: Path) -> dict[str, Any]:
     states = {name: _in_file(path.parent / name) for name in files}
     for name, file in places.items():
         if name not in states[file]:
-            raise BadInput(f"{path}: says that {name!r} is in {file}, which hasn't got it")
+            raise BadInput(f"{path}: lists {name!r} in {file}, which doesn't have it")
     return {name: states[file][name] for name, file in places.items()}
 
 
@@ -115,7 +115,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
     except Exception as error:  # whatever unpickling another file raises
         raise BadInput(f"{path}: cannot be loaded: {loaders_words(error)}") from error
     if not isinstance(state, dict):
-        raise BadInput(f"{path}: is no state_dict, but {kind_of(state)}")
+        raise BadInput(f"{path}: isn't a state_dict but {kind_of(state)}")
     if sizes is not None and _storage_sizes(state) - sizes:
         raise BadInput(f"{path}: has tensors that are larger than what the file holds of them")
     return state

@@ -43,7 +43,9 @@ def spread(model: Any, group: Group) -> None:
     isn't known of it."""
     found = [x for x in model.modules() if any(p is not None and p.dim() == 3 for p in x._parameters.values())]
     if group.ranks > 1 or not found or not all(hasattr(x, "num_experts") for x in found):
-        raise BadInput(f"expert_ranks: of {type(model).__name__} no experts can be parted here, or none beside tensor")
+        raise BadInput(
+            f"expert_ranks: of {type(model).__name__} the experts cannot be split here, or not together with tensor"
+        )
     for module in found:
         count, rest = divmod(module.num_experts, group.experts)
         if rest:
@@ -64,7 +66,7 @@ def part_of(model: Any, group: Group) -> None:
     if group.place is not None:
         refuse_dropout([model], getattr(text, "attention_dropout", 0))
     if group.sequence_parallel and SUMMED in plan.values():
-        raise BadInput("sequence_parallel: experts aren't parted along the sequence here; leave it out")
+        raise BadInput("sequence_parallel: experts cannot be split along the sequence; leave it out")
     for name in HEADS:
         group.share(getattr(text, name, None) or group.ranks, name.removeprefix("num_").replace("_", " "))
     roles = dict[nn.Module, Role]()

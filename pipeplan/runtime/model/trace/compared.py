@@ -151,7 +151,7 @@ def compare(
             parts = _step(author, [piece.modules for piece in pieces], inputs, follows, by_layers)
     wrong = _first_difference(author, plain, parts, pieces)
     if wrong is not None:
-        raise BadInput(f"{author.name} would not train as its own code says: {wrong}; {ADVICE}")
+        raise BadInput(f"{author.name} would train differently from its own code: {wrong}; {ADVICE}")
     return parted
 
 

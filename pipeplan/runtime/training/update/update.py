@@ -245,8 +245,8 @@ def ties_of(lowered: LoweredRun, model: LoadedModel) -> list[Tie]:
         if not any(set(tie.stages) <= set(stages) for stages in lowered.tied):
             index, name = tie.places[tie.stages[0]]
             raise BadInput(
-                f"model: {name} of layer {index} ({model.layers[index].name}) is shared by other layers than the "
-                f"plan's profile {lowered.plan.chain.name} says; profile the model again"
+                f"model: {name} of layer {index} ({model.layers[index].name}) is shared by other layers than in the "
+                f"plan's profile {lowered.plan.chain.name}; profile the model again"
             )
     return ties
 
