@@ -19,7 +19,13 @@ import pytest
 from cases.patience import SECONDS
 from conftest import Command
 
+from pipeplan.api import comparing
 from pipeplan.cli import COMMANDS
+from pipeplan.files import forms, profile_rules
+from pipeplan.files import text as files_text
+from pipeplan.files.machines import platforms
+from pipeplan.runtime.measure import trace_file
+from pipeplan.schedule import kinds
 from scripts import make_cli_docs
 from scripts.studies import pictures
 
@@ -141,6 +147,26 @@ def test_no_word_of_ours_comes_before_its_meaning(page: Path) -> None:
                 unsaid.append(f"{found[0]}: [{found[0]}](glossary.md#{anchor})")
     assert unsaid == []
     assert set(OWN) <= {anchor for anchor, _, _ in GLOSSARY}
+
+
+def test_the_page_of_limits_has_the_limits() -> None:
+    rows = re.findall(r"^\| (.*?) \| ([\d,]+)", (DOCS / "reference" / "limits.md").read_text(), re.MULTILINE)
+    said = {name.split("(")[0].split(", `")[0].strip(): int(value.replace(",", "")) for name, value in rows}
+    assert said == {
+        "a file or standard input": files_text.MOST_BYTES // 10**6,
+        "the trace of a run, or a [profile]": trace_file.MOST_BYTES // 10**6,
+        "layers of a profile": profile_rules.MOST_LAYERS,
+        "edges of a profile": profile_rules.MOST_EDGES,
+        "layers of a profile with edges": profile_rules.MOST_LAYERS_WITH_EDGES,
+        "a name, or where something comes from": forms.MOST_LETTERS,
+        "devices of a [platform]": platforms.MOST_DEVICES,
+        "cases of `compare` without a time limit": comparing.MOST_CASES,
+        "steps of one simulated run, which also judges [drained]": kinds.MOST_STEPS,
+    }
+
+
+def test_the_package_has_the_page_for_agents() -> None:
+    assert (ROOT / "pipeplan" / "SKILL.md").read_text() == (DOCS / "agents.md").read_text()
 
 
 def test_pictures_are_what_plans_do_and_stand_in_pages() -> None:

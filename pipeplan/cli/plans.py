@@ -171,8 +171,8 @@ SIMULATE = """
     Drained schedules: all GPUs wait for each other between updates, and a batch takes the makespan; or none does, and
     it takes the longest span of a GPU.
 --jitter PERCENT            Also run with durations drawn around the planned ones, such as 5%.
---seed SEED = 0               Used by --jitter.
---runs N = 20 {1..10000}      Used by --jitter.
+--seed SEED = 0               Seed of --jitter.
+--runs N = 20 {1..10000}      Runs of --jitter.
 --width COLUMNS             Columns.  [default: the terminal's]
 --links/--no-links = no     Draw links too.
 --text (as_text)            Print the program, one row per GPU, instead.
@@ -251,7 +251,7 @@ def simulate(
 REPORT = """
 -o, --output OUT        The page; - is standard output.
 --schedule NAME (names)
-    Of the run, as in simulate; several, or all, are set side by side.  [default: the plan's own]
+    Schedule of the run, as in simulate; several, or all, are compared side by side.  [default: the plan's own]
 --microbatches N {1..1000000}
     Of the run.  [default: as in simulate, if it fits]
 --trace FILE            Draw the run that pipeplan run --trace measured under the planned one.

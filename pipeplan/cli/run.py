@@ -69,22 +69,22 @@ RUN = """
 --optimizer NAME[,OPTION=VALUE...]
     Of torch.optim, such as AdamW,weight_decay=0.01, or module:function.  [default: the plan's]
 --no-decay WORD,..
-    No weight decay where one stands in a weight's name, or in its module's class, such as norm,bias.
+    No weight decay if a weight's name, or its module's class, contains a word, such as norm,bias.
 --groups MODULE:FUNCTION    groups(named_parameters) -> the optimizer's parameter groups, as torch takes them.
 --scheduler NAME[,OPTION=VALUE...]
     Of torch.optim.lr_scheduler, such as StepLR,step_size=10 or CosineAnnealingLR, which ends with the run if nothing
     else is said, or module:function; steps after each update.
 --warmup N = 0 {0..1000000000}
-    Updates in which the learning rate rises before all that.
+    First updates, in which the learning rate rises.
 --clip-norm X               Clip gradients to this total norm over all stages; with weights flush and 2bw.
 --eval-data MODULE:FUNCTION Evaluate on these, as --data, while training.
 --eval-every N              Updates between two evaluations, also after the last.  [default: an epoch's]
---eval-batches N            Microbatches of one.  [default: those that the data have]
+--eval-batches N            Microbatches of an evaluation.  [default: those that the data have]
 --metrics MODULE:FUNCTION   metrics(output, target) -> a number, or a dict of them: their means.
 --monitor NAME|max:NAME = loss
     What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.
 --patience N                End after N evaluations without a new best.
---ema X                     Keep a running average of the weights, such as by 0.999.
+--ema X                     Keep a running average of the weights with this decay, such as 0.999.
 --delay-correction none|sc|predict|both
     What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: both,
     and sc where the copy of fp32 weights doesn't fit or gradients are late by more than an update]
@@ -97,17 +97,17 @@ RUN = """
 --limit N {1..1000000}
     Maximum in flight: microbatches in each message-driven pipeline, or under pipedream; nf1b: mini-batches.
 --half bf16|fp16            With mixed precision and autocast.  [default: the profile's]
---loss-scale X              To begin with; fp16: 65536, bf16: 1.
+--loss-scale X              First scale of the loss; fp16: 65536, bf16: 1.
 --loss-scale-window N {0..1000000000}
-    Double it after so many updates without overflow; 0: never.  [default: 2000]
+    Double the scale after N updates without overflow; 0: never.  [default: 2000]
 --bucket-size N             Parameters stepped, and summed, at a time.  [default: the plan's]
 --coarsening K|all
     Buckets in one sum over replicas; the next is under way while they are stepped.  [default: the plan's, or 2]
 --seed SEED = 0
 --timeout TIME              Longest wait for another rank, such as 60s.  [default: from the plan]
---link-delay TIME           Let messages come so much later, to try what a slow network does.
+--link-delay TIME           Delay every message by this time, to imitate a slow network.
 --link-rate RATE
-    Let messages and sums over replicas take as long as over links of this rate, such as 1GB/s.
+    Slow messages and sums over replicas down to links of this rate, such as 1GB/s.
 --threads N = 1 {1..1024}   CPU threads of each process.
 --device auto|cpu|cuda = auto
     auto: GPUs, unless the plan's profile is of a CPU.
@@ -117,14 +117,14 @@ RUN = """
 --checkpoint DIR            Write checkpoints here, at the end and on SIGTERM too.
 --checkpoint-every N (every)
     After every N updates as well.  [default with --epochs: after every epoch]
---keep-checkpoints N (keep) Remove older ones than N.  [default: keep all]
+--keep-checkpoints N (keep) Keep the newest N good ones, remove older ones.  [default: keep all]
 --resume                    Resume from the newest good checkpoint, if one exists.
 --max-restarts N = 0 {0..1000000000}
-    After failures.
+    Restarts after failures.
 --log-dir DIR               Write loss, time per microbatch and memory here, for TensorBoard.
 --trace OUT                 Write every operation's times for ui.perfetto.dev and pipeplan diff.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
---bracket                   Profile right before and after, and say why the run is apart from the plan, if it is.
+--bracket                   Profile right before and after, and print why the run differs from the plan.
 --against flush|PLAN
     Then train the same from a plan that drains, or from this plan, and compare losses and times.
 --dry-run                   Print the torchrun and Slurm lines and every rank's program, and end.

@@ -31,7 +31,7 @@ STAGES = """
 --split/--no-split = yes    Weight gradients are passes of their own.
 --barrier/--no-barrier = yes
     The least makespan, for GPUs that wait for each other between updates; or the least longest span of one GPU.
---moves N {0..1000000000}   Of passes, to try.  [default: some seconds' worth]
+--moves N {0..1000000000}   Moves of passes to try.  [default: some seconds' worth]
 --seed SEED = 0
 """
 WRITTEN = """
