@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,13 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 gc.set_threshold(10**5, 50, 100)  # as the command has it
 
+preload = forkserver.set_forkserver_preload  # what tests' models import each rank would, for a second
+forkserver.set_forkserver_preload = lambda modules: preload([*modules, "tests.cases.preloaded"])
+
 Command = Callable[..., tuple[int, str, str]]
 LONG = (  # with which one process of scripts/test each begins, so that none is left with them at the end
-    "test_docs.py", "test_softgpu.py", "test_like_blocks.py", "test_processes.py", "test_fuzz.py", "test_segments.py",
+    "test_docs.py", "test_softgpu.py", "test_like_blocks.py", "test_processes.py", "test_traced_runs.py",
+    "test_layers_together.py",
 )  # fmt: skip
 
 

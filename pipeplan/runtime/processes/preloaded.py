@@ -6,6 +6,7 @@ import gc
 gc.disable()  # to look for garbage in what is imported would take a fifth of the time
 
 import torch._dynamo  # every optimizer that is made imports it
+import torch.export._trace  # modules that are no lists of layers are traced by it
 
 from ..engine import arrival_order, comparison, held_out  # what rows name as well
 from ..exchange import nearby
