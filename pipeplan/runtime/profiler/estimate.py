@@ -245,7 +245,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
     def __init__(self, device: Accelerator, constants: Constants) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.device = device
+        self.device, self.bandwidth = device, device.bandwidth_bytes
         self.constants = constants
         self.compute_ns = self.memory_ns = 0.0
         self.kernels = self.operations = 0
@@ -348,7 +348,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         return flops / self.device.peak(_name(dtype)) * 1e9
 
     def _transfer(self, size: float) -> float:
-        return size / self.device.bandwidth_bytes * 1e9
+        return size / self.bandwidth * 1e9
 
     def _lstm(self, args: Sequence[Any], out: Any, backward: bool) -> None:
         """Count an LSTM layer: one product with all inputs, then step by step with the states, all issued at once."""
