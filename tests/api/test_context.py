@@ -119,7 +119,7 @@ def tiny(seed):
     return Chain("tiny", plain, 4000, variants=tuple(variants))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, 5])  # each memory, with state shared and not
 def test_degrees_of_context_are_as_good_as_all_plans_of_all_of_them(seed):
     memory = Random(seed).choice((16000, 20000, 60000))
     servers = Platform((Device(memory),) * 8, (Level(4, 10**12), Level(2, 10**11)))

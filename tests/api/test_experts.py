@@ -113,7 +113,7 @@ def tiny(seed):
     return Chain("tiny", plain, 1000, variants=tuple(variants))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 5])  # each memory
 @pytest.mark.parametrize("zero", [0, 1])
 def test_degrees_of_experts_are_as_good_as_all_plans_of_all_of_them(seed, zero):
     memory = Random(seed).choice((14000, 17000, 40000))
