@@ -61,6 +61,7 @@ class StageCost:
     lent: tuple[tuple[int, int], ...] = ()
     recompute_ns: int = 0
     recomputed_bytes: int = 0
+    working_bytes: int = 0  # of its buffers, what one of its passes works with
     own: tuple[int, int] | None = None  # bytes and parameters, as :func:`.memory_model.own_of`
 
     @property
@@ -100,6 +101,7 @@ def stage_cost(
     step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.steps_apart else 0
     if policy.coarsening is not None and not policy.clip:
         update = time_model.overlapped_ns(policy, update, step, parameters)
+    working = int(chain.working_bytes(start, stop))
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
     between = for_weights_bytes(chain, start, stop)
     share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
@@ -118,8 +120,9 @@ def stage_cost(
                 chain.cut_bytes[stop] * (sends or everywhere),
                 r,
             )
-            + chain.working_bytes(start, stop)
+            + working
         ),
+        working_bytes=working,
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,

@@ -151,6 +151,11 @@ class Program:
         more = cost.split_buffer_bytes if self.split else 0
         return cost.buffer_bytes + cost.buffer_bytes // 2 * (self.batch - 1) + more
 
+    def buffers(self, stages: Sequence[int]) -> int:
+        """Return the same of all ``stages`` of a device, where one pass works at a time, or a forward and a backward."""
+        working = sorted(self.graph.stages[s].working_bytes for s in stages)
+        return sum(map(self.buffer_bytes, stages)) - sum(working[: -2 if self.fused else -1])
+
     def stages_of(self, lane: int) -> list[int]:
         """Return the stages on a lane's device in chain order, whether or not it has steps; none on a link."""
         device, graph = self.lanes[lane].device, self.graph

@@ -210,7 +210,7 @@ def _use(timeline: Timeline, lane: int, versions: Versions) -> DeviceUse:
         weights += graph.weights_bytes(s, versions(s, count))
         weights += graph.lent_bytes(s, partial(_turning, timeline, lane, s))
     peak = max(bytes_held for _, bytes_held in activation_steps(timeline, lane))
-    return DeviceUse(memory, weights, peak, sum(map(program.buffer_bytes, stages)), counts)
+    return DeviceUse(memory, weights, peak, program.buffers(stages), counts)
 
 
 def _turning(timeline: Timeline, lane: int, stage: int, later: int) -> int:

@@ -243,7 +243,7 @@ def test_the_translators_target_is_its_source_in_upper_case():
 def test_rotary_positions_make_attention_depend_on_distance():
     block = zoo.load("llama-tiny")(1)[0].block0
     vector = torch.randn(16)
-    rotated = block.rotated(vector.expand(1, 1, 64, 16))[0, 0]
+    rotated = block.rotated(vector.expand(1, 64, 1, 16))[0, :, 0]
     products = rotated @ rotated.T
     torch.testing.assert_close(products.diagonal(3), products.diagonal(3)[:1].expand(61))
     assert not torch.allclose(products[0, 3], products[0, 9])

@@ -207,12 +207,14 @@ class Facts:
 
     @cached_property
     def fixed_alone(self) -> Ints:
-        """The same where weights that layers share count in the first of them only, so that runs can be added up."""
+        """The same where weights that layers share count in the first of them only, so that runs can be added up; in
+        programs a device works in one of its runs at a time, and what that takes doesn't count."""
+        working = 0 if self.periodic else self.problem.chain.working_bytes(*self._ranges)
         if not self.problem.chain.sums.shared:
-            return self.fixed
+            return self.fixed - working
         start, stop = self._ranges
         alone = tuple(x[stop] - x[start] for x in self.weights_alone)
-        return np.stack([self._fixed(x, *alone) for x in self.spreads])
+        return np.stack([self._fixed(x, *alone) - working for x in self.spreads])
 
     @cached_property
     def weights_alone(self) -> tuple[Ints, Ints, Ints, Ints]:

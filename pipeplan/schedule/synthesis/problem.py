@@ -239,7 +239,7 @@ def _bytes(graph: StageGraph, split: bool, weight_keeps: Fraction, apart: Set[in
     room = []
     for index, resource in enumerate(graph.resources):
         stages = graph.stages_on(index)
-        fixed = sum(graph.weights_bytes(s, graph.versions(s, 1, 1)) + empty.buffer_bytes(s) for s in stages)
+        fixed = sum(graph.weights_bytes(s, graph.versions(s, 1, 1)) for s in stages) + empty.buffers(stages)
         room.append(0 if resource.memory_bytes is None else resource.memory_bytes - fixed)
     return Store(starts, ends, tuple(room))
 

@@ -53,6 +53,34 @@ class LlamaConfig:
         return Group.of(self)
 
 
+class _Gated(torch.autograd.Function):
+    """The product of ``silu(gate)``, ``up`` and, if there are, each row's ``share``; these alone are kept.
+
+    So does Megatron-LM, core/fusions/fused_bias_swiglu.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, share: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(gate, up, share)
+        made = functional.silu(gate) * up
+        return made if share is None else made * share
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, share = ctx.saved_tensors
+        gradient, of_share = gradients[0], None
+        if share is not None:
+            of_share = (functional.silu(gate) * up).mul_(gradient).sum(-1, keepdim=True)
+            gradient = gradient * share
+        return torch.ops.aten.silu_backward(gradient * up, gate), functional.silu(gate).mul_(gradient), of_share
+
+
+def gated(gate: Tensor, up: Tensor, share: Tensor | None = None) -> Tensor:
+    """Return ``silu(gate) * up`` (.., columns), of which each row is taken ``share`` (.., 1) times."""
+    made: Tensor = _Gated.apply(gate, up, share)  # type: ignore[no-untyped-call]  # torch's
+    return made
+
+
 class Block(nn.Module):
     """Attention with rotary positions and a gated feed-forward part, each after a norm and with a residual sum."""
 
@@ -115,23 +143,23 @@ class Block(nn.Module):
         return heads
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the sum over all heads (batch, heads, sequence, width) of what these attend to."""
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        """Return the sum over all heads (batch, sequence, heads, width) of what these attend to, which lies as they do."""
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        attended = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.group.added(attended.transpose(1, 2).flatten(2), self.project)
 
     def fed(self, x: Tensor) -> Tensor:
         """Return what the gated feed-forward part makes of ``x``."""
         gate, up = self.group.products(x, [self.gate, self.up])
-        return self.group.added(functional.silu(gate) * up, self.down)
+        return self.group.added(gated(gate, up), self.down)
 
     def heads(self, x: Tensor) -> Tensor:
         """Return ``x`` (batch, sequence, heads x width) head by head."""
-        return x.view(*x.shape[:2], -1, self.width).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.width)
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Turn each pair (i, i + width / 2) of ``x`` (batch, heads, sequence, width) by its place's angle."""
-        sequence = x.shape[2]
-        cosine, sine = self.cosine[:sequence], self.sine[:sequence]
+        """Turn each pair (i, i + width / 2) of ``x`` (batch, sequence, heads, width) by its place's angle."""
+        cosine, sine = (table[: x.shape[1], None] for table in (self.cosine, self.sine))
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ...errors import BadInput
 from ..data import text_of
 from ..model import Loss, Model
-from .llama import Block, LlamaConfig, linear
+from .llama import Block, LlamaConfig, gated, linear
 from .llama import network as llama
 
 
@@ -82,9 +82,24 @@ class Experts(nn.Module):
         sent = rows[order // self.chosen]
         here = self.group.traded(sent, length=ceil(len(sent) * self.imbalance))
         gate, up = _products(here, self.widen, ends).chunk(2, -1)
-        made = _products(functional.silu(gate) * up, self.narrow, ends)
-        back = self.group.traded(made, length=len(sent)) * shares.flatten()[order].unsqueeze(-1)
-        return torch.zeros_like(rows).index_add(0, order // self.chosen, back.to(rows.dtype)).view_as(x)
+        taken = functional.pad(shares.flatten()[order], (0, len(here) - len(sent)))  # which go along with their rows
+        made = _products(gated(gate, up, taken.unsqueeze(-1).to(gate.dtype)), self.narrow, ends)
+        back = self.group.traded(made, length=len(sent)).to(rows.dtype)
+        summed: Tensor = _Summed.apply(back, order // self.chosen, len(rows))  # type: ignore[no-untyped-call]  # torch's
+        return summed.view_as(x)
+
+
+class _Summed(torch.autograd.Function):
+    """The sums of the ``rows`` that come back for each of so many tokens, of which only the ``places`` are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.saved_tensors[0]], None, None
 
 
 def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -143,9 +158,9 @@ class Mixed(Block):
         down = self.key_down(x)
         latent, turned = down[..., : self.config.latent], down[..., self.config.latent :]
         (made,) = self.group.products(self.key_norm(latent), [self.key_up])
-        heads, both = self.heads(query), made.view(*made.shape[:2], -1, 2 * plain).transpose(1, 2)
-        key, value = both.chunk(2, -1)
-        turned = self.rotated(self.group.given(turned).unsqueeze(1)).expand(-1, key.shape[1], -1, -1)
+        heads = self.heads(query)
+        key, value = made.view(*made.shape[:2], -1, 2 * plain).chunk(2, -1)
+        turned = self.rotated(self.group.given(turned).unsqueeze(2)).expand(-1, -1, key.shape[2], -1)
         query = torch.cat((heads[..., :plain], self.rotated(heads[..., plain:])), -1)
         return self.projected(query, torch.cat((key, turned), -1), value)
 
