@@ -152,7 +152,7 @@ class Program:
         return cost.buffer_bytes + cost.buffer_bytes // 2 * (self.batch - 1) + more
 
     def buffers(self, stages: Sequence[int]) -> int:
-        """Return the same of all ``stages`` of a device, where one pass works at a time, or a forward and a backward."""
+        """Return the same of all ``stages`` of a device, where one pass works at once, or one each way."""
         working = sorted(self.graph.stages[s].working_bytes for s in stages)
         return sum(map(self.buffer_bytes, stages)) - sum(working[: -2 if self.fused else -1])
 

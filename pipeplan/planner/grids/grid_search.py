@@ -28,7 +28,8 @@ from .space import Found, GridConfig, GridProblem, GridRow, Outcome, configs, wo
 
 _PROBES = 2  # splits of each configuration at first
 _NEAR = 0.06  # how much slower than the best a configuration may be to get more
-_OPEN = 6  # configurations whose tables are kept
+_OPEN = 6  # configurations whose tables are kept, and more of short networks
+_ENTRIES = 10**6  # cuts by cuts, of all that are kept
 _FINALISTS = 4  # configurations whose stages are moved about
 
 
@@ -138,7 +139,7 @@ class _Search:
         """Return the pipelines of a configuration, and have those that were used longest ago forget their tables."""
         self._open.pop(config, None)
         self._open[config] = None
-        if len(self._open) > _OPEN:
+        if len(self._open) > max(_OPEN, _ENTRIES // len(self.asked.problem.chain) ** 2):
             oldest = next(iter(self._open))
             del self._open[oldest]
             self.grids[oldest].forget()

@@ -143,7 +143,7 @@ class Block(nn.Module):
         return heads
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the sum over all heads (batch, sequence, heads, width) of what these attend to, which lies as they do."""
+        """Return the sum over all heads (batch, sequence, heads, width) of what these attend to, laid out likewise."""
         heads = (x.transpose(1, 2) for x in (query, key, value))
         attended = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.group.added(attended.transpose(1, 2).flatten(2), self.project)

@@ -50,3 +50,11 @@ def test_plans_leave_room_for_it():
     assert peaks == [2 * 16 + 8 + 100]
     with pytest.raises(PipeplanError, match="140 B"):
         pp.plan(chain, gpus=1, mem="139B", accumulate=1, weights="flush", checkpointing="none")
+
+
+def test_stages_of_a_device_work_one_at_a_time():
+    layers = [Layer(str(i), 10, 10, 8, 4, working_bytes=100 * i) for i in range(4)]
+    words = {"gpus": 2, "mem": "10000B", "weights": "flush", "batch": 4, "schedule": "interleaved", "recompute": "none"}
+    found = pp.plan(Chain("four", tuple(layers), 0), split="1,1,1,1", on="0/1/0/1", **words)
+    messages = 2 * 3 * 4  # of three ends of stages, for what goes there and its gradient
+    assert [x.buffer_bytes for x in found.evaluation.devices] == [messages + 200, messages + 300]
