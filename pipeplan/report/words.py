@@ -271,19 +271,11 @@ def restriction(plan: Plan, result: Evaluation) -> list[str]:
         most = max(use.buffer_bytes for use in result.devices)
         lines.append(f"holds       buffers for all microbatches of a step: up to {format_bytes(most)} of a GPU")
     if isinstance(price, dict) and price:
-        found = [f"{shown(str(x))} {format_ns(ns)} ({_dearer(ns, result)})" for x, ns in price.items()]
+        found = [f"{shown(str(x))} {format_ns(ns)} ({longer(ns, result)})" for x, ns in price.items()]
         lines.append(f"price       without that restriction {', '.join(found)}")
     if isinstance(options.get("binds"), str):
         lines.append(f"binds       {shown(options['binds'], SENTENCE)}")
     return lines
-
-
-def _dearer(period_ns: int, result: Evaluation) -> str:
-    """Return in words how much longer the plan's period is than one without its restriction."""
-    ratio = result.period_ns / period_ns
-    if ratio <= 1:
-        return "no shorter than this"
-    return f"{ratio:.2f} times longer" if ratio >= 1.1 else f"{ratio - 1:.1%} longer"
 
 
 def tensor_degree(plan: Plan) -> list[str]:

@@ -47,7 +47,7 @@ def print_rows(
         table.add_row(
             *[row.variant] * degrees,
             str(row.gpus),
-            f"{row.memory_bytes / 1e9:g} GB",
+            format_bytes(row.memory_bytes),
             str(row.update_samples),
             f"{row.bound_ns / 1e6:.2f}",
             *(_period(cell, row) for cell in row.cells),
