@@ -143,7 +143,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
         limit=Limit("microbatch", "microbatches", " per pipeline", lambda graph: (default_limit(graph),)),
         by_arrival=True,
-        headline=lambda schedule: ("order", f"message-driven, at most {schedule.limit} microbatches in a pipeline"),
+        headline=lambda schedule: ("order", f"message-driven, microbatches in a pipeline: {schedule.limit} at most"),
     ),
     "1f1b": _ordered(
         ProgramSchedule(

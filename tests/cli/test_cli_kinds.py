@@ -52,7 +52,7 @@ def test_plan_says_the_kind_and_its_limit(profile: str, pipeplan: Command) -> No
     assert "at most 3 mini-batches inside" in out
     assert "vertical sync" in out
     code, out, _ = pipeplan(*common, *OPTIONS["message-driven"], "--limit", "5")
-    assert "message-driven, at most 5 microbatches in a pipeline" in out
+    assert "message-driven, microbatches in a pipeline: 5 at most" in out
     assert "weights     flush: one version" in out, "as the schedule drains"
     assert "8 microbatches, drained" in out
 

@@ -89,7 +89,7 @@ def test_a_level_is_reached_where_the_curve_stays_below_it(capsys):
     print_beside(Learnt("2bw", curve, 3.0, None, None), Learnt("flush", curve[::-1], 3.0, 1, 2.5))
     out = capsys.readouterr().out
     assert "           1   4.0000 ####################  1.0000 #####" in out
-    assert out.endswith("  2bw: not in this run\n  flush: after 1 updates, 2.5 s by the measured period\n")
+    assert out.endswith("  2bw: not in this run\n  flush: after update 1, 2.5 s by the measured period\n")
 
 
 def test_a_run_its_trace_and_its_checkpoints(plan, tmp_path):
@@ -231,7 +231,7 @@ def test_mixed_precision_with_offloading(tmp_path):
     options = ["--steps", 4, "--coarsening", 2, "--loss-scale", 1024, "--loss-scale-window", 1]
     trace = tmp_path / "trace.json"
     done = run(path, *model, *options, "--trace", trace)
-    assert "loss scale 4096 at the end; 1 updates skipped for overflow" in done.stdout
+    assert "loss scale 4096 at the end; updates skipped for overflow: 1" in done.stdout
     said = r"GPU 2: weights, gradients and optimizer at most [\d.]+ \w?B measured, [\d.]+ \w?B predicted; in host"
     assert re.search(said, " ".join(done.stdout.split()))
     seen = shown(trace.read_text())

@@ -169,7 +169,7 @@ def print_beside(one: Learnt, other: Learnt) -> None:
     print(f"loss {other.level:.4f}, below which {other.plan} stays from {SETTLED:.0%} of the run on")
     for x in (one, other):
         took = "" if x.seconds is None else f", {x.seconds:.3g} s by the measured period"
-        print(f"  {x.plan}: " + ("not in this run" if x.updates is None else f"after {x.updates} updates{took}"))
+        print(f"  {x.plan}: " + ("not in this run" if x.updates is None else f"after update {x.updates}{took}"))
 
 
 def print_evaluation(report: RunReport, width: int | None = None) -> None:
@@ -284,7 +284,7 @@ def _devices(report: RunReport) -> Iterator[str]:
 def _training(report: RunReport) -> Iterator[str]:
     if report.evaluations:
         early = "; it got no better, so the run ended" if report.ended_early else ""
-        yield f"evaluated {len(report.evaluations)} times, best after update {report.best_step}{early}"
+        yield f"evaluations: {len(report.evaluations)}, the best after update {report.best_step}{early}"
     norms = [norm for norm in report.gradient_norms if norm is not None]
     if norms:
         yield (
@@ -292,7 +292,7 @@ def _training(report: RunReport) -> Iterator[str]:
             "before they were clipped"
         )
     if report.loss_scale is not None:
-        yield f"loss scale {report.loss_scale:g} at the end; {len(report.skipped)} updates skipped for overflow"
+        yield f"loss scale {report.loss_scale:g} at the end; updates skipped for overflow: {len(report.skipped)}"
 
 
 def _reading(report: RunReport) -> Iterator[str]:
