@@ -131,8 +131,8 @@ def _steady(plan: Plan, result: Evaluation) -> Section:
     window = plan_window(plan)
     chart = _window_chart(plan, window)
     longer = plan.pattern is not None and plan.pattern.period_ns < result.period_ns
-    why = "filling and draining" if kind_of(plan).drains else "what updates take"
-    whole = f" With {why} it is {format_ns(result.period_ns)} per microbatch." if longer else ""
+    why = "filling and draining" if kind_of(plan).drains else "updates"
+    whole = f" Including {why}, a microbatch takes {format_ns(result.period_ns)}." if longer else ""
     return [chart], [
         f"<h2>Steady state: {escape(window.title)}</h2>",
         f'<p class="soft">Microbatch 0 enters at the left edge; negative ones entered before.{whole}</p>',
