@@ -35,6 +35,7 @@ AVOID = {  # form -> why, and what to write
     r"\bparted\b": "the field's word is split",
     r"\bsays (?:it|one|that already)\b": "an option sets or fixes something",
     r"\bof (?:theirs|ours)\b": "say whose",
+    r"\b(?:its|the) begin\b": "its start",
 }
 
 
