@@ -137,7 +137,7 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     yield from _titled("otherwise", other_weights(plan, result))
     idle = idle_devices(plan)
     if idle:
-        yield f"idle        GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)}, on which there is no stage"
+        yield f"idle        {f'GPUs {format_devices(idle)} have' if len(idle) > 1 else f'GPU {idle[0]} has'} no stage"
     yield from _titled("note", kept_together(plan.chain, plan.policy) if len(plan.platform) > 1 else None)
     yield from _titled("note", waited_data(plan, result))
     yield from _titled("note", unknown_between(plan.chain) if kind.splits else None)
@@ -160,7 +160,7 @@ def _titled(title: str, sentence: str | None) -> list[str]:
     return [] if sentence is None else [f"{title:<12}{sentence}"]
 
 
-ASKED = "a rate with room below the highest that trains; run corrects momentum, and run --against flush compares"
+ASKED = "a learning rate below the highest that trains; run corrects momentum, and run --against flush compares"
 LAYERS_WIDTH = 60  # columns of a stage's first and last layer, at most
 SHORT = 10  # fewer columns say nothing of a name
 NARROW = 112  # columns below which the table leaves out what the peak is made of
