@@ -171,7 +171,7 @@ def plan(
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
-        found = priced(problem, found, said["for_"], question.settings)
+        found = found if problem.chain.variants else priced(problem, found, said["for_"], question.settings)
         made = own_export(found.plan, said["for_"])
         if not isinstance(made, str):
             told = replace(found.plan.provenance, options={**found.plan.provenance.options, "arguments": made.text})
@@ -231,7 +231,7 @@ def _refuse_with_each(said: Planning, question: Question) -> None:
     """Raise BadInput for what knows no degrees of each stage's own."""
     kind = question.kind
     others = {
-        f"--for {said['for_']}": said["for_"] is not None,
+        f"--for {said['for_']}": said["for_"] not in (None, "megatron"),
         f"--algorithm {said['algorithm']}": said["algorithm"] not in (AUTO, "contiguous", "piper"),
         "--split": question.stated is not None,
         f"--schedule {said['schedule']}": kind is not None and kind not in ("pattern", "1f1b", "message-driven"),
@@ -307,7 +307,12 @@ def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], 
 
     target, kinds = question.said["for_"], () if question.kind is None else (question.kind,)
     assert target is not None, "else it is searched for without"
-    found = make_target_plan(problem, target, question.settings, question.effort, kinds, tell, beat_ns)
+    if problem.chain.variants:
+        from ..planner.what_if.towers import make_towers_plan
+
+        found = make_towers_plan(problem, target, beat_ns)
+    else:
+        found = make_target_plan(problem, target, question.settings, question.effort, kinds, tell, beat_ns)
     tell(found)
     return found
 

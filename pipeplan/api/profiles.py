@@ -216,6 +216,10 @@ def profile(
     from ..runtime.profiler.estimate import estimate_model
     from ..runtime.profiler.measure import measure_model
 
+    asked = {"tensor": tensor, "experts": experts, "context": context}
+    said = [name for name, value in (*asked.items(), ("selective", selective or None)) if value is not None]
+    if said and granularity == AUTO:
+        granularity = "block"  # of which parts have the same
     merge = merging(granularity, blocks)
     _refuse(gpu, engine, device, beside, measuring)
     source = _named(model, microbatch) if isinstance(model, str) else _live(model, inputs, loss, microbatch, gpu)
@@ -235,8 +239,6 @@ def profile(
         options = replace(options, merge=merge if by_names else None)
         measured = measure_model(source.build, source.batch, options, **about)
     found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
-    asked = {"tensor": tensor, "experts": experts, "context": context}
-    said = [name for name, value in (*asked.items(), ("selective", selective or None)) if value is not None]
     if not said:
         return found
     if gpu is None or not isinstance(model, str):

@@ -172,7 +172,8 @@ def refuse_chain(chain: Chain, name: str) -> None:
         raise CannotExpress(f"{name}: activations wait in host memory, which it has no words for with pipelines")
     if chain.variants:
         raise CannotExpress(
-            f"{name}: each stage has a tensor degree of its own, and there all have one; say --tensor 2"
+            f"{name}: each stage has a tensor degree of its own, and there all have one; say --tensor 2, or of several "
+            "modules export --to megatron-bridge"
         )
     if chain.width > 1 and not target.tensor:
         raise CannotExpress(f"{name}: {chain.width} GPUs run each layer together, which it has no words for")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from ..errors import PipeplanError
 from ..names import shown
@@ -106,6 +106,40 @@ def decoder(chain: Chain) -> tuple[Unit, ...]:
         *extra,
         Unit("output", stop, len(chain), units[-1].modules_stop, False),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A module of several, ``layers[start:stop]``, whose layers no other module's stand between; stages end before one
+    of its blocks, of which ``blocks`` are the first layers, or where it does."""
+
+    name: str
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+
+def towers(chain: Chain) -> tuple[Tower, ...]:
+    """Return the modules by what their blocks' names begin with, each with what stands between it and the next one;
+    CannotExpress where there are none, or their layers are mixed."""
+    named = [(unit.name.partition(".")[0], unit.start) for unit in whole_blocks(chain) if unit.block]
+    runs = [(name, [start for _, start in own]) for name, own in groupby(named, lambda x: x[0])]
+    if len({name for name, _ in runs}) < max(2, len(runs)):
+        raise CannotExpress(
+            f"megatron-bridge: the blocks of {shown(chain.name)} are those of one module, or of several in turn; with "
+            "degrees of their own are modules, such as images.blocks.0 and language.blocks.0, one behind the other"
+        )
+    begins = [next(i for i, x in enumerate(chain.layers) if name in _modules_in(x.name)) for name, _ in runs]
+    ends = [*begins[1:], len(chain)]
+    return tuple(
+        Tower(name, start, stop, tuple(blocks))
+        for (name, blocks), start, stop in zip(runs, [0, *begins[1:]], ends, strict=True)
+    )
+
+
+def _modules_in(name: str) -> set[str]:
+    """Return the outermost modules that a layer called so has parts of."""
+    return {part.partition(".")[0] for part in name.split("..") if "." in part}
 
 
 def mtp_layers(chain: Chain) -> int:

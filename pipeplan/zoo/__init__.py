@@ -21,6 +21,7 @@ ZOO = "zoo:"  # begins the name of a zoo model where a module:function could sta
 MODELS = {  # name -> the file that builds it
     **{name: "text.llama" if isinstance(sizes, Llama) else "text.gpt" for name, sizes in TRANSFORMERS.items()},
     **dict.fromkeys(("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"), "text.mixture"),
+    **dict.fromkeys(("clip-tiny", "clip-large", "llava-tiny", "llava-7b", "llava-70b"), "towers"),
     "small-cnn": "images.convolutional",
     "alexnet": "images.convolutional",
     "vgg16": "images.convolutional",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ..errors import BadInput
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Data = Callable[[int, int], tuple[Tensor, Tensor]]  # (microbatch index, seed) -> (input, target)
-Built = tuple[nn.Sequential, Tensor, Loss]
+Data = Callable[[int, int], tuple[Any, Tensor]]  # (microbatch index, seed) -> (input, target)
+Built = tuple[nn.Module, Any, Loss]
 Factory = Callable[[], nn.Module]
 
 
@@ -31,7 +31,7 @@ class Model(Generic[Config]):
     """
 
     config: Config
-    network: Callable[[Config, int], tuple[nn.Sequential, Loss]]
+    network: Callable[[Config, int], tuple[nn.Module, Loss]]
     batches: Callable[[Config, int], Data]
     brings_data: ClassVar[bool] = True  # and takes a seed, which a user's function needn't
 

@@ -308,7 +308,7 @@ def test_each_stage_drains_with_a_degree_of_its_own():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"for_": "megatron"}, "megatron gives all stages one degree"),
+        ({"for_": "torchtitan"}, "torchtitan gives all stages one degree"),
         ({"algorithm": "madpipe"}, "madpipe gives all stages one degree"),
         ({"blocking_transfers": True}, "messages keep GPUs from computing"),
         ({"gpus": 3}, "degree 1 alone"),

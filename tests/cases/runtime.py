@@ -228,7 +228,8 @@ def serial(
     ``stepping(named weights)`` gives an optimizer, and its schedule, instead of ours.
     """
     layers, loss, data = built(name, batch, seed)
-    stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(layers) for p in layer.parameters()}
+    parts = layers if isinstance(layers, nn.Sequential) else [layers]
+    stage_of = {p: sum(i >= cut for cut in cuts) for i, layer in enumerate(parts) for p in layer.parameters()}
     parameters = list(layers.parameters())
     newest = [nn.Parameter(p.detach().clone()) for p in parameters]
     names = [name for name, _ in layers.named_parameters()]
@@ -248,7 +249,7 @@ def serial(
                 for i, p in enumerate(parameters):
                     p.copy_(history[version(stage_of[p], m) if version else step][i])
             x, target = data(m, seed)
-            value = loss(layers(x), target)
+            value = loss(layers(*x) if isinstance(x, tuple) else layers(x), target)
             losses[m] = float(value.detach())
             (value / accumulate).backward()
         for i, (p, master) in enumerate(zip(parameters, newest, strict=True)):

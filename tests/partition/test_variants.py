@@ -91,11 +91,20 @@ def best_of_all(problem: Problem) -> int | None:
     return None if best == MOST else best
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_each_stage_chooses_as_all_placements_say(block: int) -> None:
+def with_branches(problem: Problem, seed: int) -> Problem:
+    """Return the problem of layers that read any earlier ones or the network's input, such as two towers do."""
+    rng, count = random.Random(seed), len(problem.chain)
+    edges = {(i, j) for j in range(count) for i in range(j) if rng.random() < 0.5}
+    edges |= {(i, count - 1) for i in range(count - 1) if all(source != i for source, _ in edges)}
+    return replace(problem, chain=replace(problem.chain, edges=tuple(sorted(edges))))
+
+
+@pytest.mark.parametrize(("block", "branches"), [*((k, False) for k in range(4)), (4, True), (5, True)])
+def test_each_stage_chooses_as_all_placements_say(block: int, branches: bool) -> None:
     differing = 0
     for seed in range(10 * block, 10 * block + 10):
         problem = random_instance(seed, "stages" if seed % 3 == 2 else "none")
+        problem = with_branches(problem, seed) if branches else problem
         truth, found = best_of_all(problem), smallest_period(problem)
         assert (found is None) == (truth is None), seed
         if found is not None and found.claimed_period_ns is not None:

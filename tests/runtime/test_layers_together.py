@@ -38,10 +38,14 @@ CLOSE = 1e-5  # sums of parts come in another order
 
 
 @cache
-def profiled(model):
+def estimated(model, **more):
     name = model if ":" in model else f"zoo:{model}"
-    found = pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block")
-    return replace(found.chain, variants=()), found.chain.part(found.chain.variants[0])
+    return pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block", **more).chain
+
+
+def profiled(model):
+    found = estimated(model)
+    return replace(found, variants=()), found.part(found.variants[0])
 
 
 def planned(model, stages, tensor=2, **policy):
@@ -53,9 +57,7 @@ def planned(model, stages, tensor=2, **policy):
 
 def several(model, widths, cuts, dtype=None, **policy):
     """A plan whose stages are one GPU, or group of them, or several replicas, that are so wide."""
-    name = model if ":" in model else f"zoo:{model}"
-    about = {} if dtype is None else {"dtype": dtype}
-    chain = pp.profile(name, gpu="h100", microbatch=2, tensor="1,2", name=model, granularity="block", **about).chain
+    chain = estimated(model) if dtype is None else estimated(model, dtype=dtype)
     ends, stages, first = [0, *cuts, len(chain)], [], 0
     for s, width in enumerate(widths):
         each = width if isinstance(width, tuple) else (width,)
@@ -181,6 +183,27 @@ def test_stages_of_two_degrees_train_a_gpt_as_one_process_and_go_on_in_equal_one
     plan = planned(model, [(0, 6, (0,))], optimizer="adam")
     report = trained(plan, model, 4, lr=0.002, clip_norm=0.5, checkpoint=folder, resume=True, save=saved)
     assert report.losses == pytest.approx(losses[12:], abs=CLOSE)
+    assert largest_difference(torch.load(saved), state) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("model", "widths", "begins"),
+    [
+        ("clip-tiny", (2, 1, 1), ("text.embedding.tokens", "text.blocks.1")),
+        ("llava-tiny", ((1, 1), 2), ("language.embedding..cat",)),
+    ],
+)
+def test_two_towers_of_degrees_of_their_own_train_as_one_process(tmp_path, model, widths, begins):
+    """One tower is before the other in the order of the layers, on GPUs of its own: neither reads the other of clip."""
+    saved, norms = tmp_path / "state.pt", []
+    names = [x.name for x in estimated(model).layers]
+    plan = several(model, widths, [names.index(x) for x in begins])
+    losses, state = serial(model, 2, steps=2, accumulate=4, optimizer="sgd", lr=0.1, seed=2, clip=0.5, norms=norms)
+    report = trained(plan, model, 2, lr=0.1, clip_norm=0.5, save=saved)
+    assert report.compared.startswith("the first microbatch trains as in plain torch")
+    assert report.losses == pytest.approx(losses, abs=CLOSE)
+    assert report.gradient_norms == pytest.approx(norms, rel=CLOSE)
+    as_planned(report, activations=False)
     assert largest_difference(torch.load(saved), state) <= CLOSE
 
 

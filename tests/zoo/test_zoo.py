@@ -33,7 +33,12 @@ PUBLISHED = {
     "inception-v3": 23_834_568,
     "inception-v3-auxiliary": 27_161_264,
 }
-ABOUT = {"awd-lm": 24e6, "gnmt": 160e6}  # as their papers or reference implementations round them
+ABOUT = {
+    "awd-lm": 24e6,
+    "gnmt": 160e6,
+    "clip-large": 428e6,
+    "llava-7b": 7.06e9,
+}  # as their papers or reference implementations round them
 MYELIN_BILLIONS = {"myelin-12b": 12, "myelin-24b": 24, "myelin-50b": 50, "myelin-100b": 100}
 SMALL = [
     "gpt-tiny",
@@ -83,7 +88,7 @@ def test_all_names_load_and_run_on_meta():
         layers, x, loss = on_meta(name + few)
         with torch.device("meta"):
             _, target = zoo.load(name).data(2)(0, 0)
-            assert loss(layers(x), target).shape == (), name
+            assert loss(layers(*x) if isinstance(x, tuple) else layers(x), target).shape == (), name
 
 
 def test_registry_needs_no_torch():
@@ -202,6 +207,9 @@ def test_wrong_names_and_options(text, message):
         ("llama-tiny,groups=3", "4 heads in 3 groups"),
         ("gnmt,encoder=1", "1 and 4 layers"),
         ("awd-lm,vocabulary=20", "less than the text's 128"),
+        ("clip-tiny,vocabulary=20", "less than the text's 128"),
+        ("clip-tiny,patch=5", "16 is not a multiple of patch: 5"),
+        ("llava-tiny,tensor=2,sequence_parallel=true", "aren't parted along their sequences"),
     ],
 )
 def test_options_that_make_no_sense(text, message):

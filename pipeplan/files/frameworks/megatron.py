@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ...check.targets import TARGETS, Recompute, Rule, Shape
-from ...check.units import CannotExpress, Unit, mtp_layers
+from ...check.units import CannotExpress, Unit, mtp_layers, towers
 from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown
@@ -56,7 +56,9 @@ def megatron(asked: Asked) -> str:
 
 
 def megatron_bridge(asked: Asked) -> str:
-    """Return the same as assignments to Megatron-Bridge's ``cfg``."""
+    """Return the same as assignments to Megatron-Bridge's ``cfg``, or degrees of modules of their own."""
+    if asked.plan.chain.variants:
+        return _mimo(asked)
     head, parts, lines = _facts(asked)
     facts = {name: value for line in lines for name, value in line.items()}
     facts["share-embeddings-and-output-weights"] = not facts.pop("untie-embeddings-and-output-weights")
@@ -75,6 +77,73 @@ def megatron_bridge(asked: Asked) -> str:
     if asked.autocast:
         said += ["cfg.model.enable_autocast = True", f"cfg.model.autocast_dtype = torch.{asked.autocast}"]
     return head + "\n".join(said) + "\n"
+
+
+def _mimo(asked: Asked) -> str:
+    """Return degrees, stages, replicas and GPUs of each module for Megatron-Bridge; CannotExpress where there
+    are no words for it.
+
+    Source: NVIDIA-NeMo/Megatron-Bridge, models/megatron_mimo/megatron_mimo_config.py, of 2026.
+    """
+
+    def refused(what: str) -> CannotExpress:
+        return CannotExpress(f"megatron-bridge: {what} (plan with --for megatron --tensor each)")
+
+    plan, said, world = asked.plan, list[tuple[str, dict[str, int], dict[str, Any], bool]](), set[int]()
+    counts = {stage.replicas for stage in asked.stages}
+    if len(counts) > 1 or plan.policy.zero > 1:
+        what = f"stages have {sorted(counts)} replicas" if len(counts) > 1 else "replicas share gradients"
+        raise refused(f"{what}; there all have one number, which share the optimizer's state alone")
+    modules = towers(plan.chain)
+    for s, stage in enumerate(asked.stages):
+        if not any(x.start <= stage.start and stage.stop <= x.stop for x in modules):
+            raise refused(f"stage {s} has layers of several modules; there each GPU runs one")
+    for module in modules:
+        own = [x for x in asked.stages if module.start <= x.start < module.stop]
+        gpus, first = [d for x in own for d in x.members], own[0].devices[0]
+        kinds = {(x.tensor, x.selective) for x in own}
+        blocks = [[i for i in module.blocks if x.start <= i < x.stop] for x in own]
+        again = {x.checkpoint == tuple((i, i + 1) for i in of) for x, of in zip(own, blocks, strict=True)}
+        stored = not any(x.checkpoint for x in own)
+        name = asked.renamed("megatron-bridge", module.name) if asked.renames else module.name
+        uneven = len({len(x) for x in blocks}) > 1
+        if len(kinds) > 1 or gpus != list(range(first, first + len(gpus))) or world & set(gpus) or own[0].selective:
+            raise refused(f"the stages of {shown(name)} aren't of one degree on neighbouring GPUs, in order")
+        if not (stored or again == {True}) or not all(blocks):
+            raise refused(f"{shown(name)} has a stage without blocks, or recomputes others than all of them")
+        if own[0].tensor & (own[0].tensor - 1):
+            raise refused(f"{shown(name)} is of degree {own[0].tensor}; there degrees are powers of 2")
+        world |= set(gpus)
+        about = {"tensor_model_parallel_size": own[0].tensor, "pipeline_model_parallel_size": len(own)}
+        about |= {"data_parallel_size": own[0].replicas, "rank_offset": first}
+        config = {} if stored else {"granularity": "full", "method": "uniform", "num_layers": 1}
+        config = {f"recompute_{key}": value for key, value in config.items()}
+        if uneven:
+            letters = ["t" * len(x) for x in blocks]
+            config["pipeline_model_parallel_layout"] = "|".join(["E" + letters[0], *letters[1:-1], letters[-1] + "L"])
+        said.append((name, about, config, uneven))
+    if "language" not in [name for name, *_ in said]:
+        raise CannotExpress(
+            f"megatron-bridge: no module is called language, as one has to be; {modules[-1].name} may be renamed: "
+            f"--rename '{modules[-1].name}=language,(.*)=\\1'"
+        )
+    odd = next((name for name, *_, uneven in said if uneven and name != "language"), None)
+    if odd is not None:
+        raise refused(f"the stages of {shown(odd)} have other numbers of blocks; there those of a modality are even")
+    lines = [f"# {len(world)} GPUs; the model's own specs say its modules", "module_parallelisms = {"]
+    for name, about, _, _ in said:
+        words = ", ".join(f"{key}={value}" for key, value in about.items())
+        lines.append(f"    {_written(name)}: ModuleParallelismConfig({words}),")
+    lines += ["}", "parallelism = MegatronMIMOParallelismConfig(module_parallelisms=module_parallelisms)"]
+    lines += [
+        f"transformer_configs = {json.dumps({name: config for name, _, config, _ in said})}  # what each also says"
+    ]
+    each, batch = plan.chain.each * counts.pop(), plan.chain.microbatch * asked.microbatches
+    lines += [f"cfg.train.micro_batch_size = {each}  # of all replicas", f"cfg.train.global_batch_size = {batch}"]
+    if plan.policy.zero:
+        lines.append("cfg.ddp.use_distributed_optimizer = True")
+    source = "from megatron.bridge.models.megatron_mimo.megatron_mimo_config import"
+    return "\n".join([f"{source} MegatronMIMOParallelismConfig, ModuleParallelismConfig", "", *lines]) + "\n"
 
 
 def _written(value: Any) -> str:

@@ -33,7 +33,7 @@ class GPTConfig:
     ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
     (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that
     isn't negative. With ``context`` above 1 they have such a part of the sequence (``by_heads``: in attention of the
-    heads).
+    heads). Without ``causal`` tokens also see those behind them, as in an encoder.
     """
 
     blocks: int
@@ -51,6 +51,7 @@ class GPTConfig:
     part: int = -1
     context: int = 1
     by_heads: bool = False
+    causal: bool = True
 
     @property
     def group(self) -> Group:
@@ -107,14 +108,15 @@ class Block(nn.Module):
             raise BadInput(f"hidden: {config.hidden} is not a multiple of heads: {config.heads}")
         if config.attention not in ("fused", "unfused", "again"):
             raise BadInput(f"attention: {config.attention!r} is neither fused, nor unfused, nor again")
-        if config.context > 1 and config.attention != "fused":
-            raise BadInput("context: ranks share the sequences of fused attention; say attention=fused")
+        if config.attention != "fused" and (config.context > 1 or not config.causal):
+            what = "context: ranks share the sequences" if config.causal else "causal: tokens see all others"
+            raise BadInput(f"{what} of fused attention; say attention=fused")
         self.group = config.group
         if self.group.place is not None and config.dropout and config.attention != "fused":
             raise BadInput("dropout: of the scores of attention each rank would draw the same; say attention=fused")
         self.heads = self.group.share(config.heads, "heads")
         width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")
-        self.how = config.attention
+        self.how, self.causal = config.attention, config.causal
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = nn.Linear(config.hidden, 3 * width)
         self.attention.blocks = 3  # type: ignore[assignment]  # no module
@@ -140,7 +142,7 @@ class Block(nn.Module):
         elif self.how == "unfused":
             attended = self._unfused(query, key, value)
         else:
-            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.dropout(self.group.added(attended.transpose(1, 2).reshape(batch, sequence, -1), self.project))
         (widened,) = self.group.products(self.norm2(x), [self.widen])
         out: Tensor = x + self.dropout(self.group.added(functional.gelu(widened, approximate="tanh"), self.narrow))

@@ -403,7 +403,8 @@ class Group(NamedTuple):
                 given = wholes[path]._parameters[name]
                 if own is None or given is None:
                     continue
-                axis = next((i for i, size in enumerate(own.shape) if size != given.shape[i]), None)
+                padded = 0 if isinstance(module, PartEmbedding | PartHead) else None  # perhaps to as many as there are
+                axis = next((i for i, size in enumerate(own.shape) if size != given.shape[i]), padded)
                 if axis is not None:
                     blocks: Any = getattr(module, "blocks", 1)
                     size = own.shape[axis] // blocks
