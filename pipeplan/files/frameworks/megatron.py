@@ -130,7 +130,7 @@ def _mimo(asked: Asked) -> str:
     odd = next((name for name, *_, uneven in said if uneven and name != "language"), None)
     if odd is not None:
         raise refused(f"the stages of {shown(odd)} have other numbers of blocks; there those of a modality are even")
-    lines = [f"# {len(world)} GPUs; the model's own specs say its modules", "module_parallelisms = {"]
+    lines = [f"# {max(world) + 1} GPUs; the model's own specs say its modules", "module_parallelisms = {"]
     for name, about, _, _ in said:
         words = ", ".join(f"{key}={value}" for key, value in about.items())
         lines.append(f"    {_written(name)}: ModuleParallelismConfig({words}),")
