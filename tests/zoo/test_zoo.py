@@ -33,12 +33,12 @@ PUBLISHED = {
     "inception-v3": 23_834_568,
     "inception-v3-auxiliary": 27_161_264,
 }
-ABOUT = {
+ABOUT = {  # as their papers or reference implementations round them
     "awd-lm": 24e6,
     "gnmt": 160e6,
     "clip-large": 428e6,
     "llava-7b": 7.06e9,
-}  # as their papers or reference implementations round them
+}
 MYELIN_BILLIONS = {"myelin-12b": 12, "myelin-24b": 24, "myelin-50b": 50, "myelin-100b": 100}
 SMALL = [
     "gpt-tiny",
@@ -335,3 +335,9 @@ def test_unfused_attention_and_other_losses_compute_the_same():
     for wrong, message in (("attention=flash", "is neither"), ("loss=fp64", "isn't one of same, fp32, fused")):
         with pytest.raises(BadInput, match=message):
             zoo.load(f"{name},{wrong}")(2)
+
+
+def test_a_rank_has_its_part_of_a_table_that_padding_makes_as_long_as_the_whole():
+    layers, _, _ = zoo.load("gpt-tiny,blocks=1,tensor=2,part=1")(1)
+    assert not layers.embedding.tokens.weight.any()
+    assert not layers.head.weight.any()
