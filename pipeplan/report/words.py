@@ -13,7 +13,7 @@ from ..cost.saved import for_weights
 from ..names import SENTENCE, shown
 from ..partition.contiguous.claims import coarseness
 from ..partition.devices.orders import Orders
-from ..plan import Bound, Plan, Stage
+from ..plan import Bound, Plan
 from ..problem import Chain, Level, Platform, Policy
 from ..schedule.weight_versions import Delay, average_delay
 from ..units import format_bandwidth, format_bytes, format_ns
@@ -302,7 +302,8 @@ def tensor_degree(plan: Plan) -> list[str]:
         along += f"; activations wait in host memory, over a link of {format_bandwidth(chain.offloaded)} per GPU"
     told = [f"tensor degree {chain.tensor}{along}"]
     if chain.variants:
-        told = [f"tensor degrees of their own: {', '.join(map(_of_stage, plan.allocation.stages))} by stage"]
+        own = (f"{x.tensor}{' selective' * x.selective}" for x in plan.allocation.stages)
+        told = [f"tensor degrees of their own: {', '.join(own)} by stage"]
     if len(tried) > 1:
         told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")
         least = min((_ns(v, "bound_ns") or 0 for v in tried.values() if v.get("bound_ns") is not None), default=0)
@@ -310,10 +311,6 @@ def tensor_degree(plan: Plan) -> list[str]:
         if own is not None and 0 < least <= own:
             told[-1] += f"; none is below {format_ns(least)}: gap {own / least - 1:.2%}"
     return told
-
-
-def _of_stage(stage: Stage) -> str:
-    return f"{stage.tensor}{' selective' if stage.selective else ''}"
 
 
 def _taken(found: dict[str, Any]) -> int | None:

@@ -97,7 +97,7 @@ def label(device: torch.device) -> str:
 
 def gpu_of(device: torch.device, machine: str) -> str | None:
     """Return what tells this ``machine``'s GPU from all others, None for a CPU."""
-    return None if device.type == "cpu" else f"{machine} {_properties(device).uuid}"
+    return None if device.type == "cpu" else f"{machine} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def exchange_of(gpus: Sequence[str | None]) -> Exchange:
@@ -112,10 +112,6 @@ def exchange_of(gpus: Sequence[str | None]) -> Exchange:
     if len(without) < len(gpus):
         raise RunFailed(f"rank {without[0]} sees no GPU, others do; run all with --device cpu or give it one")
     return "gloo"
-
-
-def _properties(device: torch.device) -> Any:
-    return torch.cuda.get_device_properties(device)
 
 
 def place(modules: Sequence[nn.Module], device: torch.device) -> None:

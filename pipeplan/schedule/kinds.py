@@ -27,10 +27,6 @@ MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a m
 MOST_SHOWN = 2**20  # of a run of a pattern whose length nobody says
 
 
-def _mini_batch(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
-    return schedule.mini_batch
-
-
 def _steady_mini_batches(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
     batch, limit = schedule.mini_batch, schedule.limit or len(graph.stages)
     return batch * max(ceil(64 / batch), 8 * limit)
@@ -78,7 +74,14 @@ def vee(devices: int, chunks: int) -> list[int]:
 
 _DRAINING = tuple(weights for weights, rules in WEIGHTS.items() if rules.drains)
 _DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
-_drained = partial(Kind, weights=_DRAINING, refusal=_DRAINS, shown=_mini_batch, judged=_drained_run, drains=True)
+_drained = partial(
+    Kind,
+    weights=_DRAINING,
+    refusal=_DRAINS,
+    shown=lambda graph, schedule, pattern: schedule.mini_batch,
+    judged=_drained_run,
+    drains=True,
+)
 _SPLIT = ("weight_keeps",)
 
 

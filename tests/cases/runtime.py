@@ -22,8 +22,7 @@ from pipeplan.problem import Chain, Platform, Policy
 from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.instructions import Backward, Forward, Update
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
-from pipeplan.runtime.measure.held_bytes import HeldBytes
-from pipeplan.runtime.measure.recorder import Recorder
+from pipeplan.runtime.measure.recorder import HeldBytes, Recorder
 from pipeplan.runtime.model.network import Network, TensorSpec, chain_layers, chain_network, loss_layer, only
 from pipeplan.runtime.model.pieces import Cut, pieces_of
 from pipeplan.runtime.profiler.measure import measure_model

@@ -29,7 +29,7 @@ def test_a_microbatch_is_inside_all_layers_of_a_gpu_at_once():
     layers = tuple(Layer(f"{i}", 10 + i, 10, 0, 1, 60 + i) for i in range(4))
     problem = Problem(Chain("c", layers, 0), Platform.flat(3, 100, 10**12), replicas=False, checkpointing="none")
     assert proof(problem).infeasible
-    assert proof(problem).part == "packing"
+    assert proof(problem).part == "covers"
     assert optimum(problem) is None
 
 

@@ -6,11 +6,10 @@ said in words (:data:`PARTS`):
 - ``averages``: all work shared perfectly, or as far as a pipeline has filled, and the largest layer;
 - ``runs``: what the layers on one group of devices take and hold at their worst instant, with the microbatches that
   must be inside by then (``facts`` says what they cost at least);
-- ``packing``: what they hold at every instant, side by side on whole devices;
 - ``blocks``: layers as whole things, dealt out to the devices;
 - ``pooled``: all that is held over time, with stage inputs, weights and buffers of the cheapest cuts;
 - ``covers``: sets of runs that fit on one group of devices together, by work and by what they hold at their worst
-  instants, have to cover the chain; looked for only up to a period that is asked about.
+  instants, have to cover the chain; looked for at any period, and then only up to one that is asked about.
 
 With unequal devices and several levels all but the last take the largest memory, the fastest device and the fastest
 link. Of schedules that are no patterns (drained ones, nF1B) no counts of microbatches inside are taken, as they needn't

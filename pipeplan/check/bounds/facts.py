@@ -136,13 +136,6 @@ class Facts:
                 yield layer, home, max(facts.storages[home], *(facts.sizes[t] for t in facts.reads[layer]), 0)
 
     @cached_property
-    def saves_inputs(self) -> bool:
-        """Whether it is a chain in which every layer keeps its input and nothing else, in a storage of its own."""
-        chain = self.problem.chain
-        plain = all(x.saved_bytes is None and x.view_of is None for x in chain.layers)
-        return chain.edges is None and plain
-
-    @cached_property
     def hop(self) -> Ints:
         """Ticks that a microbatch takes over each cut in all, there and back; 0 at both ends of the chain."""
         factor = (4 if self.problem.platform.blocking else 2) * self.ticks

@@ -49,7 +49,6 @@ from .facts import Facts, Floats
 ROUNDING = 1e-9  # relative, of sums of products in floating point
 LONGEST = 2**50  # ticks of a period, with replicas far below 2**63
 LEVELS = 6  # numbers of microbatches inside a layer that are looked at, of all
-MUCH = 1e30  # ticks: what can't be recomputed
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
             fits &= facts.sync_ns[:, :end, end] <= period
         if period is not None and facts.periodic:
             inside = life // steps[:, None]
-            lasting, more = _inside(facts, end, turning, life, steps, idle, prices)
+            lasting, more = _inside(facts, end, life, steps, idle, prices)
             fits &= fixed + lasting + more <= memory
         possible[:, :end, end] = fits
         always[:, :end, end] = facts.fixed_alone[:, :end, end] + lasting
@@ -114,13 +113,10 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     return Runs(possible, always, spare, at_once, delay, before_cut)
 
 
-def _inside(
-    facts: Facts, end: int, turning: int, life: Ints, steps: Ints, idle: Floats, prices: Floats
-) -> tuple[Ints, Ints]:
+def _inside(facts: Facts, end: int, life: Ints, steps: Ints, idle: Floats, prices: Floats) -> tuple[Ints, Ints]:
     """Return what activations of the runs up to ``end`` take at every instant, and what they take more at some.
 
-    That is when the first forward starts, or when a microbatch is in its backward, beside whatever others are inside
-    each layer since it came there.
+    That is when the first forward starts, or when a microbatch comes to a layer, beside those inside each other one.
     """
     first = _first(facts)[:end]
     inside, most = life // steps[:, None], ceil_div(life, steps[:, None])
@@ -130,11 +126,6 @@ def _inside(
     beside_one = _arrivals(np.maximum(inside, 1), ceil_div(at_once, steps[:, None]))
     for there in (*_arrivals(inside, most), *beside_one):
         more = np.maximum(more, _held(facts, there, idle, prices) - lasting)
-    if facts.recomputes:
-        there = turning + facts.forward_before[end] - facts.forward_before[:end]
-        others = there // steps[:, None]
-        rest = _held(facts, others, idle, prices)
-        more = np.maximum(more, rest + facts.least_peak[:end, end] - lasting)
     return lasting, more
 
 
@@ -216,20 +207,10 @@ def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Int
     held = inside * facts.kept[:size]
     if not facts.recomputes:
         return _behind(held)
-    best = np.zeros(held.shape)
-    for forward in recomputations(facts):
-        paid = np.minimum(held[:, None, :], prices[None, :, None] * forward[:size])
-        best = np.maximum(best, (_behind(paid) - prices[None, :, None] * idle[:, None, :]).max(axis=1))
-    return (best * (1 - ROUNDING)).astype(np.int64)
-
-
-def recomputations(facts: Facts) -> list[Floats]:
-    """Return what may be charged for recomputing each layer, in ticks: its own forward, or where layers keep their
-    inputs that of the layer before, which is in the same segment. Either alone is a bound."""
-    own = facts.forward.astype(np.float64)
-    if not facts.saves_inputs:
-        return [own]
-    return [own, np.concatenate([[MUCH], own[:-1]])]
+    paid = np.minimum(held[:, None, :], prices[None, :, None] * facts.forward[:size])
+    best = (_behind(paid) - prices[None, :, None] * idle[:, None, :]).max(axis=1)
+    found: Ints = (np.maximum(best, 0) * (1 - ROUNDING)).astype(np.int64)
+    return found
 
 
 def _behind(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

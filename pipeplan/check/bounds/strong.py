@@ -14,27 +14,26 @@ from typing import Literal
 
 from ...cost import time_model
 from ...problem import Problem
-from .blocks import Blocks, needs_more_devices, work_overflows
+from .blocks import Blocks
 from .covers import MOST_COVERED, uncovered
 from .facts import Facts
 from .runs import LONGEST, Segments, runs_at, too_much
 
-Part = Literal["work", "fill", "layer", "averages", "runs", "packing", "blocks", "pooled", "covers"]
+Part = Literal["work", "fill", "layer", "averages", "runs", "blocks", "pooled", "covers"]
 PARTS: dict[Part, str] = {
     "work": "the work of all layers binds, shared perfectly",
     "fill": "the work of all layers binds, with what fills the pipeline before each GPU can begin",
     "layer": "the largest layer binds",
     "averages": "memory averaged over time binds, or the sums of gradients over replicas",
     "runs": "memory of what each stage holds at its worst instant binds, or its work",
-    "packing": "memory that stages take at every instant binds, device by device",
     "blocks": "whole layers don't fill the devices evenly",
     "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
     "covers": "no sets of stages that fit on one GPU together cover all layers",
 }
 IMPOSSIBLE: dict[Part, str] = {
     "runs": "however it is cut, some layers fit on no GPU",
-    "packing": "however it is cut, the stages fill more GPUs",
     "blocks": "however they are dealt out, whole layers fill more GPUs",
+    "covers": "however it is cut, the stages fill more GPUs",
 }
 ENDLESS_NS = 10**30  # longer than any work or sum
 WORK = 40_000  # of refutations, in table rows: some tenths of a second
@@ -75,13 +74,11 @@ class Refutations:
             return None
         if self._blocks.worthwhile and self._blocks.too_many(period or ENDLESS_NS):
             return "blocks"
-        if period is not None and work_overflows(facts, period):
-            return "blocks"
         runs = runs_at(facts, period)
         if not runs.complete:
             return "runs"
-        tau = None if period is None else period * facts.ticks
-        return "packing" if needs_more_devices(facts, runs, tau) else None
+        few = period is None and facts.count <= MOST_COVERED
+        return "covers" if few and uncovered(facts, runs, self._segments, None) else None
 
     def pool_refuted(self, period: int) -> Part | None:
         """Return ``pooled`` where averages of all that is held refute ``period`` ns; slower than the others."""

@@ -13,7 +13,7 @@ from ...check.lateness import plan_delays
 from ...cost.memory_model import weights_of
 from ...files.plans import gpus_of
 from ...names import SENTENCE, shown
-from ...plan import Bound, Plan, Stage
+from ...plan import Plan, Stage
 from ...planner.simulated.other_schedules import drains
 from ...planner.simulated.simulation import Refused, Simulation
 from ...runtime.measure.times import OpTime
@@ -210,7 +210,12 @@ def _head(plan: Plan, result: Evaluation) -> str:
 def _bounds(plan: Plan, result: Evaluation) -> str:
     entries = [("this plan", result.period_ns, "plan", "")]
     entries += [
-        (f"bound, class {bound_class(bound)}", bound.period_ns, _fill(bound), f", {distance(bound, result.period_ns)}")
+        (
+            f"bound, class {bound_class(bound)}",
+            bound.period_ns,
+            "claimed" * bound.claimed,
+            f", {distance(bound, result.period_ns)}",
+        )
         for bound in plan.lower_bounds
     ]
     longest = max(period for _, period, _, _ in entries)
@@ -227,10 +232,6 @@ def _gap(bound_ns: int, period_ns: int, longest_ns: int) -> str:
     """Return what lies between a bound and the plan, drawn; nothing where that can't be seen."""
     share, text = (period_ns - bound_ns) / longest_ns, f"{period_ns / bound_ns - 1:.1%}"
     return f'<div class="gap" style="width:{100 * share:.3f}%">{text if share > 0.1 else ""}</div>' if share > 0 else ""
-
-
-def _fill(bound: Bound) -> str:
-    return "claimed" if bound.claimed else ""
 
 
 def _stages(plan: Plan, result: Evaluation) -> str:

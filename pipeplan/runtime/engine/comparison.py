@@ -27,7 +27,7 @@ from ..data.loader import Span
 from ..device import FILL, free_bytes, place, random_state, set_random_state
 from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
-from ..measure.held_bytes import HeldBytes
+from ..measure.recorder import HeldBytes
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.loading import OwnPart

@@ -22,8 +22,8 @@ from ..device import random_state, set_random_state, settle
 from ..exchange.layer_group import LayerGroup
 from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import NOBODY
-from ..measure.held_bytes import HeldBytes
 from ..measure.progress import Trial
+from ..measure.recorder import HeldBytes
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel
 from ..model.network import LOSS, LayerCode

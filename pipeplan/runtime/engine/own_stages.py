@@ -15,8 +15,8 @@ from ...registry import Late
 from ..device import CPU
 from ..exchange.collective import SumGroup, any_rank
 from ..exchange.transport import EmulatedLink
-from ..measure.held_bytes import HeldBytes, StateBytes
 from ..measure.progress import Trial
+from ..measure.recorder import HeldBytes, StateBytes
 from ..model.loaded import LoadedModel
 from ..training.half import first_scale, half_type
 from ..training.rank import Rank

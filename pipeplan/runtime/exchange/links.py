@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -187,7 +187,7 @@ class OrderedTransport(Transport):
         if receive.edge not in self._rooms:  # the edge's first, or one behind another that is still to be taken
             self._rooms[receive.edge] = self._room(receive.edge)
         tensor, free = self._rooms.pop(receive.edge)
-        with self._receiving():
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None:
                 self._stream.wait_event(free)
             if self._stream is not None and len(self._messages) == LATE:
@@ -238,9 +238,6 @@ class OrderedTransport(Transport):
         for send, _, _ in list(self._sent.values()):
             self.await_room(send)
         settle(self._device, self._timeout)
-
-    def _receiving(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
 class StagedTransport:

@@ -309,7 +309,8 @@ def lower_run(
             for parts in joined:
                 parts.append(Repeat((Save(step),)))
     if evaluates:
-        joined = [[_forward_alone(part, first.step) for part in parts] for parts in joined]
+        one = {"versions": 0, "version": first.step}
+        joined = [[replace(x, instructions=tuple(forwards(x.instructions, 0)), **one) for x in xs] for xs in joined]
     program, timeline, _ = made[max(lengths)]
     return LoweredRun(
         plan=plan,
@@ -328,11 +329,6 @@ def lower_run(
         evaluates=evaluates,
         beside=segments.beside,
     )
-
-
-def _forward_alone(part: Repeat, version: int) -> Repeat:
-    """Return the part of a run that evaluates, all with one version."""
-    return replace(part, instructions=tuple(forwards(part.instructions, 0)), versions=0, version=version)
 
 
 def _lengths(first: int, last: int, every: Sequence[int]) -> list[int]:

@@ -83,7 +83,7 @@ def estimate_model(
         hold="all",
         clock=clock,
         autocast=options.autocast and replace(options.autocast, device="cuda"),
-        optimizer=_begun(options.optimizer or _plain_sgd),
+        optimizer=_begun(options.optimizer or partial(torch.optim.SGD, lr=0.0, foreach=True)),
         note=lambda text: None,  # nothing is held
     )
     about = {
@@ -170,10 +170,6 @@ def _without_values(why: object) -> str:
         f"the model cannot run without values: {why}. "
         "Let build, forward and loss not look at what is in a tensor, or measure on a device"
     )
-
-
-def _plain_sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.0, foreach=True)
 
 
 class _Ones(TorchFunctionMode):
@@ -279,7 +275,8 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         out = func(*args, **kwargs)
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else None
         if packet is _LSTM:
-            out = (*out[:3], _lstm_workspace(args[0], out[0]))
+            size = LSTM_WORKSPACE * out[0].numel() * args[0].element_size()
+            out = (*out[:3], torch.empty(size, dtype=torch.uint8, device=args[0].device))
         if getattr(packet, "_qualified_op_name", None) == EXCHANGE:
             whole = max(args[0], out, key=lambda x: x.nbytes)
             given: tuple[Any, ...] = (*args[1:], *(False, 1, 0, 1)[len(args) - 3 :])
@@ -367,7 +364,3 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _lstm_workspace(x: Tensor, states: Tensor) -> Tensor:
-    return torch.empty(LSTM_WORKSPACE * states.numel() * x.element_size(), dtype=torch.uint8, device=x.device)

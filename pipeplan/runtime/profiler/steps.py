@@ -268,7 +268,7 @@ def _forward(network: Network, held: _Held, clock: Clock, marks: _Marks, alone: 
         marks[index] = (start, clock.mark())
         held.made.append(outputs)
         values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        if _is_loss(layer):
+        if layer.place == LOSS_NAME:
             gradients[layer.makes[0]] = None  # a scalar's is 1
         elif alone:
             gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
@@ -333,10 +333,6 @@ def begin_sums(module: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
         else:
             parameter.grad.zero_()
-
-
-def _is_loss(layer: LayerCode) -> bool:
-    return layer.place == LOSS_NAME
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:

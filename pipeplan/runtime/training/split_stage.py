@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...schedule.weight_versions import Lent
-from ..measure.held_bytes import Holding
+from ..measure.recorder import Holding
 from ..model.network import LayerCode
 from ..model.pieces import Piece
 from ..model.split_backward import WeightPart, input_part, later_part

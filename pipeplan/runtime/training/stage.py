@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from ...errors import RunFailed
 from ...schedule.weight_versions import Lent
 from ..device import CPU, on_host
-from ..measure.held_bytes import HeldBytes, Holding
+from ..measure.recorder import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
 from ..model.pieces import Cut, Piece, packed
 from ..model.split_backward import Saved

@@ -20,7 +20,7 @@ from pipeplan.files.profile_rules import check_chain
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain
 from pipeplan.runtime.engine.job import RunOptions
-from pipeplan.runtime.measure.held_bytes import HeldBytes
+from pipeplan.runtime.measure.recorder import HeldBytes
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.processes.launch import run_plan

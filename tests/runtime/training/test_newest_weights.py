@@ -11,7 +11,7 @@ from oracles.newest_weights import Emulation, SelfAttention, States, add, mean_s
 from torch import nn
 
 from pipeplan.errors import RunFailed
-from pipeplan.runtime.measure.held_bytes import HeldBytes
+from pipeplan.runtime.measure.recorder import HeldBytes
 from pipeplan.runtime.training.stage import StageModule
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions, read_weights_themselves

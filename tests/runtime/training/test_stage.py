@@ -12,7 +12,7 @@ from pipeplan.cost import memory_model
 from pipeplan.cost.saved import for_weights_bytes, saved_bytes
 from pipeplan.errors import RunFailed
 from pipeplan.plan import Stage
-from pipeplan.runtime.measure.held_bytes import HeldBytes
+from pipeplan.runtime.measure.recorder import HeldBytes
 from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.training.repeatable import begin_draws
 from pipeplan.runtime.training.split_stage import SplitStage

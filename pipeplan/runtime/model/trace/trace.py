@@ -277,7 +277,8 @@ def _groups(graph: fx.GraphModule, root: nn.Module, facts: _Facts) -> list[_Grou
     waiting: list[fx.Node] = []  # updates of buffers, which go with the operation after them
     producer: dict[fx.Node, _Group] = {}
     for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or node in facts.free or _is_check(node):
+        of_none = node.op in ("placeholder", "get_attr", "output", "call_module") or "assert" in str(node.target)
+        if of_none or node in facts.free:
             continue
         if node.target is operator.getitem and node.args[0] in producer:
             group = producer[node.args[0]]
@@ -298,10 +299,6 @@ def _groups(graph: fx.GraphModule, root: nn.Module, facts: _Facts) -> list[_Grou
     if groups:
         groups[-1].nodes += waiting
     return groups
-
-
-def _is_check(node: fx.Node) -> bool:
-    return node.op == "call_module" or "assert" in str(node.target)
 
 
 def _innermost(node: fx.Node) -> tuple[str, str]:

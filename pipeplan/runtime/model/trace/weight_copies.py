@@ -42,7 +42,7 @@ def refuse_copies(
         torch.random.fork_rng(devices=[]),
         buffers_kept([layer]),
         origins,
-        saved_tensors_hooks(pack, _same),
+        saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         for x in inputs:
             origins.enters(x.requires_grad_(x.dtype.is_floating_point))
@@ -53,10 +53,6 @@ def refuse_copies(
             f"model: {place} ({name}) keeps a copy of its weights, {copies[0]}, for its backward, which "
             "weights latest differentiates with newer ones; let the plan recompute the layer, or choose weights stash"
         )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own has no types
