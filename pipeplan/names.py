@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NAME = 60  # columns of a name in a sentence
 SENTENCE = 1000  # columns of a sentence
 
@@ -20,3 +22,10 @@ def shown(text: str, most: int = NAME) -> str:
         return text
     begin = (most - 1) // 3
     return f"{text[:begin]}…{text[len(text) - (most - 1 - begin) :]}"
+
+
+def format_devices(devices: Sequence[int], separator: str = ",") -> str:
+    """Return devices as ``0-3`` where they are three or more in a row, else as ``0,2``."""
+    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    return separator.join(map(str, devices))

@@ -7,7 +7,6 @@ data sheet. A bare number is refused because nobody can tell what it counts; onl
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 
 from .errors import BadInput
@@ -114,13 +113,6 @@ def format_ns(nanoseconds: int | float) -> str:
     if 0 < abs(nanoseconds) < 10**3:
         return f"{nanoseconds:.0f} ns"
     return f"{nanoseconds / 1e6:.3f} ms"
-
-
-def format_devices(devices: Sequence[int], separator: str = ",") -> str:
-    """Return devices as ``0-3`` where they are three or more in a row, else as ``0,2``."""
-    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
-        return f"{devices[0]}-{devices[-1]}"
-    return separator.join(map(str, devices))
 
 
 def gpu_name(device: int, width: int = 1) -> str:

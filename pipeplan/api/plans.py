@@ -27,7 +27,7 @@ from ..planner.simulated.simulation import (
     simulate_written,
     under_jitter,
 )
-from ..schedule.kinds import schedules
+from ..schedule.runnable import schedules
 from ..status import Status
 from .problems import whole_microbatches
 

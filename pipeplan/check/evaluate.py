@@ -9,20 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..cost import memory_model
 from ..cost.memory_model import gradient_bytes
 from ..cost.stage_graph import StageGraph
 from ..deadline import NEVER, Deadline
 from ..integers import ceil_div
 from ..plan import Bound, Pattern, Plan, Schedule
 from ..problem import Platform, Policy
+from ..registry import Late
 from ..schedule.kinds import KINDS, graph_of, kind_of, simulated_run
-from ..schedule.pattern import DeviceUse, Group, alike, device_uses, groups, most_in_flight, starts_of, unused
+from ..schedule.pattern import DeviceUse, Group, device_uses, groups, most_in_flight, starts_of
 from ..schedule.program import unroll
-from ..schedule.registered import SteadyRun
 from ..schedule.simulate import STEP_S, simulate
 from ..schedule.timeline import flush_makespan_ns, run_uses
-from ..schedule.update_sums import summed_period_ns, summing
+
+admitted_uses = Late("schedule.programs.deciding:admitted_uses")
+summed_period_ns = Late("schedule.update_sums:summed_period_ns")
 
 COARSENING = 2  # buckets that are summed at once: the least at which Myelin's figure 8 has few enough exchanges
 
@@ -74,10 +75,11 @@ def sums_beside(graph: StageGraph, tied: object, uses: Sequence[DeviceUse]) -> d
 
 def waiting_period_ns(graph: StageGraph, tied: object, pattern: Pattern, platform: Platform) -> int:
     """Return the time per microbatch (ns) of a ``pattern`` that never drains, with what its updates wait for."""
-    if not summing(graph):
+    if not graph.summing:
         return pattern.period_ns
     uses = device_uses(graph, starts_of(pattern), pattern.period_ns, platform) if graph.policy.updates_together else []
-    return summed_period_ns(graph, pattern, sums_beside(graph, tied, uses))
+    period: int = summed_period_ns(graph, pattern, sums_beside(graph, tied, uses))
+    return period
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
     return Evaluation(
         graph=graph,
         period_ns=(
-            summed_period_ns(graph, plan.pattern, sums_beside(graph, plan.chain.tied, uses))
+            waiting_period_ns(graph, plan.chain.tied, plan.pattern, plan.platform)
             if makespan is None
             else ceil_div(makespan, plan.schedule.mini_batch)
         ),
@@ -148,7 +150,7 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
     if find_steady is not None:
         steady = find_steady(graph, schedule.mini_batch, schedule.limit or len(graph.stages), deadline)
         timeline, period = steady.timeline, steady.period_ns
-        uses = run_uses(timeline, platform) if steady.repeats else _admitted_uses(steady, platform)
+        uses = run_uses(timeline, platform) if steady.repeats else admitted_uses(steady, platform)
     else:
         count = schedule.mini_batch
         deadline.check(count * len(graph.operations) * STEP_S)
@@ -166,30 +168,6 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
 def fits(evaluation: Evaluation) -> bool:
     """Whether every device stays within its memory."""
     return all(use.peak_bytes <= use.memory_bytes for use in evaluation.devices)
-
-
-def _admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
-    """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
-
-    The last stage has its gradient at once and holds one mini-batch, but under vertical sync it keeps the weights with
-    which each one inside has entered, as all stages do.
-    """
-    program = steady.timeline.program
-    graph, limit = program.graph, program.limit or 1
-    uses = unused(platform)
-    for s, stage in enumerate(graph.stages):
-        admitted = limit if s < len(graph.stages) - 1 else 1
-        count = admitted * program.batch
-        kept = limit + 1 if graph.policy.vertical_sync else 1
-        device = graph.resources[stage.resource].devices[0]
-        uses[device] = DeviceUse(
-            platform.devices[device].memory_bytes,
-            graph.weights_bytes(s, kept),
-            int(memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, count)),
-            program.buffer_bytes(s),
-            (count,),
-        )
-    return alike(graph, uses, platform)
 
 
 def gap(period_ns: int, bound: Bound) -> float:

@@ -18,11 +18,13 @@ from ..errors import InvalidPlan
 from ..names import shown
 from ..plan import Pattern, Plan, Stage, TimedOp
 from ..problem import CLIPPED_TOGETHER, Chain, Platform, Policy
+from ..registry import Late
 from ..schedule.kinds import graph_of, kind_of, refused, too_long
 from ..schedule.pattern import DeviceUse, most_in_flight, resource_use, starts_of
-from ..units import format_bytes
 from .classes import bound_violations
 from .evaluate import Evaluation, evaluate
+
+format_bytes = Late("units:format_bytes")
 
 
 def tied_violations(chain: Chain, policy: Policy, stages: Sequence[Stage]) -> list[str]:

@@ -125,7 +125,7 @@ def _profiles() -> Rows:
 
 def _schedules() -> Rows:
     from ..schedule.kinds import KINDS as OF_PLANS
-    from ..schedule.kinds import schedules
+    from ..schedule.runnable import schedules
 
     return [
         {"name": name, "summary": x.summary, "source": x.source, "weights": x.weights, "plans": name in OF_PLANS}

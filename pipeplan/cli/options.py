@@ -62,7 +62,7 @@ def profiles() -> Iterable[str]:
 
 
 def _schedules() -> Iterable[str]:
-    from ..schedule.kinds import schedules
+    from ..schedule.runnable import schedules
 
     return schedules()
 

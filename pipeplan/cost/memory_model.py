@@ -326,12 +326,3 @@ def keeps_output(chain: Chain, start: IntLike, stop: IntLike, held: IntLike, rec
     was ``held`` before. Nothing is said of a DAG, where several tensors may leave.
     """
     return storages(chain).keeps_behind(start, stop, held, recomputed)
-
-
-def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int, latency_ns: int = 0) -> int:
-    """Return the most gradient bytes whose :func:`sync_period_ns` is at most ``period``: its inverse, for searches."""
-    steps = policy.sharing.update * (replicas - 1)
-    if not steps:
-        return 2**62
-    left = period * policy.update_interval(replicas) - steps * latency_ns
-    return max(0, min(left * replicas * bandwidth // (steps * 10**9), 2**62))

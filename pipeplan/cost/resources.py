@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd, lcm
 
+from ..names import format_devices
 from ..problem import Platform, connected
-from ..units import format_devices
 
 BOTH_WAYS, ONE_WAY = " - ", " -> "  # between the ends of a link, in its name
 

@@ -19,13 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ..integers import IntLike, Ints, plain
 from ..problem import Chain, Layer
-from .storages import ChainStorages, DagStorages, Ranges, TensorFacts
+from ..registry import Late
+from .storages import ChainStorages, TensorFacts
+
+if TYPE_CHECKING:
+    from .dag_storages import DagStorages, Ranges
+
+dag_storages, ranges = (Late(f"cost.dag_storages:{name}") for name in ("DagStorages", "Ranges"))
 
 Answer = TypeVar("Answer")
 
@@ -56,7 +62,10 @@ def storages(chain: Chain) -> ChainStorages | DagStorages:
         for reader in readers:
             reads[reader].append(tensor)
     facts = TensorFacts.of(chain.layers, chain.tensor_bytes, [tuple(x) for x in reads])
-    return ChainStorages(facts) if chain.edges is None else DagStorages(facts)
+    if chain.edges is None:
+        return ChainStorages(facts)
+    found: DagStorages = dag_storages(facts)
+    return found
 
 
 def first_saved(chain: Chain) -> tuple[int, ...]:
@@ -85,7 +94,7 @@ def _entering(chain: Chain) -> Ints:
     ``[start]``."""
     if chain.edges is None:
         return np.array(chain.cut_bytes, dtype=np.int64)
-    table = Ranges(len(chain.layers))
+    table: Ranges = ranges(len(chain.layers))
     for tensor, (size, readers) in enumerate(zip(chain.tensor_bytes, chain.readers, strict=True)):
         previous = tensor - 1  # its producer, then each earlier reader: the first reader inside pays
         for reader in readers:

@@ -78,6 +78,13 @@ class StageGraph:
             lists[op.resource].append(i)
         return tuple(tuple(x) for x in lists)
 
+    @cached_property
+    def summing(self) -> list[int]:
+        """The stages with replicas whose sums take time, where updates have an interval and nothing drains."""
+        if self.policy.drains or self.policy.open:
+            return []
+        return [s for s, x in enumerate(self.stages) if x.sync_period_ns and self.resources[x.resource].replicas > 1]
+
     def stages_on(self, resource: int) -> list[int]:
         """Return the stages of a device group, in chain order."""
         return self._stages_of[resource]

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ..integers import IntLike, Ints
-from ..problem import Chain, Device, Problem
+from ..problem import Chain, Device, Policy, Problem
 from . import memory_model, time_model
 from .saved import saved_bytes
 
@@ -156,3 +156,13 @@ class StageTables:
             ("update", device.times, device.speed, replicas, path),
             lambda: np.maximum(sums, time_model.step_ns(chain, policy, self.start, self.stop, replicas, device.speed)),
         )
+
+
+def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int, latency_ns: int = 0) -> int:
+    """Return the most gradient bytes whose :func:`sync_period_ns` is at most ``period``: its inverse, for searches."""
+    steps = policy.sharing.update * (replicas - 1)
+    if not steps:
+        return 2**62
+    left = period * policy.update_interval(replicas) - steps * latency_ns
+    most: int = max(0, min(left * replicas * bandwidth // (steps * 10**9), 2**62))
+    return most

@@ -6,19 +6,18 @@ program and simulated run whatever its kind, and what it can be simulated under 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from fractions import Fraction
+from collections.abc import Callable
 from functools import lru_cache, partial
 from math import ceil
 
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
-from ..errors import BadInput, PipeplanError
+from ..errors import BadInput
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import WEIGHTS, Weights
 from ..registry import Late
 from .pattern import Group, groups, most_in_flight, starts_of
-from .program import Program, no_pipelines, not_one_each, operations_of, unroll
+from .program import Program, no_pipelines, not_one_each, unroll
 from .registered import Kind, Limit, ProgramSchedule
 from .simulate import simulate
 from .timeline import Timeline
@@ -90,7 +89,7 @@ def _own(path: str) -> Late:
     return Late(f"schedule.programs.{path}")
 
 
-default_limit = _own("deciding:default_limit")
+one_f_one_b, default_limit = _own("one_f_one_b:one_f_one_b"), _own("deciding:default_limit")
 no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
 unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
@@ -150,7 +149,7 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
     ),
     "1f1b": _ordered(
         ProgramSchedule(
-            _own("one_f_one_b:one_f_one_b"),
+            one_f_one_b,
             "1F1B, drained before every update",
             "PipeDream-Flush (Narayanan et al. 2021)",
             refuses=_own("one_f_one_b:shared_replicas"),
@@ -340,44 +339,3 @@ def simulated_run(
 def shown_microbatches(plan: Plan) -> int:
     """Return how many microbatches a run of ``plan`` needs to show all that matters: see :func:`plan_timeline`."""
     return kind_of(plan).shown(graph_of(plan), plan.schedule, plan.pattern)
-
-
-OTHERS: dict[str, ProgramSchedule] = {
-    "pattern": ProgramSchedule(None, "the plan's own periodic pattern, any allocation", "MadPipe section 3", None),
-    "pipedream": ProgramSchedule(
-        _own("one_f_one_b:one_f_one_b"),
-        "1F1B without flush, NOAM microbatches in flight, one weight version for each; 1F1B-RR with replicas",
-        "PipeDream section 3.2",
-        "stash",
-        options=("depth",),
-    ),
-}
-
-
-def schedules() -> dict[str, ProgramSchedule]:
-    """Return every schedule by name: those above, and the kinds of schedules that plans are made for."""
-    own: dict[str, ProgramSchedule] = {
-        name: kind.simulated for name, kind in KINDS.items() if kind.simulated is not None and not kind.written
-    }
-    return {**OTHERS, **own}
-
-
-def named(name: str) -> ProgramSchedule:
-    """Return a schedule by its name, or what runs plans of the kind that has the name."""
-    found = schedules().get(name) or next(kind.simulated for own, kind in KINDS.items() if own == name)
-    assert found is not None, "a plan without a pattern is simulated"
-    return found
-
-
-def drained_programs(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Iterator[Program]:
-    """Yield a mini-batch under every schedule that drains and can run these stages, whose passes are the usual ones."""
-    for entry in schedules().values():
-        if entry.build is None or not entry.drains or entry.refuses(graph) is not None:
-            continue
-        options = {"weight_keeps": weight_keeps} if "weight_keeps" in entry.options else {}
-        try:
-            program = entry.build(graph, microbatches, **options)
-        except PipeplanError:  # which says more than ``refuses``
-            continue
-        if program.operations == operations_of(graph, 1, program.split):
-            yield program

@@ -14,8 +14,6 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from ..deadline import NEVER, Deadline
 from ..errors import PipeplanError
 from .program import Arrival, Decide, Program, Step, StepKind, first_come
@@ -26,17 +24,6 @@ _CHECKED = 4096  # steps between two looks at the clock
 
 
 Comers = list[tuple[int, bool, int]]  # a heap of arrivals, whether they are forwards, and steps
-
-
-def jittered_ns(program: Program, share: float, seed: int) -> Times:
-    """Return durations, ``[microbatch][position]`` in ns, each the planned one times 1 + ``share`` * N(0, 1).
-
-    Independent for every step, never negative, and the same for the same seed.
-    """
-    planned = np.array([work.duration_ns for work in program.operations], dtype=np.float64)
-    noise = np.random.default_rng(seed).standard_normal((program.microbatches, len(planned)))
-    drawn = np.rint(planned * np.maximum(0.0, 1.0 + share * noise)).astype(np.int64)
-    return tuple(map(tuple, drawn.tolist()))
 
 
 def simulate(program: Program, duration_ns: Times | None = None, deadline: Deadline = NEVER) -> Timeline:

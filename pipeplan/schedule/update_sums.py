@@ -22,18 +22,11 @@ from .simulate import simulate
 MOST_STEPS = 2**16  # that are simulated to find a period
 
 
-def summing(graph: StageGraph) -> list[int]:
-    """Return the stages with replicas whose sums take time, where updates have an interval and nothing drains."""
-    if graph.policy.drains or graph.policy.open:
-        return []
-    return [s for s, x in enumerate(graph.stages) if x.sync_period_ns and graph.resources[x.resource].replicas > 1]
-
-
 def waiting_floor_ns(graph: StageGraph, beside: Collection[int] = ()) -> int:
     """Return the least period (ns) with which the work and the sums of a stage can keep up, but for those that sum
     ``beside`` passes: load / replicas + sum / interval."""
     least = 0
-    for s in summing(graph):
+    for s in graph.summing:
         if s not in beside:
             at = graph.stages[s].resource
             load = sum(graph.operations[i].duration_ns for i in graph.on_resource[at])
@@ -64,7 +57,7 @@ def with_sums(program: Program, pattern: Pattern, beside: Collection[int]) -> Pr
         start = starts[step.position] + step.microbatch * pattern.period_ns
         return start, graph.operations[step.position].duration_ns, step
 
-    for s in summing(graph):
+    for s in graph.summing:
         resource = graph.resources[graph.stages[s].resource]
         lanes = [lane.steps for lane in program.lanes if lane.device in resource.devices]
         backward, forward = graph.position["B", s], graph.position["F", s]
@@ -82,7 +75,7 @@ def with_sums(program: Program, pattern: Pattern, beside: Collection[int]) -> Pr
 
 def shown_with_sums(graph: StageGraph, pattern: Pattern) -> int | None:
     """Return how many microbatches show the period with sums; None where none is waited for, or it takes too many."""
-    if not summing(graph):
+    if not graph.summing:
         return None
     again, held = round_of(graph), most_in_flight(graph, starts_of(pattern), pattern.period_ns)
     count = ceil_div(3 * held, again) * again + 3 * again + held

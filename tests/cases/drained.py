@@ -20,7 +20,8 @@ from pipeplan.planner.drained.run import drained_run
 from pipeplan.planner.drained.search import searches
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Checkpointing, LayerTimes, Policy, Problem
-from pipeplan.schedule.kinds import drained_programs, kinds_for, refused
+from pipeplan.schedule.kinds import kinds_for, refused
+from pipeplan.schedule.runnable import drained_programs
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.recomputing import recomputed_early
 from pipeplan.schedule.synthesis.synthesize import synthesize

@@ -15,6 +15,7 @@ from pipeplan.choices import OPTIMIZERS
 from pipeplan.cost import memory_model, time_model
 from pipeplan.cost.saved import storages
 from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.cost.stage_tables import largest_synced_gradient
 from pipeplan.partition.cuts import fixed_bytes, memory_counts
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
@@ -333,10 +334,10 @@ def test_the_largest_gradient_is_the_inverse_of_the_sync_period():
     for _ in range(300):
         period, r, bandwidth = rng.randint(0, 1000), rng.randint(2, 9), rng.choice((10**8, 10**9, 7 * 10**9))
         policy, latency = Policy(accumulate=rng.randint(1, 9)), rng.choice((0, 1, 20))
-        most = memory_model.largest_synced_gradient(policy, period, r, bandwidth, latency)
+        most = largest_synced_gradient(policy, period, r, bandwidth, latency)
         assert time_model.sync_period_ns(policy, most, r, bandwidth, latency) <= period
         assert time_model.sync_period_ns(policy, most + 1, r, bandwidth, latency) > period
-    assert memory_model.largest_synced_gradient(Policy(), 0, 1, 1) >= 10**18
+    assert largest_synced_gradient(Policy(), 0, 1, 1) >= 10**18
 
 
 def test_another_engines_bytes_per_parameter_are_those_of_one_version():

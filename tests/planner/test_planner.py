@@ -21,7 +21,6 @@ from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
-from pipeplan.schedule.update_sums import summing
 
 GB = 10**9
 
@@ -66,7 +65,7 @@ def test_every_plan_is_valid_and_its_simulation_keeps_its_promise(algorithm: str
         assert all(bound.period_ns <= result.period_ns for bound in plan.lower_bounds)
         assert [bound.allocation for bound in plan.lower_bounds][-1] == "any"
         assert plan.pattern is not None
-        waits = bool(summing(result.graph))
+        waits = bool(result.graph.summing)
         simulation = simulate_plan(plan, None if waits else max(64, 12 * result.most_in_flight))
         figures = simulation.figures()
         reached = figures["beat_ns" if simulation.drained else "period_ns"]

@@ -13,13 +13,19 @@ from cases.schedules import balanced, vee
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text
 from pipeplan.files.profiles import profile_text
-from pipeplan.planner.simulated.simulation import compare_schedules, percentile_95, simulate_plan, under_jitter
+from pipeplan.planner.simulated.simulation import (
+    compare_schedules,
+    jittered_ns,
+    percentile_95,
+    simulate_plan,
+    under_jitter,
+)
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
-from pipeplan.schedule.kinds import schedules
 from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.programs.vees import zbv
-from pipeplan.schedule.simulate import jittered_ns, simulate
+from pipeplan.schedule.runnable import schedules
+from pipeplan.schedule.simulate import simulate
 from pipeplan.status import Status
 
 

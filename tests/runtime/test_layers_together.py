@@ -265,7 +265,7 @@ def test_what_cannot_be_parted_is_refused_in_a_sentence():
     with pytest.raises(BadInput, match="as running each layer on several GPUs needs"):
         trained(plan, f"{own}plan", 1, optimizer=Choice("Adafactor"))
     with pytest.raises(BadInput, match="dropout: of the scores of attention"):
-        load_model(ModelSpec("zoo:gpt-tiny,attention=unfused,dropout=0.1").part(2, 0), 2, 0)
+        load_model(ModelSpec("zoo:gpt-tiny,attention=unfused,dropout=0.1", ranks=2, place=0), 2, 0)
 
 
 def test_a_part_of_a_table_that_is_longer_than_the_vocabulary():

@@ -21,7 +21,7 @@ from cases.runtime import chain_of, plan_of
 
 from pipeplan.errors import BadInput, CodeFailed, RunFailed
 from pipeplan.report.tables.run import print_run
-from pipeplan.runtime.data.loader import Loader, Span
+from pipeplan.runtime.data.loader import Loader
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.engine.asked import in_epochs
 from pipeplan.runtime.engine.job import RunOptions
@@ -29,7 +29,7 @@ from pipeplan.runtime.engine.reading import Reader, differing, repeatedly
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import Position, lower_run
 from pipeplan.runtime.model.build.spec import ModelSpec
-from pipeplan.runtime.model.contract import Samples
+from pipeplan.runtime.model.contract import Samples, Span
 from pipeplan.runtime.model.network import TensorSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own_processes import has_gone

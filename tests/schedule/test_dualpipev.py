@@ -8,10 +8,11 @@ import pytest
 from cases.schedules import balanced, held, picture, staircase, vee
 
 from pipeplan.errors import BadInput
+from pipeplan.planner.simulated.simulation import jittered_ns
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.program import Step
 from pipeplan.schedule.programs.vees import dualpipev
-from pipeplan.schedule.simulate import jittered_ns, simulate
+from pipeplan.schedule.simulate import simulate
 
 
 def test_staircase():

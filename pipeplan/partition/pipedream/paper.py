@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cost import memory_model, time_model
+from ...cost.stage_tables import largest_synced_gradient
 from ...deadline import Deadline
 from ...integers import Ints, ceil_div
 from ...plan import Allocation, Stage
@@ -227,7 +228,7 @@ def _limits(problem: Problem, period: int, largest: int) -> _Limits:
     @cache
     def furthest_stop(replicas: int, slowest: Device, level: int) -> Ints:
         problem.deadline.check()
-        gradient = memory_model.largest_synced_gradient(problem.policy, period, replicas, platform.paths[level][0])
+        gradient = largest_synced_gradient(problem.policy, period, replicas, platform.paths[level][0])
         return _furthest(problem, period, replicas, slowest, gradient)
 
     @cache

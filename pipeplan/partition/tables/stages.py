@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from ...cost import memory_model, time_model
-from ...cost.stage_tables import StageTables
+from ...cost.stage_tables import StageTables, largest_synced_gradient
 from ...integers import NEVER, IntLike, Ints, ceil_div, most_in_common
 from ...plan import Stage
 from ...problem import ENDLESS, Device, Problem
@@ -387,7 +387,7 @@ def largest_synced_gradients(problem: Problem, period: int) -> Ints:
     policy, count = problem.policy, len(problem.platform)
     return np.array(
         [
-            [2**62, *(memory_model.largest_synced_gradient(policy, period, r, *path) for r in range(1, count + 1))]
+            [2**62, *(largest_synced_gradient(policy, period, r, *path) for r in range(1, count + 1))]
             for path in problem.platform.paths
         ],
         dtype=np.int64,

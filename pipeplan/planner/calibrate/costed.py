@@ -18,8 +18,8 @@ from ...cost.stage_graph import stage_graph
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import Chain, Platform, Policy, Problem
-from ...schedule.kinds import schedules
 from ...schedule.program import PASSES, Program, Step
+from ...schedule.runnable import schedules
 from ...schedule.simulate import simulate
 from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns, run_uses
 from ..periodic.stated import replicated, stated

@@ -26,8 +26,9 @@ from ...partition.moves.wander import wander
 from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
-from ...schedule.kinds import KINDS, drained_programs, too_long
+from ...schedule.kinds import KINDS, too_long
 from ...schedule.program import unroll
+from ...schedule.runnable import drained_programs
 from ...schedule.simulate import STEP_S, simulate
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.synthesize import synthesize

@@ -9,19 +9,22 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+import numpy as np
+
 from ...check.evaluate import Evaluation, evaluate
 from ...check.lateness import plan_delays
 from ...choices import BEST, DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...plan import Plan
-from ...schedule.kinds import kind_of, plan_timeline, schedules
+from ...schedule.kinds import kind_of, plan_timeline
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import Program
 from ...schedule.registered import SteadyRun
-from ...schedule.simulate import jittered_ns, simulate
+from ...schedule.runnable import schedules
+from ...schedule.simulate import simulate
 from ...schedule.synthesis.synthesize import Synthesis
-from ...schedule.timeline import Timeline, flush_makespan_ns, in_flight, longest_span_ns, most_held, run_uses
+from ...schedule.timeline import Timeline, Times, flush_makespan_ns, in_flight, longest_span_ns, most_held, run_uses
 from ...schedule.weight_versions import Delay, kept_by_stages, weight_policy
 from ...schedule.written import Written
 from ...status import Status
@@ -30,6 +33,17 @@ from ..what_if.best_order import best_orders
 from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
 RUNS, MOST_RUNS = 20, 10**4  # with drawn durations
+
+
+def jittered_ns(program: Program, share: float, seed: int) -> Times:
+    """Return durations, ``[microbatch][position]`` in ns, each the planned one times 1 + ``share`` * N(0, 1).
+
+    Independent for every step, never negative, and the same for the same seed.
+    """
+    planned = np.array([work.duration_ns for work in program.operations], dtype=np.float64)
+    noise = np.random.default_rng(seed).standard_normal((program.microbatches, len(planned)))
+    drawn = np.rint(planned * np.maximum(0.0, 1.0 + share * noise)).astype(np.int64)
+    return tuple(map(tuple, drawn.tolist()))
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,9 +14,10 @@ from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput, InvalidPlan, PipeplanError
 from ...plan import Allocation, Plan, Schedule, Stage
-from ...schedule.kinds import drained_programs, kind_of, program_of_kind
+from ...schedule.kinds import kind_of, program_of_kind
 from ...schedule.program import Program, unequal
 from ...schedule.programs.slots import shares
+from ...schedule.runnable import drained_programs
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.recomputing import recomputed_early
 from ...schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ...names import format_devices
 from ...runtime.measure.times import OpTime
 from ...schedule.program import PASSES
 from ...schedule.timeline import Timeline
-from ...units import format_devices
 from ..gantt import NAMES, Bar, GanttRow, timeline_rows
 from ..traces import apart
 

@@ -12,7 +12,7 @@ from ...check.evaluate import Evaluation, evaluate, gap
 from ...check.lateness import plan_delays
 from ...cost.memory_model import weights_of
 from ...files.plans import gpus_of
-from ...names import SENTENCE, shown
+from ...names import SENTENCE, format_devices, shown
 from ...plan import Plan, Stage
 from ...planner.simulated.other_schedules import drains
 from ...planner.simulated.simulation import Refused, Simulation
@@ -21,7 +21,7 @@ from ...runtime.measure.trace_file import MeasuredRun
 from ...schedule.kinds import kind_of
 from ...schedule.timeline import activation_steps
 from ...schedule.weight_versions import average_delay
-from ...units import format_bytes, format_devices, format_ns, gpu_name
+from ...units import format_bytes, format_ns, gpu_name
 from ..gantt import Window, plan_window, working_devices
 from ..tables.plan import group_column, stage_figures
 from ..tables.simulations import SCHEDULE_COLUMNS, column_words, schedule_cells

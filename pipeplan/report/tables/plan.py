@@ -15,12 +15,12 @@ from ...check.validate import kept_together
 from ...cost.memory_model import weights_of
 from ...cost.stage_cost import StageCost
 from ...files.plans import gpus_of
-from ...names import shown
+from ...names import format_devices, shown
 from ...plan import Bound, Plan, Stage
 from ...problem import WEIGHTS, Chain
 from ...schedule.kinds import kind_of, plan_groups
 from ...schedule.pattern import DeviceUse, Group
-from ...units import format_bytes, format_devices, format_ns
+from ...units import format_bytes, format_ns
 from ..looks import Name, console, make_table, print_fitted
 from ..words import (
     alone_ns,

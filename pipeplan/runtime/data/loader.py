@@ -27,31 +27,18 @@ from torch.utils.data import (
 )
 
 from ...errors import BadInput, CodeFailed
+from ..model.contract import Batches, Read, Span
 from ..model.network import kind_of
 from ..model.randomness import BUILD, ORDER, OwnRandomness, key_of
 from ..model.user_code import RAISED, code_failed, defined_at, user_code
 from ..processes.own_processes import semaphores
-from .loader_workers import Entry, Indexed, Read, Streamed, WorkerStart, as_is, iterated, tell_epoch
+from .loader_workers import Entry, Indexed, Streamed, WorkerStart, as_is, iterated, tell_epoch
 
 SAMPLES: Final = (Tensor, tuple, list, Mapping, str, bytes, Iterator)  # no data, but one of them, or read once
 SETTINGS: Final = ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "worker_init_fn")
 USUAL_START: Final = "fork" if sys.platform == "linux" else None  # a rank's own way would import torch in each worker
 AT_ONCE: Final = 64  # microbatches whose samples are chosen together, as changing random numbers takes time
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Span:
-    """The microbatches that somebody reads: of those from ``first`` to before ``last`` the ones that he ``wants``.
-
-    A pass has ``epoch`` microbatches; None: as many as the data have.
-    """
-
-    seed: int
-    first: int
-    last: int
-    epoch: int | None = None
-    wants: Callable[[int], bool] = lambda _: True
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ class _Source:
             torch.empty((), dtype=torch.int64).random_(generator=self.base)
 
 
-class Loader:
+class Loader(Batches):
     """What ``make`` is, or returns when called, in microbatches of ``batch`` samples; ``name`` is how it is named.
 
     Called as ``data(index, seed)`` it gives a microbatch of the first pass with a seed.
@@ -99,23 +86,21 @@ class Loader:
 
     @property
     def batches(self) -> int | None:
-        """Whole microbatches of a pass, None where nobody knows. BadInput where there are none."""
+        """Whole microbatches of a pass."""
         return self._source.length
 
     @property
     def workers(self) -> int:
-        """Processes that read; 0: it is read where and when it is needed."""
+        """Processes that read."""
         return int(self._source.settings.get("num_workers", 0))
 
     @property
     def shares(self) -> int | None:
-        """The workers that share what can only be read one after the other, so that their number decides who gives
-        which microbatch; None for data whose microbatches are the same with any number."""
+        """The workers whose number decides who gives which microbatch."""
         return None if self._source.order is not None else self.workers
 
     def read(self, span: Span, by_workers: bool = False) -> Iterator[Read]:
-        """Yield what ``span`` wants, read ahead by the loader's workers, or when it is asked for in this process, whose
-        random numbers are left alone."""
+        """Yield what ``span`` wants."""
         source = self._source
         if source.order is not None:
             reader, entries = Indexed(source.dataset, source.collate, source.size is not None, span.seed), self._entries

@@ -12,25 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from ..model.contract import Read
 from ..model.randomness import DATA, OwnRandomness, begin_all, key_of
 from ..model.user_code import RAISED, said
 from ..processes.own_processes import ENDING, follow_parent
 
 Entry = tuple[int, int, Any]  # a microbatch, its pass over the data, and what the sampler gives for it
 Collate = Callable[[Any], Any]
-
-
-class Read(NamedTuple):
-    """A microbatch as the user's loader gives it, and the ns that its reading took; or, in words, how it failed."""
-
-    microbatch: int
-    ns: int
-    given: Any
-    failure: str | None = None
 
 
 class Indexed(Dataset[Any]):

@@ -16,16 +16,17 @@ from ...files.schedule_csv import read_schedule
 from ...names import shown
 from ...plan import Plan, Schedule
 from ...problem import CLIPPED_TOGETHER, NOT_PREDICTED
-from ...schedule.kinds import KINDS, OTHERS, graph_of, refused
+from ...schedule.kinds import KINDS, graph_of, refused
 from ...schedule.pattern import starts_of
 from ...schedule.periodic.one_f_one_b_star import one_f_one_b_pattern
 from ...schedule.periodic.retime import order_of, retime
 from ...schedule.program import pipelines
+from ...schedule.runnable import OTHERS
 from ...schedule.written import Written
 from ...schedule.written import order_of as listed_order
-from ..data.loader import Loader
 from ..lowering.lowered_run import lower_run
 from ..model.build.spec import ModelSpec, data_of, named_data
+from ..model.contract import Batches
 from ..model.user_code import user_code
 from ..training.update.optimizers import correctable, is_plain, optimizer_maker, planned_as
 from .job import HeldOutOptions, Job, RunOptions
@@ -167,7 +168,7 @@ def held_out_of(
 
 
 def _length(data: Any, name: str, option: str) -> int:
-    length = data.batches if isinstance(data, Loader) else None
+    length = data.batches if isinstance(data, Batches) else None
     if hasattr(data, "__len__"):
         with user_code(f"len({name})"):
             length = len(data)

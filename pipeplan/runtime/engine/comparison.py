@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import call
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,13 @@ from ...cost.saved import saved_bytes
 from ...errors import BadInput
 from ...problem import CHANGED
 from ...units import format_bytes
-from ..data.loader import Span
 from ..device import FILL, free_bytes, place, random_state, set_random_state
-from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import HeldBytes
 from ..model.autocast import Autocast
 from ..model.build.fitting import fitted
 from ..model.build.loading import OwnPart
-from ..model.contract import sample_of
+from ..model.contract import Span, sample_of
 from ..model.loaded import LOSS_ROOT, LoadedModel, constants_of
 from ..model.network import Loss, own_loss
 from ..model.pieces import Piece
@@ -47,6 +45,9 @@ from ..training.weights.versions import Versions
 from .job import Job
 from .own_stages import runner_of
 from .reading import reads_of
+
+if TYPE_CHECKING:
+    from ..exchange.layer_group import LayerGroup
 
 COPIES: Final = 3  # of weights: themselves and the gradients of both steps
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import BadInput
-from ..data.loader import Span
 from ..device import random_state, set_random_state, settle
-from ..exchange.layer_group import LayerGroup
 from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import NOBODY
 from ..measure.progress import Trial
 from ..measure.recorder import HeldBytes
 from ..model.build.spec import find
+from ..model.contract import Span
 from ..model.loaded import LoadedModel
 from ..model.network import LOSS, LayerCode
 from ..model.structure import mapped
@@ -38,6 +37,9 @@ from .job import Job, Launcher
 from .own_stages import OwnStages, RankRun, runner_of
 from .preparation import build_model
 from .reading import reads_of
+
+if TYPE_CHECKING:
+    from ..exchange.layer_group import LayerGroup
 
 
 class HeldOut:

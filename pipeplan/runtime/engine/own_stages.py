@@ -24,9 +24,8 @@ from ..training.repeatable import Draws
 from ..training.stage import StageModule
 from ..training.update.exchanges import OnStream, OnThread, Way
 from ..training.update.factors import Clipping, Later, Scaling
-from ..training.update.offload import BucketBuffers
 from ..training.update.optimizers import MakeOptimizer, check_state, compensated, rates_maker
-from ..training.update.stepper import Stepper, Stepping, stepper_kind
+from ..training.update.stepper import Stepper, Stepping, bucket_buffers, stepper_kind
 from ..training.update.update import StageUpdate, Tie, TiedSums, copies_added, sums_of
 from ..training.weights.buckets import Sharing
 from ..training.weights.gradients import Gradients
@@ -111,7 +110,7 @@ class _Building:
     def __init__(self, job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> None:
         options, lowered = job.options, rank.lowered
         self._job, self._rank, self._meeting, self._ties, self._masters = job, rank, meeting, ties, masters
-        self.activations, self.states, self._buffers = HeldBytes(), StateBytes(), BucketBuffers()
+        self.activations, self.states, self._buffers = HeldBytes(), StateBytes(), bucket_buffers()
         self.link = None if options.link_rate is None else EmulatedLink(options.link_rate)
         self.scaling, self.clipping = None, None
         half = half_type(job.plan, options.half)

@@ -19,7 +19,6 @@ from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, kind_of, label, own_device, peak_bytes
 from ..exchange.collective import gathered
-from ..exchange.layer_group import HandedOn, LayerGroup
 from ..exchange.transport import everybodys, exchanging, number_processes
 from ..lowering.instructions import NOBODY
 from ..lowering.lowered_run import LoweredRun
@@ -44,6 +43,7 @@ assembled, averaged, trained_state, wholes = (
 )
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
 threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
+layer_group, handed_on = (Late(f"runtime.exchange.layer_group:{name}") for name in ("LayerGroup", "handed_on"))
 OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
 
 
@@ -60,8 +60,8 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     if width > 1:
         device = own_device(kind_of(job.options.device, job.plan.chain), launcher.local_rank)
         timeout = timedelta(seconds=job.timeout_s(lowered))
-        together = LayerGroup(launcher.meet(), of_rank, place, width, device, timeout)
-        job = replace(job, model=job.model.part(width, place), place=place)
+        together = layer_group(launcher.meet(), of_rank, place, width, device, timeout)
+        job = replace(job, model=replace(job.model, ranks=width, place=place), place=place)
         job.model.exchanges_by(together.exchange)
     torch.set_num_threads(job.options.threads)
     held_out = None
@@ -111,8 +111,7 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
     order, evaluates = None, lowered.evaluates
     transport = links.through_host(inbox) if inbox else links.transport(number, meeting.specs, evaluates)
     if rank.together is not None:
-        given = HandedOn.given(lowered, rank.stages, meeting.specs)
-        transport = HandedOn(transport, rank.together, given, rank.device)
+        transport = handed_on(transport, rank, meeting.specs)
     if inbox is not None and lowered.limit is not None:
         order = arrival_order(rank, end, inbox, lowered.limit, lowered.most_held(number))
     begun, off = time.monotonic_ns(), kept_off_ns()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from ..exchange.collective import (
     stage_groups,
     this_machine,
 )
-from ..exchange.layer_group import LayerGroup
 from ..exchange.links import Links, open_links
 from ..exchange.transport import Group, everybodys, exchanging, spare_sockets
 from ..lowering.instructions import Edge
@@ -42,6 +41,9 @@ from ..training.rank import Rank, groups_of
 from ..training.update.update import Stages, Tie, check_ties, separated, share_ties, ties_of
 from ..training.weights.versions import read_weights_themselves
 from .job import Job, Launcher
+
+if TYPE_CHECKING:
+    from ..exchange.layer_group import LayerGroup
 
 COMPARED: Final = "compared"  # what the widest rank puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole

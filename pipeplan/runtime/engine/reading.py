@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from ...errors import BadInput
-from ..data.loader import Loader, Span
-from ..data.loader_workers import Read
 from ..device import moved, new_stream
 from ..measure.times import Activity
-from ..model.contract import Data
+from ..model.contract import Batches, Data, Read, Span
 from ..model.network import TensorSpec
 from ..model.randomness import DATA
 from ..model.structure import mapped, tensors_in
@@ -38,7 +36,7 @@ Sample = tuple[Any, Any]  # the network's inputs, and the target; None for what 
 
 def reads_of(source: Data, span: Span, by_workers: bool = False) -> Iterator[Read]:
     """Yield what ``span`` wants of a loader, or of the user's data(index, seed), called for each microbatch."""
-    if isinstance(source, Loader):
+    if isinstance(source, Batches):
         yield from source.read(span, by_workers)
         return
     for microbatch in filter(span.wants, range(span.first, span.last)):
@@ -75,7 +73,7 @@ class Reader:
         self._inputs = [s for s in rank.stages if rank.model.read_by(rank.stage(s))]
         self._targets = last in rank.stages
         self._takers = [lowered.ranks_of(s) for s in sorted({*self._inputs, *([last] if self._targets else [])})]
-        self._loader = source if isinstance(source, Loader) else None
+        self._loader = source if isinstance(source, Batches) else None
         first = lowered.first.microbatch
         self._span = Span(
             options.seed,
@@ -159,7 +157,7 @@ class Reader:
         self._spent_ns.append(read.ns + (0 if self._workers else time.perf_counter_ns() - begin))
         return _Ready(read.microbatch, checksum, sample, there, self._times(read.microbatch))
 
-    def _check_length(self, loader: Loader, epoch: int | None) -> None:
+    def _check_length(self, loader: Batches, epoch: int | None) -> None:
         """Raise BadInput where a pass is too short."""
         lowered, batches = self._rank.lowered, loader.batches
         if batches is not None and batches < lowered.interval:
@@ -170,7 +168,7 @@ class Reader:
         if batches is not None and batches < (epoch or 0):
             raise BadInput(f"{loader.name}: an epoch is to have {epoch} microbatches, and it has {batches}")
 
-    def _check_size(self, loader: Loader, x: Tensor) -> None:
+    def _check_size(self, loader: Batches, x: Tensor) -> None:
         """Raise BadInput where microbatches have another number of samples than the profile's."""
         spec, found = self._rank.model.specs[0], TensorSpec(tuple(x.shape), x.dtype)
         if spec.shape[1:] == found.shape[1:] and spec.shape[:1] != found.shape[:1]:
@@ -190,7 +188,7 @@ def repeatedly(data: Callable[[int, int], Any]) -> Callable[[], object] | None:
         with user_code("data"):
             return data(0, 0)
 
-    if not isinstance(data, Loader):
+    if not isinstance(data, Batches):
         return call
     here = data.read(Span(0, 0, sys.maxsize))
     return None if data.workers else lambda: next(here)

@@ -107,6 +107,15 @@ class LayerGroup:
         return host.to(x.device, x.dtype)
 
 
+def handed_on(counterparts: Transport, rank: Any, specs: Mapping[Edge, TensorSpec]) -> HandedOn:
+    """Return the messages of ``rank``, which several processes are, from what ``counterparts`` send with ``specs``."""
+    lowered: LoweredRun = rank.lowered
+    edges: Iterator[tuple[Edge, int]] = ((edge, s) for s in rank.stages for edge in (("F", s - 1), ("B", s + 1)))
+    into = [(edge, s) for edge, s in edges if edge in specs]
+    given = {edge: specs[edge] for edge, s in into if lowered.width_of(edge[1]) < lowered.width_of(s)}
+    return HandedOn(counterparts, rank.together, given, rank.device)
+
+
 class HandedOn:
     """The messages of one of several processes that are a rank: ``given`` are the edges on which so narrow a rank sends
     that not all of them have a counterpart, and what comes there."""
@@ -117,13 +126,6 @@ class HandedOn:
         self._counterparts, self._together, self._given, self._device = counterparts, together, given, device
         self.start, self.finish = counterparts.start, counterparts.finish
         self._nothing: set[Edge] = set()  # where nothing comes to this process
-
-    @staticmethod
-    def given(lowered: LoweredRun, stages: Sequence[int], specs: Mapping[Edge, TensorSpec]) -> dict[Edge, TensorSpec]:
-        """Return the edges into ``stages`` that fewer processes send along than the stages have."""
-        edges: Iterator[tuple[Edge, int]] = ((edge, s) for s in stages for edge in (("F", s - 1), ("B", s + 1)))
-        into = [(edge, s) for edge, s in edges if edge in specs]
-        return {edge: specs[edge] for edge, s in into if lowered.width_of(edge[1]) < lowered.width_of(s)}
 
     def post(self, receive: Receive) -> None:
         """Be ready for a message, if it comes to this process."""

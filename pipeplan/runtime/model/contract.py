@@ -4,10 +4,11 @@ they train on?"""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -169,3 +170,56 @@ def _check_takes(function: Callable[..., Any], what: str, arguments: str, meanin
             f"{what}: {name}{inspect.signature(function)}{defined_at(function)} is called as "
             f"{name}({arguments}), with {meaning}"
         ) from None
+
+
+# --- data that know their microbatches -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """The microbatches that somebody reads: of those from ``first`` to before ``last`` the ones that he ``wants``.
+
+    A pass has ``epoch`` microbatches; None: as many as the data have.
+    """
+
+    seed: int
+    first: int
+    last: int
+    epoch: int | None = None
+    wants: Callable[[int], bool] = lambda _: True
+
+
+class Read(NamedTuple):
+    """A microbatch as the user's loader gives it, and the ns that its reading took; or, in words, how it failed."""
+
+    microbatch: int
+    ns: int
+    given: Any
+    failure: str | None = None
+
+
+class Batches(ABC):
+    """Data, called ``name``, that say which microbatches there are, and may be read ahead: of a loader or a dataset."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def batches(self) -> int | None:
+        """Whole microbatches of a pass, None where nobody knows. BadInput where there are none."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> int:
+        """Processes that read; 0: it is read where and when it is needed."""
+
+    @property
+    @abstractmethod
+    def shares(self) -> int | None:
+        """The workers that share what can only be read one after the other, so that their number decides who gives
+        which microbatch; None for data whose microbatches are the same with any number."""
+
+    @abstractmethod
+    def read(self, span: Span, by_workers: bool = False) -> Iterator[Read]:
+        """Yield what ``span`` wants, read ahead by the workers, or when it is asked for in this process, whose random
+        numbers are left alone."""

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import LOSS_NAME
-from ...zoo.text.rank_part import Shard
 from .contract import Samples
 from .network import TARGET, LayerCode, Loss, TensorSpec
 from .pieces import Cut, Piece, message_spec, pieces_of
+
+if TYPE_CHECKING:
+    from ...zoo.text.rank_part import Shard
 
 Roots = tuple[tuple[str, nn.Module], ...]  # modules with the prefixes of their entries in the whole model's state
 LOSS_ROOT = f"{LOSS_NAME}."

@@ -9,7 +9,7 @@ come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import RunFailed
 from ..device import CPU
 from .autocast import autocasting
 from .network import LOSS, TARGET, LayerCode, Network, TensorSpec
+
+Hold = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,75 @@ class Piece:
                 for value in over:
                     del values[value]
         return [values[v] for v in self.makes]
+
+
+@dataclass(frozen=True, slots=True)
+class _InWeight:
+    """A weight, or a view of one, whatever that is by now."""
+
+    weight: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Saved:
+    """What autograd saves in one graph, which it knows by numbers, so that some of it can be dropped early.
+
+    Of ``weights`` it knows where they are, so a backward finds what they are then; ``hold`` hears of all the rest.
+    """
+
+    def __init__(self, hold: Hold | None = None, weights: Sequence[Tensor] = ()) -> None:
+        self._tensors: list[tuple[Tensor, int] | _InWeight | None] = []
+        self._hold = hold
+        self._weights = {x.untyped_storage()._cdata: x for x in weights}
+        self.asked: set[int] = set()  # since it was emptied
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def pack(self, tensor: Tensor) -> int:
+        """Keep a tensor and return its number."""
+        weight = self._weights.get(tensor.untyped_storage()._cdata) if self._weights else None
+        if weight is not None:
+            offset = int(tensor.storage_offset()) - int(weight.storage_offset())
+            self._tensors.append(_InWeight(weight, tensor.size(), tensor.stride(), offset))
+            return len(self._tensors) - 1
+        self._tensors.append((tensor, tensor._version))
+        if self._hold is not None:
+            self._hold(tensor)
+        return len(self._tensors) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        """Return a tensor; RunFailed if it was changed meanwhile, which autograd doesn't see where there are hooks."""
+        kept = self._tensors[number]
+        if kept is None:
+            raise RunFailed(
+                "the gradients of weights need something of a forward that they didn't need in the first microbatch; "
+                "such a model runs under schedules that don't split backwards"
+            )
+        if isinstance(kept, _InWeight):
+            now = kept.weight.data
+            return now.as_strided(kept.size, kept.stride, int(now.storage_offset()) + kept.offset)
+        tensor, version = kept
+        if tensor._version != version:
+            raise RunFailed(
+                f"a tensor of shape {tuple(tensor.shape)} that a backward needs was changed in place after it was saved"
+            )
+        self.asked.add(number)
+        return tensor
+
+    def drop_but(self, needed: frozenset[int]) -> None:
+        """Keep those numbers alone."""
+        self._tensors = [kept if i in needed else None for i, kept in enumerate(self._tensors)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what is kept."""
+        return (kept[0] for kept in self._tensors if isinstance(kept, tuple))
+
+    def clear(self) -> None:
+        """Keep nothing; a graph that has saved what it made would live for ever otherwise."""
+        self._tensors = []
 
 
 def drawn_by(layer: LayerCode) -> int:

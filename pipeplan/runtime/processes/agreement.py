@@ -240,7 +240,7 @@ def model_items(spec: ModelSpec, model: LoadedModel) -> dict[str, str]:
 
     Each layer as it prints itself, with its weights and buffers, and the user's code that made it.
     """
-    layers, of = enumerate(model.layers), "" if spec.group.place is None else f"{PARTS}{spec.group.ranks} "
+    layers, of = enumerate(model.layers), "" if spec.place is None else f"{PARTS}{spec.ranks} "
     items = {f"{of}layer {index} of the model": f"{layer.name}: {_layer(layer.module)}" for index, layer in layers}
     items[f"{of}what crosses the layers of the model"] = ", ".join(map(str, model.specs.values()))
     return _shown(items) | _code(spec)

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...problem import Exchange, Layer, WeightNeeds, matrix_state
 from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
-from ..model.split_backward import Saved, WeightPart, input_part
+from ..model.pieces import Saved
+from ..model.split_backward import WeightPart, input_part
 from ..model.structure import tensors_in
 from ..model.user_code import RAISED, code_failed
 from .steps import begin_sums

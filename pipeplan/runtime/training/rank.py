@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...plan import Stage
-from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel, ModelLayer
 from ..model.network import kind_of
 from ..model.user_code import user_code
 from .update.optimizers import MakeOptimizer
+
+if TYPE_CHECKING:
+    from ..exchange.layer_group import LayerGroup
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from ...schedule.weight_versions import Lent
 from ..device import CPU, on_host
 from ..measure.recorder import HeldBytes, Holding
 from ..model.network import LOSS, TensorSpec, buffers_kept
-from ..model.pieces import Cut, Piece, packed
-from ..model.split_backward import Saved
+from ..model.pieces import Cut, Piece, Saved, packed
 from .repeatable import Before, ChangingBuffers, Draws
 from .weights.gradients import Gradients
 

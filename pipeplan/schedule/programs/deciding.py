@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ...cost import memory_model
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
+from ...problem import Platform
+from ..pattern import DeviceUse, alike, unused
 from ..program import Decide, Program, make_program, not_one_each, oldest, refuse
 from ..registered import SteadyRun
 from ..simulate import STEP_S, simulate
@@ -147,3 +150,27 @@ def _state(timeline: Timeline, entering: int, limit: int) -> list[int | None]:
     now = timeline.start_ns[entering * batch][0]
     rows = timeline.start_ns[(entering - limit + 1) * batch : entering * batch]
     return [start - now if start < now else None for row in rows for start in row]
+
+
+def admitted_uses(steady: SteadyRun, platform: Platform) -> list[DeviceUse]:
+    """Return what each device of an nF1B run holds at most however far it goes: all that the limit admits.
+
+    The last stage has its gradient at once and holds one mini-batch, but under vertical sync it keeps the weights with
+    which each one inside has entered, as all stages do.
+    """
+    program = steady.timeline.program
+    graph, limit = program.graph, program.limit or 1
+    uses = unused(platform)
+    for s, stage in enumerate(graph.stages):
+        admitted = limit if s < len(graph.stages) - 1 else 1
+        count = admitted * program.batch
+        kept = limit + 1 if graph.policy.vertical_sync else 1
+        device = graph.resources[stage.resource].devices[0]
+        uses[device] = DeviceUse(
+            platform.devices[device].memory_bytes,
+            graph.weights_bytes(s, kept),
+            int(memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, count)),
+            program.buffer_bytes(s),
+            (count,),
+        )
+    return alike(graph, uses, platform)

@@ -13,7 +13,8 @@ from cases.loaders import Backwards, Lines, Numbers, Vectors
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from pipeplan.errors import BadInput, CodeFailed
-from pipeplan.runtime.data.loader import Loader, Span, data_from
+from pipeplan.runtime.data.loader import Loader, data_from
+from pipeplan.runtime.model.contract import Span
 
 
 def read(made, span, batch=4):

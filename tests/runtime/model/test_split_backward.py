@@ -14,7 +14,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 
 from pipeplan.errors import RunFailed
-from pipeplan.runtime.model.split_backward import Saved, input_part
+from pipeplan.runtime.model.pieces import Saved
+from pipeplan.runtime.model.split_backward import input_part
 
 D = 8
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from ....errors import BadInput
 from ....registry import Late
 from ....zoo import HUGGING_FACE, ZOO, load
-from ....zoo.text.rank_part import Group, exchange_by
 from ..contract import Data
 from ..user_code import said, user_code
 
 TENSOR_PLAN = ",tensor_plan="  # behind the name of a user's function, and before the plan's
 hugging_face = Late("runtime.model.build.hugging_face:named")
+group_of, exchange_by = Late("zoo.text.rank_part:Group"), Late("zoo.text.rank_part:exchange_by")
 part_by = Late("runtime.model.build.tensor_plan:part_by")
 
 
@@ -31,22 +31,19 @@ class ModelSpec:
 
     ``build`` is a name of the zoo (with options: ``gpt-tiny,blocks=8``, or ``zoo:gpt-tiny``) or ``module:function`` of
     the model contract, or ``hf:CONFIG`` of a transformers model; ``data`` is ``module:function`` of the data contract.
-    None stands for the data that belongs to a zoo model, or that fits a transformers one. ``group`` says whose part
-    of it is built.
+    None stands for the data that belongs to a zoo model, or that fits a transformers one. Where ``ranks`` run each
+    layer together it is the part of that at ``place``.
     """
 
     build: str
     data: str | None = None
-    group: Group = Group()  # noqa: RUF009 -- it is frozen
-
-    def part(self, ranks: int, place: int) -> ModelSpec:
-        """Return what the rank at ``place`` has of it where so many ``ranks`` run each layer together."""
-        return replace(self, group=Group(ranks, place=place))
+    ranks: int = 1
+    place: int | None = None
 
     @property
     def whole(self) -> ModelSpec:
         """All of it."""
-        return replace(self, group=Group())
+        return replace(self, ranks=1, place=None)
 
     @property
     def parted_by_user(self) -> bool:
@@ -80,15 +77,15 @@ class ModelSpec:
 def builder_of(spec: ModelSpec) -> Any:
     """Return the zoo model, the transformers model, or the user's function, that builds the model of ``spec``."""
     if spec.build.startswith(HUGGING_FACE):
-        return hugging_face(spec.build.removeprefix(HUGGING_FACE), spec.group)
+        return hugging_face(spec.build.removeprefix(HUGGING_FACE), group_of(spec.ranks, place=spec.place))
     if not spec.of_zoo:
         return _parted(spec)
     build = load(spec.build.removeprefix(ZOO))
-    if spec.group.place is None:
+    if spec.place is None:
         return build
     if not hasattr(build.config, "part"):
         raise BadInput(f"model {spec.build}: cannot be split by run")
-    return build.with_options(tensor=spec.group.ranks, part=spec.group.place)
+    return build.with_options(tensor=spec.ranks, part=spec.place)
 
 
 def _parted(spec: ModelSpec) -> Callable[..., Any]:
@@ -96,7 +93,7 @@ def _parted(spec: ModelSpec) -> Callable[..., Any]:
     said, _, ranks = spec.build.partition(",tensor=")
     name, _, plan = said.partition(TENSOR_PLAN)
     build: Callable[..., Any] = find(name)
-    group = Group(int(ranks or 1)) if spec.group.place is None else spec.group
+    group = group_of(int(ranks or 1) if spec.place is None else spec.ranks, place=spec.place)
     if group.ranks == 1:
         return build
     if not plan:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,14 +27,13 @@ from torch.utils import _pytree as pytree
 
 from ....errors import BadInput, RunFailed
 from ....units import format_bytes
-from ...data.loader import Loader
 from ...device import random_state, set_random_state
 from ...exchange.collective import share_from
-from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group, everybodys, exchanging
 from ...lowering.lowered_run import Position
 from ...measure.progress import Trial
 from ...model.build.state_file import loaders_words
+from ...model.contract import Batches
 from ..rank import Rank
 from ..update.factors import Scaling
 from ..update.optimizers import AVERAGE
@@ -42,6 +41,9 @@ from ..update.stepper import Rates
 from ..update.update import StageUpdate
 from ..weights.buckets import is_large
 from .checkpoint import Checkpoint, FileSum, begin, crc_of, file_of, finish, folder_of, remove_older
+
+if TYPE_CHECKING:
+    from ...exchange.layer_group import LayerGroup
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
@@ -55,7 +57,7 @@ class TrainingState:
 
     ``rates`` are the optimizer's options and the state of its schedule, ``scale`` is the loss scale and its count of
     updates without overflow; they are the same on all ranks, and one writes them. ``shares`` is that of the data's
-    loader (:attr:`..model.loader.Loader.shares`), ``trial`` the best evaluation, as its fields.
+    loader (:attr:`...model.contract.Batches.shares`), ``trial`` the best evaluation, as its fields.
     """
 
     model: dict[str, Tensor]
@@ -335,7 +337,7 @@ def training_state(
 def _shares(rank: Rank) -> int | None:
     """Return how many workers share the data of the first stage's rank, where that decides what they give."""
     loader = rank.model.data.source
-    return loader.shares if isinstance(loader, Loader) and 0 in rank.first_of else None
+    return loader.shares if isinstance(loader, Batches) and 0 in rank.first_of else None
 
 
 def check_savable(rank: Rank, updates: Mapping[int, StageUpdate]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings
 
 import torch
@@ -24,8 +24,12 @@ from ...device import CPU
 from ...exchange.collective import ChunkSum
 from ..weights.buckets import Kept, Rows, SharedChunk, Sharing, cut_into_buckets, gathered, is_large, shared_chunks
 from ..weights.versions import Versions
-from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule, delay_of, delayed, predicted
+
+if TYPE_CHECKING:
+    from .offload import BucketBuffers
+
+bucket_buffers = Late("runtime.training.update.offload:BucketBuffers")
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, kind) for row in OPTIMIZERS.values() for kind in row.kinds if row.elementwise
@@ -52,7 +56,7 @@ class Stepping:
     bucket: int | None = None
     offload: bool = False
     sharing: Sharing | None = None
-    buffers: BucketBuffers = field(default_factory=BucketBuffers)
+    buffers: BucketBuffers = field(default_factory=bucket_buffers)
     observed: Callable[[], None] = nothing
     delays: Sequence[float] = ()
     predicts: bool = False
