@@ -14,7 +14,7 @@ from pipeplan.errors import BadInput
 from pipeplan.plan import Stage
 from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.periodic.one_f_one_b_star import one_f_one_b_pattern
+from pipeplan.schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from pipeplan.schedule.program import unroll
 from pipeplan.schedule.programs.one_f_one_b import gpipe, noam, one_f_one_b
 from pipeplan.schedule.simulate import simulate

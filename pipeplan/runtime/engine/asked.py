@@ -18,7 +18,7 @@ from ...plan import Plan, Schedule
 from ...problem import CLIPPED_TOGETHER, NOT_PREDICTED
 from ...schedule.kinds import KINDS, graph_of, refused
 from ...schedule.pattern import starts_of
-from ...schedule.periodic.one_f_one_b_star import one_f_one_b_pattern
+from ...schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ...schedule.periodic.retime import order_of, retime
 from ...schedule.program import pipelines
 from ...schedule.runnable import OTHERS

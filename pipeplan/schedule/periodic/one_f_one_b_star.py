@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from ...cost.group_bound import lifetimes
 from ...cost.stage_graph import StageGraph
-from ...errors import BadInput
 from ...integers import smallest
 from ...plan import Pattern
 from ..pattern import make_pattern, memory_fits, most_in_flight, starts_of
-from ..programs.one_f_one_b import ahead_of
-from .retime import retime
 
 
 def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
@@ -72,42 +69,3 @@ def _inside(graph: StageGraph, pattern: Pattern) -> int:
     starts = starts_of(pattern)
     stages = range(len(graph.stages))
     return sum((starts[graph.position["B", s]] - starts[graph.position["F", s]]) // pattern.period_ns for s in stages)
-
-
-# --- 1F1B -------------------------------------------------------------------------------------------------------------
-
-SLOT = 10  # of time, of which a pass takes half
-
-
-def one_f_one_b_pattern(graph: StageGraph, depth: int | None = None) -> Pattern:
-    """Return the pattern of 1F1B with ``depth`` microbatches in flight at each input replica (None: NOAM).
-
-    Unrolled, every device runs the passes of :func:`..one_f_one_b.one_f_one_b` in their order: forwards ahead, then one
-    backward and one forward in turn. BadInput where stages share devices, or with fewer than NOAM, which alternates
-    with nothing at times. Source: PipeDream section 3.2.
-    """
-    if not graph.contiguous:
-        raise BadInput("pipedream: 1F1B gives each stage its GPUs for itself; in this plan some stages share GPUs")
-    ahead = ahead_of(graph, depth)
-    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    slots = []  # of microbatch 0; of the next all come two slots later
-    for op in graph.operations:
-        backward = SLOT * -op.stage
-        match op.kind:
-            case "F":
-                slots.append(backward + SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]))
-            case "SEND_F":
-                slots.append(backward + SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]) + SLOT // 2)
-            case "B":
-                slots.append(backward)
-            case "SEND_B":
-                slots.append(backward + SLOT // 2)
-    order = {}
-    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
-        step = 2 * SLOT * resource.replicas
-        for i, u in enumerate(indices):
-            for v in indices[i + 1 :]:
-                order[u, v] = -((slots[v] - slots[u] - 1) // step)
-    pattern = retime(graph, order)
-    assert pattern is not None, "every microbatch goes its way in increasing slots"
-    return pattern

@@ -1,0 +1,45 @@
+"""Which pattern is PipeDream's own 1F1B? The order that it settles to, as soon as everything allows it."""
+
+from __future__ import annotations
+
+from ...cost.stage_graph import StageGraph
+from ...errors import BadInput
+from ...plan import Pattern
+from ..programs.one_f_one_b import ahead_of
+from .retime import retime
+
+SLOT = 10  # of time, of which a pass takes half
+
+
+def one_f_one_b_pattern(graph: StageGraph, depth: int | None = None) -> Pattern:
+    """Return the pattern of 1F1B with ``depth`` microbatches in flight at each input replica (None: NOAM).
+
+    Unrolled, every device runs the passes of :func:`..one_f_one_b.one_f_one_b` in their order: forwards ahead, then one
+    backward and one forward in turn. BadInput where stages share devices, or with fewer than NOAM, which alternates
+    with nothing at times. Source: PipeDream section 3.2.
+    """
+    if not graph.contiguous:
+        raise BadInput("pipedream: 1F1B gives each stage its GPUs for itself; in this plan some stages share GPUs")
+    ahead = ahead_of(graph, depth)
+    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    slots = []  # of microbatch 0; of the next all come two slots later
+    for op in graph.operations:
+        backward = SLOT * -op.stage
+        match op.kind:
+            case "F":
+                slots.append(backward + SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]))
+            case "SEND_F":
+                slots.append(backward + SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]) + SLOT // 2)
+            case "B":
+                slots.append(backward)
+            case "SEND_B":
+                slots.append(backward + SLOT // 2)
+    order = {}
+    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
+        step = 2 * SLOT * resource.replicas
+        for i, u in enumerate(indices):
+            for v in indices[i + 1 :]:
+                order[u, v] = -((slots[v] - slots[u] - 1) // step)
+    pattern = retime(graph, order)
+    assert pattern is not None, "every microbatch goes its way in increasing slots"
+    return pattern
