@@ -43,7 +43,7 @@ class View:
 
 def views(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> list[View]:
     """Return conditions of what is held in periods of ``tau`` ticks."""
-    memory = np.maximum(facts.memories, 1)[:, None, None].astype(np.float64)
+    memory = facts.memories[:, None, None].astype(np.float64)
     found = runs.at_once / memory
     if tau is not None and facts.periodic:
         found = averages(facts, runs, segments, tau)
