@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .api.comparing import Comparison as Comparison
     from .api.comparing import compare as compare
     from .api.comparing import import_plan as import_plan
-    from .api.planning import estimate as estimate
-    from .api.planning import grid as grid
+    from .api.grids import estimate as estimate
+    from .api.grids import grid as grid
     from .api.planning import plan as plan
     from .api.planning import read_plan as read_plan
     from .api.profiles import Profile as Profile
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from .runtime.processes.launch import run_plan as run_plan
 else:
     _HOMES = {
-        **dict.fromkeys(("plan", "grid", "estimate", "read_plan"), "api.planning"),
+        **dict.fromkeys(("plan", "read_plan"), "api.planning"),
+        **dict.fromkeys(("grid", "estimate"), "api.grids"),
         **dict.fromkeys(("compare", "Comparison", "import_plan"), "api.comparing"),
         **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
         "calibrate": "api.calibrating",

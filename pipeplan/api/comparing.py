@@ -26,9 +26,9 @@ from ..problem import MICROBATCHES_PER_DEVICE, Problem
 from ..status import Status
 from ..units import parse_bytes, parse_counts
 from .asked import Asked, Common, Comparing, Parts, defaults, part_of
-from .planning import Given, given_profiles
 from .problems import ANY, as_held, assumed_batch, deadline_of, problem_of, with_zero
 from .profiles import Profile, read_profile
+from .questions import Given, given_profiles
 from .result import PlanResult
 from .tensor import parts
 
@@ -169,7 +169,7 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
     status, began = status or Status(), time.monotonic()
     words["gpus"], words["mem"] = (counts[0],), min(memories)
     parted: Parts = part_of(Parts, said)
-    (given,), deadline = given_profiles(profile, words, [None], status, deadline, parted)
+    (given,), words, deadline = given_profiles(profile, words, [None], status, deadline, parted)
     problems, assumptions = list[Problem](), list[str]()
     for part in parts(given, said):
         fitting = [count for count in counts if count % part.chain.width == 0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from ..check.targets import TARGETS
 from ..check.units import CannotExpress
@@ -17,30 +15,24 @@ from ..choices import BEST, BY_MATRIX, DRAINED, OPTIMIZERS, Effort
 from ..deadline import Deadline
 from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..files.plans import load_plan
-from ..names import shown
-from ..partition import ALGORITHMS
 from ..partition.granularity import merging
 from ..plan import Plan, ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
-from ..problem import MICROBATCHES_PER_DEVICE, SHARING, Chain, Problem, small_matrices
+from ..problem import SHARING, Problem, small_matrices
 from ..schedule.kinds import KINDS
 from ..status import Status
-from ..units import gpu_counts, parse_time
-from .asked import Asked, Common, Grids, Parts, Planning, defaults, part_of
+from .asked import Asked, Parts, Planning, defaults, part_of
 from .plans import own_export
-from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, on_groups, problem_of, with_zero
-from .profiles import DEGREES, Profile, as_profile, is_name
+from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, problem_of, with_zero
+from .profiles import Profile, is_name
+from .questions import Given, given_profiles, options_of, refuse_with_target, stated_of, timed
 from .result import PlanResult
 from .resuming import going_on, moving_least, plan_before
 from .tensor import EACH, OfDegree, Worth, best_degree, parts
 
-Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name
 DEFAULTS: Planning = defaults(Planning)
-GRID_DEFAULTS: Grids = defaults(Grids)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
-STATING = ("split", "replicas", "on", "recompute")
-REPEATED = re.compile(r"\b([0-9]{1,8})\*([1-9][0-9]{0,3})\b")  # 5*14: fourteen stages of five
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Question:
         from ..planner.plan import STATED, make_plan
 
         algorithm, options = (
-            (self.said["algorithm"], _known(self.said)) if self.stated is None else (STATED, self.stated)
+            (self.said["algorithm"], options_of(self.said)) if self.stated is None else (STATED, self.stated)
         )
         return make_plan(problem, algorithm, options, self.settings, self.effort, self.kind, self.said["limit"])
 
@@ -122,7 +114,7 @@ def plan(
         _refuse_with_each(said, question)
     words: Asked = part_of(Asked, said)
     words["zero"] = 0 if isinstance(said["zero"], str) else said["zero"]
-    (given,), deadline = given_profiles(
+    (given,), words, deadline = given_profiles(
         profile, words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
     )
     until, began = deadline.part(2) if best else deadline, time.perf_counter()
@@ -140,7 +132,7 @@ def plan(
     def planned(part: OfDegree, beat_ns: int | None) -> Planned:
         def tell(found: Planned) -> None:
             if on_plan is not None:
-                on_plan(_timed(found, part.assumptions, began))
+                on_plan(timed(found, part.assumptions, began))
 
         def of(problem: Problem, beat_ns: int | None) -> Planned:
             if said["for_"] is None:
@@ -182,7 +174,7 @@ def plan(
     if best:
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
-    return _timed(found, degree.assumptions, began)
+    return timed(found, degree.assumptions, began)
 
 
 def _best_sharing(
@@ -279,15 +271,15 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
     """Return what is asked, with the weights that follow; BadInput for what contradicts."""
     deadline, schedule = deadline_of(said["time_limit"]), said["schedule"]
     algorithm, gap, target = said["algorithm"], said["gap"], said["for_"]
-    stated = _stated(said)
-    _known(said)
+    stated = stated_of(said)
+    options_of(said)
     if gap is not None and algorithm != AUTO:
         raise BadInput("-O gap says when --algorithm auto may stop; leave it out")
     if schedule == BEST and target is not None:
         raise BadInput("--schedule best orders passes for itself; leave out --for")
     exchanging = isinstance(said["zero"], str) or SHARING[said["zero"]].scattered > 0
     if target is not None:
-        _refuse_with_target(target, said, stated is not None)
+        refuse_with_target(target, said, stated is not None)
         said["weights"] = DRAINED
     elif exchanging and said["weights"] is None:
         said["weights"] = DRAINED
@@ -339,170 +331,9 @@ def _searched(question: Question, problem: Problem) -> Planned:
     return with_alternatives(found, ordered, question.settings, asked or not free, lambda x: other.found(x)[0])
 
 
-def grid(
-    profile: Given,
-    *,
-    progress: Callable[[str], None] | None = None,
-    status: Status | None = None,
-    **asked: Unpack[Grids],
-) -> PlanResult:
-    """Return the plan of the stages x equal ``pipelines`` (None: any) that are done first with ``batch`` samples.
-
-    ``microbatches`` are the sizes to choose from, by default those that are profiled: of ``profile`` and of further
-    ``profiles`` of the same network; a model by its name is estimated at each size. ``layer_overhead`` is the part of a
-    layer's pass that doesn't shrink with the microbatch. What is ``asked`` is as in :func:`plan`, but that weights are
-    ``flush``, with an update for each batch, and replicas are the pipelines.
-    """
-    from ..files.profile_rules import check_chain
-    from ..planner.grids.grid_search import make_grid_plan
-    from ..planner.grids.space import grid_problem
-
-    said: Grids = {**GRID_DEFAULTS, **asked}
-    deadline, batch, microbatches = deadline_of(said["time_limit"]), said["batch"], said["microbatches"]
-    if not isinstance(batch, int):
-        raise BadInput("a grid is planned for a batch; say its samples with --batch")
-    words: Asked = part_of(Common, said)
-    words["batch"], words["weights"] = ANY, DRAINED
-    merged = merging(said["granularity"], said["blocks"])
-    status = status or Status()
-    sizes = sorted(set(microbatches)) if microbatches and is_name(profile) else [None]
-    given, deadline = given_profiles(profile, words, sizes, status, deadline, part_of(Parts, said))
-    given += [other for x in said["profiles"] for other in given_profiles(x, words, [None], status, deadline)[0]]
-    began = time.perf_counter()
-
-    def of_part(part: Profile) -> OfDegree:
-        return OfDegree(*problem_of(part, **words, deadline=deadline))
-
-    def planned(part: OfDegree, _: int | None) -> Planned:
-        problem = part.problem
-        own = {name: getattr(problem.chain, name) for name in DEGREES}
-        others = [parts(x, own, problem.chain.selective)[0].chain for x in given[1:]]
-        timed = [merged(on_groups(x, problem.platform.whole or problem.platform)[0]) for x in others]
-        question, more = grid_problem(
-            problem,
-            batch,
-            [problem.chain, *timed],
-            microbatches and [x * part.several for x in microbatches],
-            pipelines=said["pipelines"],
-            fixed_ns=parse_time(said["layer_overhead"], "--layer-overhead"),
-            offload=said["offload"],
-            overlap=said["overlap"],
-            limit=said["limit"],
-        )
-        part.assumptions.extend(more)
-        for size in question.sizes:
-            check_chain(question.profiles.at(size), f"{profile} at microbatches of {size}")
-        return make_grid_plan(question, Settings(progress=progress, status=status), said["effort"] or "normal")
-
-    worth = Worth(
-        "batch_ns",
-        lambda found: int(found.plan.provenance.options["grid"]["batch_ns"]),
-        lambda problem: 0,
-        lambda found: int(found.plan.provenance.options["bound_ns"]),
-        whole=True,
-    )
-    found, degree = best_degree(parts(given[0], said), of_part, planned, worth, deadline, status)
-    return _timed(found, degree.assumptions, began)
-
-
-def estimate(
-    profile: Given,
-    *,
-    progress: Callable[[str], None] | None = None,
-    status: Status | None = None,
-    **asked: Unpack[Grids],
-) -> PlanResult:
-    """Return the fastest :func:`grid` of a model that is named, in mixed precision with Adam where nobody says."""
-    said: Grids = {"optimizer": "adam", "precision": "mixed", "microbatches": (1,), **asked}
-    if said.get("batch") is None:
-        gpus = said.get("gpus") or 1
-        count = prod(gpus if isinstance(gpus, tuple) else gpu_counts(str(gpus)))
-        said["batch"] = MICROBATCHES_PER_DEVICE * count * max(said["microbatches"] or (1,))
-    return grid(profile, progress=progress, status=status, **said)
-
-
 def read_plan(path: str | Path) -> PlanResult:
     """Return the plan in a file, checked; InvalidPlan says all that is wrong with it."""
     from ..check.evaluate import evaluate
 
     loaded = load_plan(str(path))
     return PlanResult(loaded, evaluate(loaded))
-
-
-def given_profiles(
-    profile: Given,
-    asked: Asked,
-    sizes: Sequence[int | None],
-    status: Status,
-    deadline: Deadline,
-    parted: Parts | None = None,
-) -> tuple[list[Profile], Deadline]:
-    """Return the profile that is given, in microbatches of ``sizes``, and the deadline: estimates are no search.
-
-    What is ``asked`` gets the bytes per parameter of an engine that is named.
-    """
-    if is_name(profile):
-        status.phase = "estimate"
-    began = time.monotonic()
-    about = asked.get("gpu"), asked.get("optimizer", "sgd"), asked.get("precision")
-    engine = (parted or {}).get("engine")
-    if engine is not None and not is_name(profile):
-        raise BadInput("--engine: goes with a model's name; the layers of a profile have their times")
-    if engine in TARGETS and asked.get("bytes_per_parameter") is None and not asked.get("offload"):
-        asked["bytes_per_parameter"] = TARGETS[engine].holds.get(about[1:])
-    found = [as_profile(profile, *about, size, **parted or {}) for size in sizes]
-    status.phase = "search"
-    return found, deadline.later(time.monotonic() - began) if is_name(profile) else deadline
-
-
-def _timed(found: Planned, assumptions: Sequence[str], began: float) -> PlanResult:
-    """Return what was found, with the seconds since ``began``."""
-    seconds = round(time.perf_counter() - began, 3)
-    plan = replace(found.plan, provenance=replace(found.plan.provenance, seconds=seconds))
-    return PlanResult(plan, found.evaluation, tuple(assumptions))
-
-
-def _stated(said: Planning) -> dict[str, str] | None:
-    """Return what states a configuration, None where nothing does; BadInput beside what says how to search."""
-    found = {name: said[name] for name in STATING if said[name] is not None}  # type: ignore[literal-required]  # each is a word
-    for name in set(found) & {"split", "replicas"}:
-        found[name] = REPEATED.sub(lambda x: ",".join([x[1]] * int(x[2])), found[name])
-    if not found:
-        return None
-    if "split" not in found:
-        raise BadInput(f"--{next(iter(found))} goes with --split, which says the stages")
-    searching = {"algorithm": said["algorithm"] != AUTO, "effort": bool(said["effort"]), "gap": said["gap"] is not None}
-    for name, there in searching.items():
-        if there:
-            raise BadInput(f"--split searches nothing; leave out {'-O gap' if name == 'gap' else f'--{name}'}")
-    return found
-
-
-def _known(said: Planning) -> dict[str, Any]:
-    """Return the options of the algorithm that are given; BadInput for those that it doesn't have."""
-    algorithm = said["algorithm"]
-    knobs = {} if algorithm == AUTO else ALGORITHMS[algorithm].options
-    for name, value in (said["options"] or {}).items():
-        if name not in knobs:
-            has = f"it has {', '.join(knobs)}" if knobs else "it has none"
-            raise BadInput(f"-O {shown(name)} is not an option of --algorithm {algorithm}; {has}")
-        if value not in knobs[name]:
-            among = ", ".join(str(x).lower() for x in knobs[name])
-            raise BadInput(f"-O {name}: '{shown(str(value))}' is not one of {among}")
-    return dict(said["options"] or {})
-
-
-def _refuse_with_target(target: str, said: Planning, stated: bool) -> None:
-    """Raise BadInput for what contradicts --for."""
-    algorithm, schedule, weights = said["algorithm"], said["schedule"], said["weights"]
-    if algorithm != AUTO or stated:
-        other = "--split" if stated else f"--algorithm {algorithm}"
-        raise BadInput(f"--for has a search of its own; leave out {other}")
-    if schedule is not None and schedule not in TARGETS[target].kinds:
-        raise BadInput(f"--for {target} plans {' or '.join(TARGETS[target].kinds)}, not --schedule {schedule}")
-    if said["vertical_sync"] or said["limit"] is not None:
-        raise BadInput(f"--for {target} drains; leave out {'--vertical-sync' if said['vertical_sync'] else '--limit'}")
-    if said["checkpointing"] not in (None, "none"):
-        raise BadInput(f"--for {target} recomputes as that can; leave out --checkpointing, or say none")
-    if weights not in (None, DRAINED):
-        raise BadInput(f"--for drains the pipelines after every mini-batch, which is --weights flush, not {weights}")

@@ -207,7 +207,7 @@ def grid(profile: str, output: str | None, as_json: bool, **asked: Any) -> None:
 
     Ctrl-C ends the search with the best plan so far.
     """
-    from ..api.planning import grid
+    from ..api.grids import grid
 
     _search(partial(grid, profile, time_limit=asked.pop("deadline"), **asked), output, as_json)
 
@@ -251,7 +251,7 @@ def estimate(
     Every layer is estimated for the GPU, the layers are planned on every grid of stages x pipelines, and the fastest
     grid is shown. Exit code 1: nothing fits.
     """
-    from ..api.planning import estimate
+    from ..api.grids import estimate
 
     bill = Bill.of(samples, tokens, price)
     found = estimate(profile, status=status(), gpus=gpus, **asked)

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from pipeplan.api import planning
+from pipeplan.api import questions
 from pipeplan.api.profiles import profile
 from pipeplan.deadline import Deadline
 from pipeplan.files.profiles import profile_text
@@ -110,9 +110,9 @@ def test_the_time_limit_leaves_out_what_an_estimate_takes(monkeypatch):
         time.sleep(0.1)
         return profile(Net(), torch.randn(1, 4, 8), lambda y, t: y.square().mean(), gpu="a100")
 
-    monkeypatch.setattr(planning, "as_profile", slow)
+    monkeypatch.setattr(questions, "as_profile", slow)
     limit = Deadline.within(1000)
-    _, after = planning.given_profiles("zoo:gpt-tiny", {"gpu": "a100"}, [1], Status(), limit)
+    *_, after = questions.given_profiles("zoo:gpt-tiny", {"gpu": "a100"}, [1], Status(), limit)
     assert after.remaining_s() - limit.remaining_s() > 0.09
-    monkeypatch.setattr(planning, "is_name", lambda given: False)
-    assert planning.given_profiles("file.json", {}, [1], Status(), limit)[1] is limit
+    monkeypatch.setattr(questions, "is_name", lambda given: False)
+    assert questions.given_profiles("file.json", {}, [1], Status(), limit)[-1] is limit
