@@ -277,7 +277,7 @@ def _named(model: str, microbatch: int | None) -> _Source:
 
 
 def _live(model: Any, inputs: Any, loss: Callable[..., Any] | None, microbatch: int | None, gpu: str | None) -> _Source:
-    from ..runtime.profiler.measure import builder_of_live, samples_in
+    from ..runtime.profiler.live import builder_of_live, samples_in
 
     build = builder_of_live(model, inputs, loss, fake=gpu is not None)
     elsewhere = partial(builder_of_live, model, inputs, loss, fake=False)

@@ -277,7 +277,7 @@ def save_pattern(plan: Plan, path: str) -> None:
     """Draw one steady period of a plan, or its one drained mini-batch, links too, into ``path``."""
     window = plan_window(plan)
     figure, (axes,) = make_figure([len(window.rows)])
-    _draw(axes, window.rows, window.start_ns, window.end_ns)
+    draw_bars(axes, window.rows, window.start_ns, window.end_ns)
     save_figure(figure, axes, f"{shown(plan.chain.name)}: {window.title}. {headline(plan)}", path)
 
 
@@ -286,7 +286,7 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     timeline, plan = simulation.timeline, simulation.plan
     rows = [row for row in timeline_rows(timeline) if row.device is not None]
     figure, (axes, memory) = make_figure([len(rows), max(4, len(rows) // 2)])
-    _draw(axes, rows, 0, timeline.makespan_ns)
+    draw_bars(axes, rows, 0, timeline.makespan_ns)
     if len(rows) > MOST_LINES:
         _memory_rows(figure, memory, simulation)
     else:
@@ -301,17 +301,6 @@ def save_timeline(simulation: Simulation, path: str) -> None:
     if (late := mean_delay(simulation.delays)) is not None:
         title += f", gradients late by {late}"
     save_figure(figure, axes, title, path)
-
-
-def save_runs(runs: Sequence[tuple[str, Timeline]], path: str) -> None:
-    """Draw simulated runs, each with a title, below each other on one time axis; what devices do."""
-    drawn = [[row for row in timeline_rows(timeline) if row.device is not None] for _, timeline in runs]
-    figure, charts = make_figure([len(rows) for rows in drawn])
-    end = max(timeline.makespan_ns for _, timeline in runs)
-    for axes, rows, (title, _) in zip(charts, drawn, runs, strict=True):
-        _draw(axes, rows, 0, end)
-        axes.set_title(title, fontsize=9, loc="left", parse_math=False)
-    save_figure(figure, charts[0], runs[0][0], path)
 
 
 def _memory_lines(axes: Any, simulation: Simulation) -> None:
@@ -359,7 +348,8 @@ def make_figure(heights: Sequence[int]) -> tuple[Figure, list[Any]]:
     return figure, list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
 
 
-def _draw(axes: Any, rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> None:
+def draw_bars(axes: Any, rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> None:
+    """Draw bars of ``rows`` on ``axes``, from ``start_ns`` to ``end_ns``."""
     from matplotlib.collections import PolyCollection
 
     count = sum(len(row.bars) for row in rows)

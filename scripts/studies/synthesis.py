@@ -85,12 +85,17 @@ def main() -> None:
 
 def picture(found: Synthesis, known: Timeline, path: str) -> None:
     """Draw a synthesised order above a known one."""
-    from pipeplan.report.gantt import save_runs
+    from pipeplan.report.gantt import draw_bars, make_figure, save_figure, timeline_rows
 
-    spans = longest_span_ns(found.timeline), longest_span_ns(known)
-    save_runs(
-        [(f"synthesised: longest span {spans[0]}", found.timeline), (f"V-Half: longest span {spans[1]}", known)], path
-    )
+    runs = {"synthesised": found.timeline, "V-Half": known}
+    titles = [f"{name}: longest span {longest_span_ns(x)}" for name, x in runs.items()]
+    drawn = [[row for row in timeline_rows(x) if row.device is not None] for x in runs.values()]
+    figure, charts = make_figure([len(rows) for rows in drawn])
+    end = max(found.timeline.makespan_ns, known.makespan_ns)
+    for axes, rows, title in zip(charts, drawn, titles, strict=True):
+        draw_bars(axes, rows, 0, end)
+        axes.set_title(title, fontsize=9, loc="left", parse_math=False)
+    save_figure(figure, charts[0], titles[0], path)
 
 
 if __name__ == "__main__":

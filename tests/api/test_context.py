@@ -12,7 +12,7 @@ from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import collective_ns, with_exchanges
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
-from pipeplan.report.words import tensor_degree
+from pipeplan.report.searched import tensor_degree
 
 SEQUENCE, HIDDEN, HEADS, GROUPS = 4096, 512, 8, 4
 SIZES = f"hidden={HIDDEN},heads={HEADS},vocabulary=1000,sequence={SEQUENCE}"

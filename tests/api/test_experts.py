@@ -13,7 +13,7 @@ from pipeplan.cost.roofline import with_exchanges
 from pipeplan.cost.time_model import collective_ns
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
-from pipeplan.report.words import tensor_degree
+from pipeplan.report.searched import tensor_degree
 
 SEQUENCE, HIDDEN, EXPERTS, CHOSEN, WIDTH = 64, 256, 8, 2, 128
 SIZES = f"blocks=6,hidden={HIDDEN},heads=8,groups=4,expert_width={WIDTH},vocabulary=1000,sequence={SEQUENCE}"

@@ -14,7 +14,7 @@ from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_offloaded
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Layer, Platform
-from pipeplan.report.words import tensor_degree
+from pipeplan.report.searched import tensor_degree
 
 RATE = 10**9  # a byte a ns
 

@@ -12,7 +12,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
-from pipeplan.runtime.training.state.state import TrainingState
+from pipeplan.runtime.training.state.written import TrainingState
 from pipeplan.runtime.training.update.optimizers import parse_choice
 
 MODEL = ModelSpec("cases.runtime:healthy", "cases.runtime:vectors")

@@ -21,7 +21,7 @@ from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.planner.what_if import best_order
 from pipeplan.planner.what_if.best_order import best_orders, ordered, ordered_alike
 from pipeplan.problem import Chain, Device, Layer, Platform, Policy
-from pipeplan.report.words import ordering
+from pipeplan.report.searched import ordering
 from pipeplan.runtime.engine.asked import run_otherwise
 from pipeplan.schedule.kinds import plan_program
 

@@ -27,7 +27,7 @@ from pipeplan.planner.what_if.target import (
     with_price,
 )
 from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem, SharedWeights
-from pipeplan.report.words import restriction
+from pipeplan.report.searched import restriction
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from cases.plans import straight
 
 from pipeplan.check.evaluate import evaluate
 from pipeplan.plan import Alternative
-from pipeplan.report.words import estimated, undecided
+from pipeplan.report.searched import undecided
+from pipeplan.report.words import estimated
 
 
 def test_an_estimated_plan_says_its_range_and_which_others_may_be_faster():

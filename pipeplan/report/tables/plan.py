@@ -22,6 +22,7 @@ from ...schedule.kinds import kind_of, plan_groups
 from ...schedule.pattern import DeviceUse, Group
 from ...units import format_bytes, format_ns
 from ..looks import Name, console, make_table, print_fitted
+from ..searched import moves, ordering, restriction, tensor_degree, undecided
 from ..words import (
     alone_ns,
     assumed,
@@ -35,16 +36,11 @@ from ..words import (
     layer_order,
     machine,
     mean_delay,
-    moves,
-    ordering,
     orders_sentence,
     other_weights,
-    restriction,
     sharing,
     state,
-    tensor_degree,
     throughput,
-    undecided,
     unknown_between,
     updates,
     waited_data,

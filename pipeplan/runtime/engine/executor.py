@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .held_out import HeldOut
 
 check_savable, training_state, write = (
-    Late(f"runtime.training.state.state:{name}") for name in ("check_savable", "training_state", "write")
+    Late(f"runtime.training.state.{name}") for name in ("state:check_savable", "state:training_state", "written:write")
 )
 BEST: Final = "best"  # the folder, among the checkpoints, with that of the best evaluation
 

@@ -25,50 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .operations import DRAWS, aten, is_random, statistics, tensors_among, written_by
 from .structure import hooked_as, substitute
 
 SMALL: Final = 2**18  # bytes of a tensor that is made at once: biases, and all of a small model
 THREADS: Final = "it is built by several threads"
-aten = torch.ops.aten
-DRAWS = {
-    aten.normal_, aten.uniform_, aten.random_, aten.exponential_, aten.cauchy_, aten.geometric_, aten.log_normal_,
-}  # fmt: skip  # whose numbers don't depend on what was there
 
 
 class NotDeferred(Exception):
     """What the program did cannot be done later; it says why."""
-
-
-# --- operations -------------------------------------------------------------------------------------------------------
-
-
-def is_random(func: Any) -> bool:
-    """Whether an operation draws from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the averages that an operation changes of those that it is given, as norms do without telling torch."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return []
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    works = given.get("training") or given.get("use_input_stats")
-    return [x for name in ("running_mean", "running_var") if works and (x := given.get(name)) is not None]
-
-
-def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _tensors_in(given)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _storage_of(x: Tensor) -> int:
@@ -259,11 +224,11 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         kwargs = kwargs or {}
         if not self.puts_off:
             return func(*args, **kwargs)
-        given = _tensors_in((args, kwargs))
+        given = tensors_among((args, kwargs))
         promised = any(map(self.holds, given))
         if promised and statistics(func, args, kwargs):
             raise NotDeferred("it runs a norm in training while it is built")
-        written = _written_by(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         lazily = all(map(self.holds, written))
         if written and not lazily and any(map(self.holds, written)):
             raise NotDeferred(f"{func} changes large tensors and others together")
@@ -321,13 +286,13 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return found
 
     def _filled(self, arguments: Any) -> Any:
-        return pytree.tree_map_only(Tensor, self.values(_tensors_in(arguments)), arguments)
+        return pytree.tree_map_only(Tensor, self.values(tensors_among(arguments)), arguments)
 
     def _is_large(self, x: Any) -> bool:
         return isinstance(x, Tensor) and x.layout == torch.strided and x.untyped_storage().nbytes() > self._small
 
     def _note(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor], found: Any, states: Any = ()) -> None:
-        noted = {id(x): _View.of(x) if self.holds(x) else _Given(x) for x in _tensors_in((args, kwargs))}
+        noted = {id(x): _View.of(x) if self.holds(x) else _Given(x) for x in tensors_among((args, kwargs))}
         arguments = pytree.tree_map_only(Tensor, lambda x: noted[id(x)], (args, kwargs))
         fakes = [(place, x) for place, x in enumerate(pytree.tree_leaves(found)) if isinstance(x, FakeTensor)]
         made = {place: _View.of(x) for place, x in fakes if _storage_of(x) not in self._storages}

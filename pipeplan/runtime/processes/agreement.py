@@ -33,8 +33,9 @@ from ..engine.job import Job, RunOptions
 from ..exchange.collective import this_machine
 from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
-from ..training.state.checkpoint import Checkpoint, Peers, newest, one_run, tidy
-from ..training.state.state import unreadable
+from ..training.state.checkpoint import Checkpoint, Peers, newest, tidy
+from ..training.state.lock import one_run
+from ..training.state.written import unreadable
 from .messages import looks
 
 OWN: Final = {"save", "load", "checkpoint", "timeout_s", "threads", "device"}  # options of each node's own

@@ -23,8 +23,9 @@ from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
 from pipeplan.runtime.training.state import checkpoint
-from pipeplan.runtime.training.state.checkpoint import ABOUT, Peers, newest, one_run, tidy
-from pipeplan.runtime.training.state.state import write
+from pipeplan.runtime.training.state.checkpoint import ABOUT, Peers, newest, tidy
+from pipeplan.runtime.training.state.lock import one_run
+from pipeplan.runtime.training.state.written import write
 
 
 def test_a_second_run_is_refused(folder, plan, tmp_path):

@@ -18,7 +18,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
-from pipeplan.runtime.training.state.state import check_rates, read, write
+from pipeplan.runtime.training.state.written import check_rates, read, write
 from pipeplan.runtime.training.update.stepper import Rates
 
 

@@ -19,7 +19,7 @@ from pipeplan.plan import Stage
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.state.state import _load, _save
+from pipeplan.runtime.training.state.written import _load, _save
 from pipeplan.runtime.training.update.offload import host_rooms
 from pipeplan.runtime.training.update.optimizers import Choice, optimizer_maker, parse_choice, schedule_maker
 from pipeplan.runtime.training.update.stepper import ELEMENTWISE, Stepping, stepper_kind

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from traceback import walk_tb
 from types import CodeType
@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from ....errors import BadInput
 from ..network import buffers_kept
 from ..structure import (
-    PLAIN,
     closed_leaf,
     contains,
     leaves_in,
@@ -37,6 +36,7 @@ from ..structure import (
     tensors_of,
 )
 from .adapted import as_operation, assigned_in_place
+from .noted import Noted
 from .regions import CALL, HOOK, PART, Region, code_of, forward_of
 
 MOST = 0.8  # share of the weights from which a module is most of its model
@@ -57,7 +57,7 @@ class EagerCalls:
         self._inside = dict.fromkeys(model.modules())
         self._kinds: set[Any] = set()
         self._regions: dict[Any, list[Region]] = {}
-        self._noted: list[_Noted] = []
+        self._noted: list[Noted] = []
         self._at = 0
         self._state = ""  # "noting" what plain calls give, "within" one of them, or "" for a trace
         self._stack: list[nn.Module] = []
@@ -281,7 +281,7 @@ class EagerCalls:
             passed = [*given, *(own[i] for i in chosen)]
             others = [i for i, x in enumerate(passed) if x._version != versions.get(id(x), x._version)]
             changed = {i: passed[i].requires_grad for i in others}
-            self._noted.append(_Noted(name, output, passed, changed, chosen, alone))
+            self._noted.append(Noted(name, output, passed, changed, chosen, alone))
             return output
         noted = self._noted[self._at]
         self._at += 1
@@ -311,68 +311,6 @@ class EagerCalls:
         others = [part for part in self._inside if part not in inside]
         owner = {id(x): part for part in others for x in part._parameters.values() if x is not None}
         yield from dict.fromkeys(owner[id(x)] for x in leaves if id(x) in owner)
-
-
-class _Noted:
-    """What a call gave: its tensors, its other values, what makes its result of these, and what it ``changed`` in
-    place, with whether gradients come to that then; of its modules' own tensors those ``chosen``, and of those
-    ``alone``, are the last ``given``."""
-
-    def __init__(
-        self,
-        name: str,
-        output: Any,
-        given: Sequence[Tensor],
-        changed: Mapping[int, bool],
-        chosen: Sequence[int],
-        alone: Sequence[nn.Module],
-    ) -> None:
-        self.name, self.changed, self.chosen, self.alone = name, changed, chosen, alone
-        self._others, self._restored = _plain(output), refilling(output)
-        place = {x.untyped_storage()._cdata: i for i, x in reversed(list(enumerate(given)))}
-        self._made = [
-            (x.size(), x.stride(), x.dtype, x.requires_grad, place.get(x.untyped_storage()._cdata), x.storage_offset())
-            for x in tensors_in(output)
-        ]
-
-    def alike(self, given: Sequence[Tensor]) -> Any:
-        """Return the result for tensors without values."""
-        for i, trains in self.changed.items():
-            torch.autograd.graph.increment_version(given[i])
-            if trains and torch.is_grad_enabled() and not given[i].requires_grad:
-                given[i].requires_grad_()
-        made = []
-        for size, stride, dtype, trains, place, offset in self._made:
-            if place is not None and given[place].dtype == dtype:
-                made.append(given[place].as_strided(size, stride, offset))
-                continue
-            made.append(given[0].new_empty_strided(size, stride, dtype=dtype))
-            if trains and torch.is_grad_enabled():
-                made[-1].requires_grad_()
-        return self._restored(made)
-
-    def checked(self, output: Any) -> Any:
-        """Return ``output``; BadInput where it has other shapes or other values that aren't tensors."""
-        sizes = [x.size() for x in tensors_in(output)]
-        expected = [size for size, *_ in self._made]
-        if sizes != expected:
-            raise BadInput(
-                f"{self.name} gave tensors of shapes {_shapes(sizes)}, and of {_shapes(expected)} for the example; put "
-                "what depends on values and all that reads it into one module whose results always have one shape"
-            )
-        if _plain(output) != self._others:
-            raise BadInput(
-                f"{self.name} gave {_plain(output)}, and {self._others} for the example; let it return tensors"
-            )
-        return output
-
-
-def _shapes(sizes: Sequence[torch.Size]) -> str:
-    return " and ".join(str(tuple(size)) for size in sizes)
-
-
-def _plain(value: Any) -> list[Any]:
-    return [x for x in leaves_in(value) if isinstance(x, PLAIN)]
 
 
 @contextmanager

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....errors import BadInput
-from ..deferred import is_random
 from ..network import kind_of
+from ..operations import is_random
 from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places_in, refilling, tensors_in
 from ..user_code import defined_at, in_words, line_of, place_of, user_code
 from .adapted import (

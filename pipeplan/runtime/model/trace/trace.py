@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -18,17 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ....errors import BadInput
 from ...device import CPU
 from ..autocast import Autocast, autocasting
-from ..deferred import is_random, statistics
-from ..network import LayerCode, Network, TensorSpec, buffers_kept, unchanged
+from ..network import LayerCode, Network, TensorSpec, unchanged
 from .adapted import SPACE, function_of
 from .exported import ROOT, Exported, exported, line_of_node, refuse_changed
+from .facts import Facts
 
 TRACED_ON = {"cpu", "cuda"}
 
@@ -53,7 +51,7 @@ def trace_module(
         found = exported(module, example_input, loss_alone, training)
     graph = found.graph
     with autocasting(autocast, CPU):
-        facts = _Facts.of(graph, found.arguments)
+        facts = Facts.of(graph, found.arguments)
     _refuse_changed_weights(getattr(found.root, ROOT), graph, facts, training)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
@@ -63,7 +61,7 @@ def trace_module(
     return replace(network, structure=found.restored, notes=found.notes)
 
 
-def _refuse_changed_weights(module: nn.Module, graph: fx.GraphModule, facts: _Facts, training: bool) -> None:
+def _refuse_changed_weights(module: nn.Module, graph: fx.GraphModule, facts: Facts, training: bool) -> None:
     for node, changed in facts.written.items():
         for base in (facts.storage.get(n, n) for n in changed):
             if base.op == "get_attr" and isinstance(attrgetter(str(base.target))(graph), nn.Parameter):
@@ -90,176 +88,6 @@ def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
             part.recompile()
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What is known about each node: its tensors, and which node's value it is or is a view of.
-
-    ``same`` maps a node that shows a whole value in another shape to the node of that value; ``storage`` maps each
-    tensor node to the first node of its storage. ``free`` nodes are constants, parameters and whole views: each layer
-    makes them for itself. ``written`` has the arguments that a node changes in place, and ``state`` are the buffers,
-    each the first node of its storage, that some node changes. Gradients come to the ``trained``.
-    """
-
-    tensors: dict[fx.Node, Tensor]
-    same: dict[fx.Node, fx.Node]
-    storage: dict[fx.Node, fx.Node]
-    free: frozenset[fx.Node]
-    order: dict[fx.Node, int]
-    written: dict[fx.Node, list[fx.Node]]
-    state: frozenset[fx.Node]
-    trained: frozenset[fx.Node]
-
-    @staticmethod
-    def of(graph: fx.GraphModule, arguments: Sequence[Tensor]) -> _Facts:
-        """Run ``graph`` on fake tensors and look at what shares memory with what, and what changes."""
-        results, written = _results(graph, arguments)
-        tensors = {n: x for n, x in results.items() if isinstance(x, Tensor)}
-        first: dict[int, fx.Node] = {}
-        storage = {n: first.setdefault(x.untyped_storage()._cdata, n) for n, x in tensors.items()}
-        changed = {storage[n] for nodes in written.values() for n in nodes if n in storage}
-        state = frozenset(n for n in changed if n.op == "get_attr")
-        same: dict[fx.Node, fx.Node] = {}
-        free: set[fx.Node] = set()
-        constant = _constants(graph, written, {n for n, base in storage.items() if base in changed})
-        leaving = set(graph.graph.output_node().all_input_nodes)  # they keep their shapes
-        for node in graph.graph.nodes:
-            if node in constant:
-                free.add(node)
-            made = results.get(node)
-            if isinstance(made, list | tuple) and node.op == "call_function":
-                source = _viewed_list(node, made, tensors)
-                if source is not None:
-                    free.add(node)  # chunk, split, unbind: the getitem of each part is what makes it
-                    storage[node] = storage[source]
-            viewing = node not in free and node not in written and node not in leaving
-            if viewing and node.op == "call_function" and node in tensors:
-                for source in node.all_input_nodes:
-                    if source in tensors and _shows_all(tensors[node], tensors[source]) and source not in constant:
-                        same[node] = same.get(source, source)
-                        free.add(node)
-                        break
-        order = {node: i for i, node in enumerate(graph.graph.nodes)}
-        outputs = [results[n] for n in graph.graph.output_node().all_input_nodes]
-        return _Facts(
-            tensors, same, storage, frozenset(free), order, written, state, _trained(graph, results, written, outputs)
-        )
-
-    def value(self, node: fx.Node) -> fx.Node:
-        """Return the node whose value ``node`` shows."""
-        return self.same.get(node, node)
-
-
-def _results(
-    graph: fx.GraphModule, arguments: Sequence[Tensor]
-) -> tuple[dict[fx.Node, Any], dict[fx.Node, list[fx.Node]]]:
-    """Return what each node gives on fake tensors, and which of its arguments nodes change in place."""
-    results: dict[fx.Node, Any] = {}
-    written: dict[fx.Node, list[fx.Node]] = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            read = [(x, results[x]) for x in n.all_input_nodes if isinstance(results.get(x), Tensor)]
-            versions = [x._version for _, x in read]
-            results[n] = super().run_node(n)
-            changed = [source for (source, x), version in zip(read, versions, strict=True) if x._version != version]
-            changed += [
-                x for x in statistics(n.target, n.args, n.kwargs) if isinstance(x, fx.Node) and x not in changed
-            ]
-            if changed:
-                written[n] = changed
-            return results[n]
-
-    fake = any(isinstance(x, FakeTensor) for x in (*arguments, *graph.parameters()))
-    mode = nullcontext() if fake else FakeTensorMode(allow_non_fake_inputs=True)
-    with buffers_kept([graph]), mode as entered, torch.enable_grad():  # small whole numbers are counted on, fake or not
-        flat = [x if entered is None else entered.from_tensor(x) for x in arguments]
-        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        known = iter(flat)
-        values = [next(known) if isinstance(n.meta.get("val"), Tensor) else n.meta.get("val") for n in placeholders]
-        recorder = Recorder(graph)
-        recorder.run(*values, enable_io_processing=False)
-    return results, written
-
-
-def _trained(
-    graph: fx.GraphModule,
-    results: Mapping[fx.Node, Any],
-    written: Mapping[fx.Node, Sequence[fx.Node]],
-    outputs: Sequence[Any],
-) -> frozenset[fx.Node]:
-    """Return the nodes whose tensors gradients come to from ``outputs``, by autograd's own graph.
-
-    What runs as it is written had no values to run on, so its outputs begin graphs of their own here; gradients go on
-    to all that goes in.
-    """
-    pending = _steps(outputs)
-    seen: set[Any] = set()
-    for opaque in (None, *(n for n in reversed(graph.graph.nodes) if getattr(n.target, "namespace", "") == SPACE)):
-        made = () if opaque is None else (results[opaque], *(results[n] for n in written.get(opaque, ())))
-        if seen.intersection(_steps(pytree.tree_leaves(made))):
-            pending = _steps(pytree.tree_leaves([results[n] for n in opaque.all_input_nodes]))
-        while pending:
-            step = pending.pop()
-            if step not in seen:
-                seen.add(step)
-                pending += [before for before, _ in step.next_functions if before is not None]
-    return frozenset(n for n, x in results.items() if isinstance(x, Tensor) and seen.intersection(_steps([x])))
-
-
-def _steps(values: Sequence[Any]) -> list[Any]:
-    """Return where gradients of tensors among ``values`` go in autograd's graph."""
-    return [get_gradient_edge(x).node for x in values if isinstance(x, Tensor) and x.requires_grad]
-
-
-def _constants(
-    graph: fx.GraphModule, written: Mapping[fx.Node, Sequence[fx.Node]], changing: set[fx.Node]
-) -> set[fx.Node]:
-    """Return the nodes that neither the inputs nor anything trained nor chance nor time decides, and the attributes.
-
-    What shares memory with what any node writes is ``changing``, and none of them.
-    """
-    constant: set[fx.Node] = set()
-    trained: set[fx.Node] = set()
-    for node in graph.graph.nodes:
-        if node.op == "get_attr":
-            constant.add(node)
-            if isinstance(attrgetter(str(node.target))(graph), nn.Parameter):
-                trained.add(node)
-        elif node.op == "call_function" and not _draws(node) and node not in written and node not in changing:
-            sources = node.all_input_nodes
-            known = all(n in constant and n not in changing for n in sources)
-            if known and (_is_view(node) or not trained.intersection(sources)):
-                constant.add(node)
-                if trained.intersection(sources):
-                    trained.add(node)
-    return constant
-
-
-def _draws(node: fx.Node) -> bool:
-    operation = node.target
-    return isinstance(operation, torch._ops.OpOverload) and (operation.namespace == SPACE or is_random(operation))
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is operator.getitem
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def _viewed_list(node: fx.Node, made: Iterable[Any], tensors: dict[fx.Node, Tensor]) -> fx.Node | None:
-    """Return the tensor that all parts ``made`` by ``node`` are views of, if there is one."""
-    keys = {x.untyped_storage()._cdata for x in made if isinstance(x, Tensor)}
-    for source in node.all_input_nodes:
-        if source in tensors and keys == {tensors[source].untyped_storage()._cdata}:
-            return source
-    return None
-
-
-def _shows_all(view: Tensor, value: Tensor) -> bool:
-    return view.untyped_storage()._cdata == value.untyped_storage()._cdata and view.numel() >= value.numel()
-
-
 @dataclass
 class _Group:
     """Consecutive operations that become one layer."""
@@ -269,7 +97,7 @@ class _Group:
     nodes: list[fx.Node]
 
 
-def _groups(graph: fx.GraphModule, root: nn.Module, facts: _Facts) -> list[_Group]:
+def _groups(graph: fx.GraphModule, root: nn.Module, facts: Facts) -> list[_Group]:
     """Return the operations in order, those of one call of a module without children together."""
     named = [(_path(name), part) for name, part in root.named_modules()]
     leaves = {name for name, part in named if name and next(part.children(), None) is None}
@@ -341,7 +169,7 @@ def _operation(node: fx.Node) -> str:
     return function_of(name) if target.namespace == SPACE else name.strip("_")
 
 
-def _merged_in_place(facts: _Facts, groups: list[_Group]) -> list[_Group]:
+def _merged_in_place(facts: Facts, groups: list[_Group]) -> list[_Group]:
     """Merge the groups from the maker of a tensor to each operation that changes it in place.
 
     Of a buffer that changes, from the first to the last operation that has to do with it.
@@ -381,7 +209,7 @@ def _joined(one: str, other: str) -> str:
     return f"{one.split('..')[0]}..{other}"
 
 
-def _network(found: Exported, facts: _Facts, groups: list[_Group], inputs: dict[fx.Node, int]) -> Network:
+def _network(found: Exported, facts: Facts, groups: list[_Group], inputs: dict[fx.Node, int]) -> Network:
     """Return the layers of ``groups`` with the numbers of what they read and make."""
     graph, arguments, numbers = found.graph, found.arguments, dict(inputs)
     parameters = dict(found.root.named_parameters(remove_duplicate=False))
@@ -432,7 +260,7 @@ def _network(found: Exported, facts: _Facts, groups: list[_Group], inputs: dict[
     return Network(tuple(layers), tensors, outputs, list, chain=False, shapes=shapes, trained=trained)
 
 
-def _needed(facts: _Facts, group: _Group, index: int, home: dict[fx.Node, int]) -> Iterator[fx.Node]:
+def _needed(facts: Facts, group: _Group, index: int, home: dict[fx.Node, int]) -> Iterator[fx.Node]:
     """Yield the values made elsewhere that ``group`` reads, through what it makes for itself."""
     pending = [n for node in group.nodes for n in node.all_input_nodes]
     seen: set[fx.Node] = set()
@@ -467,7 +295,7 @@ def _called(code: nn.Module, *values: Tensor) -> Sequence[Tensor]:
 
 
 def _layer_graph(
-    graph: fx.GraphModule, facts: _Facts, group: _Group, reads: list[fx.Node], makes: list[fx.Node]
+    graph: fx.GraphModule, facts: Facts, group: _Group, reads: list[fx.Node], makes: list[fx.Node]
 ) -> fx.GraphModule:
     """Return the operations of ``group``, and what they need made again, as a module of its own."""
     part = fx.Graph()

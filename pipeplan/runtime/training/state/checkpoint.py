@@ -1,27 +1,24 @@
-"""Which checkpoints does a folder have, which of them are good, and who may write to it?
+"""Which checkpoints does a folder have, and which of them are good?
 
 One folder for each, ``step-00000040``, which appears under its name only when everything is in it: a file of every
 rank's, and ``run.json`` with the size and the checksum of each, and of itself. What is not as it was written is damaged
 and passed over; nothing of it is used. Whatever is in such a folder, nothing outside of it is read, and no file is run.
 
 Names that begin with a dot are of something under way: ``.partial`` is being written, ``.removed`` is going, and
-``.replaced`` makes room for another checkpoint of as many updates. One run at a time writes, as long as a process of it
-lives: the lock is the kernel's, on a file in the folder, so a run that is killed leaves none behind.
+``.replaced`` makes room for another checkpoint of as many updates. One run at a time writes: it has the :mod:`.lock`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -359,56 +356,3 @@ def _flush(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-# --- the lock ---------------------------------------------------------------------------------------------------------
-
-
-LOCK: Final = ".lock"
-
-
-@contextmanager
-def one_run(folder: Path) -> Iterator[None]:
-    """Make ``folder``, and let no other run write to it meanwhile; BadInput when that fails, or one does.
-
-    On a file system without locks nothing is kept out.
-    """
-    path = folder / LOCK
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
-    try:
-        handle = _locked(path)
-    except OSError as error:
-        raise BadInput(f"checkpoint: {folder} cannot be written to: {error.strerror}") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()  # while it is locked: whoever opened it before sees that it has gone
-        os.close(handle)
-
-
-def _locked(path: Path) -> int:
-    """Return the handle of the file ``path`` with its lock; BadInput when another process has it."""
-    while True:
-        here = False  # whether the open file still has this name
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = re.match(rb"process \d{1,9} on [\w.-]{1,64}\n", os.pread(handle, 100, 0))
-            os.close(handle)
-            who = f", {owner[0].decode().strip()}," if owner else ""
-            raise BadInput(f"checkpoint: another run{who} writes to {path.parent}") from None
-        except OSError:  # no locks here
-            return handle
-        with suppress(OSError):
-            here = os.path.samestat(os.fstat(handle), os.lstat(path))
-        if here:
-            with suppress(OSError):  # who has it is no more than a help
-                os.truncate(handle, 0)
-                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            return handle
-        os.close(handle)  # its owner has just removed it

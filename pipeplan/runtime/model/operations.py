@@ -1,0 +1,45 @@
+"""What does an operation of torch draw, write and put out beside its result?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+DRAWS = {
+    aten.normal_, aten.uniform_, aten.random_, aten.exponential_, aten.cauchy_, aten.geometric_, aten.log_normal_,
+}  # fmt: skip  # whose numbers don't depend on what was there
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the averages that an operation changes of those that it is given, as norms do without telling torch."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return []
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    works = given.get("training") or given.get("use_input_stats")
+    return [x for name in ("running_mean", "running_var") if works and (x := given.get(name)) is not None]
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tensors_among(given)
+
+
+def tensors_among(value: Any) -> list[Tensor]:
+    """Return the tensors in an operation's arguments."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
