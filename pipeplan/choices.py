@@ -36,6 +36,7 @@ PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what
 BEST: Final = "best"  # of all orders that are found, instead of a schedule's
 AlgorithmName = Literal["contiguous", "madpipe", "madpipe-paper", "pipedream", "piper", "balance", "data-parallel"]
 TargetName = Literal["megatron", "torchtitan", "deepspeed", "torch"]
+FORMS = "megatron", "megatron-bridge", "torchtitan", "deepspeed", "torch-split", "torch-csv"  # of plans for them
 Precision = Literal["fp32", "mixed", "autocast"]
 Zero = Literal[0, 1, 2, 3]
 DelayCorrection = Literal["none", "sc", "predict", "both"]  # spike compensation, weight prediction

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..choices import FORMS
 from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
 from ..names import SENTENCE, shown
@@ -16,8 +17,6 @@ from .showing import GroupedCommand, status
 
 if TYPE_CHECKING:
     from ..schedule.deadlock import Semantics
-
-WRITERS = ["megatron", "megatron-bridge", "torchtitan", "deepspeed", "torch-split", "torch-csv"]
 
 # --- check ------------------------------------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ EXPORT = r"""
     ),
 )
 @PLAN
-@click.option("--to", "name", required=True, type=click.Choice(WRITERS), help="The runtime, and the form.")
+@click.option("--to", "name", required=True, type=click.Choice(FORMS), help="The runtime, and the form.")
 @options(EXPORT, schedule=SCHEDULE, rename={"multiple": True})
 @JSON
 def export(plan: str, name: str, output: str, as_json: bool, **asked: Any) -> None:

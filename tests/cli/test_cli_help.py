@@ -21,6 +21,7 @@ from pipeplan import choices
 from pipeplan.check.targets import TARGETS
 from pipeplan.cli import COMMANDS, group
 from pipeplan.cli.showing import FIRST, GROUPS, OURS, OWN, GroupedCommand
+from pipeplan.files.frameworks import WRITERS
 from pipeplan.partition import ALGORITHMS
 from pipeplan.schedule.kinds import KINDS
 
@@ -127,6 +128,7 @@ def test_choices_are_what_has_a_row() -> None:
     assert get_args(choices.ScheduleKind) == tuple(KINDS)
     assert get_args(choices.AlgorithmName) == tuple(ALGORITHMS)
     assert get_args(choices.TargetName) == tuple(TARGETS)
+    assert tuple(WRITERS) == choices.FORMS
 
 
 def test_help_has_headings_defaults_and_what_is_required(pipeplan: Command) -> None:
