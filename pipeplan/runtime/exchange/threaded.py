@@ -128,10 +128,13 @@ class ThreadedTransport(Transport):
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
         for wire, queue in self._outgoing.items():
-            self._wait(lambda wire=wire: not self._unsent[wire], lambda wire=wire: f"what goes to rank {wire[1]}")
+            self._wait_until_sent(wire)
             queue.put(None)
 
     # --- the rank itself, waiting ---
+
+    def _wait_until_sent(self, wire: Wire) -> None:
+        self._wait(lambda: not self._unsent[wire], lambda: f"what goes to rank {wire[1]}")
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         with self._changed:
