@@ -4,6 +4,7 @@ from fractions import Fraction
 import pytest
 
 from pipeplan.errors import BadInput
+from pipeplan.names import format_devices
 from pipeplan.units import (
     BANDWIDTHS,
     LARGEST,
@@ -14,7 +15,6 @@ from pipeplan.units import (
     exact_time,
     format_bandwidth,
     format_bytes,
-    format_devices,
     format_ns,
     ms_to_ns,
     parse_bandwidth,

@@ -17,7 +17,7 @@ from pipeplan.runtime.model.contract import sample_of
 from pipeplan.runtime.model.network import loss_layer
 from pipeplan.runtime.model.pieces import pieces_of
 from pipeplan.runtime.model.structure import tensors_in
-from pipeplan.runtime.model.trace import eager_calls, exported, trace
+from pipeplan.runtime.model.trace import eager_calls, exported, facts
 from pipeplan.runtime.model.trace.compared import Author, apart, compare
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.model.trace.traced import traced_model, with_state_of
@@ -221,8 +221,8 @@ def test_constants_that_are_written_through_a_view(monkeypatch):
             return self.last(made)
 
     checked(Written())
-    constants = trace._constants
-    monkeypatch.setattr(trace, "_constants", lambda graph, written, changing: constants(graph, written, set()))
+    constants = facts._constants
+    monkeypatch.setattr(facts, "_constants", lambda graph, written, changing: constants(graph, written, set()))
     with pytest.raises(BadInput, match="Written would train differently from its own code"):
         checked(Written())
 

@@ -22,7 +22,7 @@ from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
-from pipeplan.runtime.training.state import checkpoint
+from pipeplan.runtime.training.state import lock
 from pipeplan.runtime.training.state.checkpoint import ABOUT, Peers, newest, tidy
 from pipeplan.runtime.training.state.lock import one_run
 from pipeplan.runtime.training.state.written import write
@@ -41,7 +41,7 @@ def test_a_second_run_is_refused(folder, plan, tmp_path):
 
 def test_a_killed_run_leaves_no_lock_behind(folder):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.state.checkpoint import one_run\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.state.lock import one_run\n"
         "with one_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(10**6)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
@@ -49,10 +49,10 @@ def test_a_killed_run_leaves_no_lock_behind(folder):
         with pytest.raises(BadInput, match=f"another run, process {process.pid} on"), one_run(folder):
             pass
         process.kill()
-    assert (folder / checkpoint.LOCK).exists()
+    assert (folder / lock.LOCK).exists()
     with one_run(folder):
         pass
-    assert not (folder / checkpoint.LOCK).exists()
+    assert not (folder / lock.LOCK).exists()
 
 
 def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
@@ -80,7 +80,7 @@ def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
 
 
 def test_a_lock_that_is_something_else_is_bad_input(tmp_path):
-    (tmp_path / checkpoint.LOCK).symlink_to(tmp_path / "target")
+    (tmp_path / lock.LOCK).symlink_to(tmp_path / "target")
     with pytest.raises(BadInput, match=rf"{tmp_path} cannot be written to: "), one_run(tmp_path):
         pass
     assert not (tmp_path / "target").exists()
@@ -90,7 +90,7 @@ def test_file_systems_without_locks_serve_too(tmp_path, monkeypatch):
     def refuse(handle, operation):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(checkpoint.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
     with one_run(tmp_path), one_run(tmp_path):
         pass
 
