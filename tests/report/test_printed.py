@@ -83,6 +83,9 @@ def files(folder: Path) -> None:
     for name, words in MADE.items():
         done = called([*words.split(), "-o", name], folder)
         assert (done.code, done.raised) == (0, None), (name, done)
+    solved = json.loads((folder / "zb.json").read_text())
+    solved["provenance"] |= {"solver": "cbc", "solver_status": "optimal"}
+    (folder / "zb.json").write_text(json.dumps(solved))
     broken = json.loads((folder / "plan.json").read_text())
     broken["stages"][0]["stop"], broken["gap"] = 2, 7
     (folder / "broken.json").write_text(json.dumps(broken))
@@ -148,6 +151,26 @@ def runs() -> dict[str, str]:
             print_report(*words)
         texts[name] = told.getvalue()
     return {name: "\n".join(x.rstrip() for x in text.splitlines()) + "\n" for name, text in texts.items()}
+
+
+def test_progress_is_told_of_the_first_and_the_last_update_and_each_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("torch")
+    from cases.plans import straight
+
+    from pipeplan.report.tables.run import progress_printer
+    from pipeplan.runtime.measure.progress import StepProgress
+
+    tell = progress_printer(straight(), False, True)
+    for step in range(1, 5):
+        tell(StepProgress(step, 4, 1 / step, 10**6, 8.0, None if step < 4 else 2.0))
+    tell(StepProgress(4, 4, 0.25, None, None, None, evaluation={"loss": 0.5, "accuracy": 0.75}, best=True))
+    assert capsys.readouterr().err.splitlines() == [
+        "update 1 of 4: loss 1.0000, 1.000 ms per microbatch",
+        "update 4 of 4: loss 0.2500, gradient norm 2, 1.000 ms per microbatch",
+        "update 4 of 4: on held-out data loss 0.5000, accuracy 0.7500, the best so far",
+    ]
 
 
 RUNS = ("run", "run-full", "run-json", "run-evaluate")
