@@ -31,8 +31,9 @@ def weights_of(chain: Chain, start: IntLike, stop: IntLike, borrowed: Sequence[i
 
 
 def own_of(chain: Chain, start: IntLike, stop: IntLike, borrowed: Sequence[int] = ()) -> Pair:
-    """Return the same of the weights whose state a rank keeps where replicas share it: a group whose ranks have weights
-    in common shares their state among them, too."""
+    """Return the same of the weights whose gradients a rank sums with its replicas', and whose state it keeps where
+    these share it: of those that ranks of a group have in common each has a part, once the group has summed them. So
+    experts, of which a rank's replicas alone have the same, are summed and shared over fewer ranks than all else."""
     sums = chain.sums
     return _counted_once(
         chain, start, stop, (sums.own_bytes, sums.own_parameters), [x.own for x in sums.shared], borrowed
@@ -64,12 +65,6 @@ def gradient_of(chain: Chain, policy: Policy, start: IntLike, stop: IntLike) -> 
 def gradient_bytes(policy: Policy, weight_bytes: IntLike, parameters: IntLike) -> IntLike:
     """Bytes of one gradient: what replicas exchange and what every policy accumulates into."""
     return 2 * parameters if policy.precision == "mixed" else weight_bytes
-
-
-def summed_bytes(policy: Policy, whole: Pair, own: Pair) -> IntLike:
-    """Return the bytes of a gradient that replicas sum: where each has all of the state what is left when their own
-    ranks have summed what these have in common, and each has its share of that."""
-    return gradient_bytes(policy, *(whole if policy.zero else own))
 
 
 def shared_gradient(policy: Policy, shared: SharedWeights) -> int:

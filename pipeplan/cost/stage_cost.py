@@ -95,7 +95,7 @@ def stage_cost(
     own = memory_model.own_of(chain, start, stop, borrowed)
     elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
     path = platform.paths[platform.level_of(stage.devices)]
-    gradient = memory_model.summed_bytes(policy, (weight_bytes, parameters), own)
+    gradient = memory_model.gradient_bytes(policy, *own)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
     step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.steps_apart else 0

@@ -83,7 +83,7 @@ class StageTables:
     @cached_property
     def gradients(self) -> Ints:
         """Bytes that replicas exchange."""
-        return np.asarray(memory_model.summed_bytes(self.problem.policy, self.weights, self.own))
+        return np.asarray(memory_model.gradient_bytes(self.problem.policy, *self.own))
 
     @cached_property
     def kept(self) -> Ints:
@@ -142,7 +142,8 @@ class StageTables:
         """Return forwards and backwards with what replicas exchange in them, over links of a bandwidth and latency."""
         if not self.problem.policy.sharing.scattered:
             return forward, backward
-        gradients = np.maximum(self.gradients, 0).astype(object)
+        whole = memory_model.gradient_bytes(self.problem.policy, *self.weights)
+        gradients = np.maximum(whole, 0).astype(object)
         found = time_model.exchanged_ns(self.problem.policy, gradients, replicas, *path)
         least, back, behind = (np.asarray(x).astype(np.int64) for x in found)
         return np.maximum(forward, least), np.maximum(backward, back) + behind

@@ -10,7 +10,7 @@ import pipeplan as pp
 from pipeplan.api.tensor import parts
 from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_exchanges
-from pipeplan.cost.time_model import collective_ns
+from pipeplan.cost.time_model import collective_ns, ring_all_reduce_ns
 from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.report.searched import tensor_degree
@@ -128,10 +128,12 @@ def test_replicas_share_the_state_of_experts_among_fewer():
     layer = Layer("l", 1000, 1000, 2 * 1200, 0, 0, parameters=1200, own_parameters=800 + 400 // 4)
     chain = Chain("c", (layer,), 0, dtype="bfloat16", microbatch=4, experts=4)
     words = {"mem": "1MB", "batch": 32, "optimizer": "adam", "precision": "mixed", "weights": "flush", "zero": 1}
-    words |= {"algorithm": "data-parallel", "network": "1TB/s", "reserve": None}
+    words |= {"algorithm": "data-parallel", "network": "1GB/s", "reserve": None}
     for servers, replicas in ((1, 1), (2, 2)):
-        peak = pp.plan(chain, gpus=(servers, 4), **words).evaluation.devices[0].weights_bytes
-        assert peak == 4 * 1200 + 16 * 900 // replicas
+        found = pp.plan(chain, gpus=(servers, 4), **words).evaluation
+        assert found.devices[0].weights_bytes == 4 * 1200 + 16 * 900 // replicas
+        summed = ring_all_reduce_ns(2 * 900, replicas, 10**9)  # what the four have summed of theirs
+        assert found.graph.stages[0].update_ns == pytest.approx(summed, abs=replicas * 32)
 
 
 def test_plans_say_the_ranks_of_experts_and_are_written_for_frameworks(profiled, tmp_path, pipeplan):

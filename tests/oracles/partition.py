@@ -268,8 +268,7 @@ class ContiguousJudge:
         for known in chain.shared or ():
             if all(i <= holder < j for holder in known.layers):
                 weights, parameters = weights - known.weight_bytes, parameters - known.parameter_count
-        summed = (weights, parameters) if policy.zero else kept_in_group(chain, i, j)
-        gradient = memory_model.gradient_bytes(policy, *summed)
+        gradient = memory_model.gradient_bytes(policy, *kept_in_group(chain, i, j))
         path = platform.paths[platform.level_of(stage.devices)]
         return (
             work,

@@ -86,11 +86,11 @@ class Blocks:
         facts = self.facts
         return {
             part: [
-                facts.sync_of(spread, memory_model.summed_bytes(facts.problem.policy, (a, b), (c, d)))
+                facts.sync_of(spread, memory_model.gradient_bytes(facts.problem.policy, c, d))
                 for spread in facts.spreads
             ]
             for part in self._parts
-            for a, b, c, d in [self._weights(part)]
+            for _, _, c, d in [self._weights(part)]
         }
 
     @cached_property

@@ -223,7 +223,7 @@ class Facts:
     @cached_property
     def sync_ns(self) -> Floats:
         """Least period (ns) at which the all-reduces of a run keep up, tables by :attr:`spreads`."""
-        gradient = memory_model.summed_bytes(self.problem.policy, self._weights[:2], self._weights[2:])
+        gradient = memory_model.gradient_bytes(self.problem.policy, *self._weights[2:])
         return np.stack([self.sync_of(spread, gradient) for spread in self.spreads])
 
     def sync_of(self, spread: Spread, gradient: Ints) -> Floats:

@@ -144,8 +144,8 @@ class Block(nn.Module):
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the sum over all heads (batch, sequence, heads, width) of what these attend to, laid out likewise."""
-        heads = (x.transpose(1, 2) for x in (query, key, value))
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.group.added(attended.transpose(1, 2).flatten(2), self.project)
 
     def fed(self, x: Tensor) -> Tensor:
