@@ -45,7 +45,7 @@ def in_flight_limit(
         low = np.where(whole > 0, 1 + np.maximum(0, memory - first) // np.maximum(whole, 1) * interval, UNLIMITED)
         low = np.where(first > memory, 0, np.minimum(UNLIMITED, low))
         return _most(linear, memory, low, np.minimum(UNLIMITED, low + interval - 1))
-    more = held(2) - first
+    more = np.asarray(held(2) - first if memory_model.versions_grow(policy) else kept)
     room = memory - first
     limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
     return np.where(room < 0, 0, np.minimum(limit, UNLIMITED)).astype(np.int64)
