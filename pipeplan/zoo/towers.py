@@ -137,7 +137,7 @@ def likeness_loss(output: Tensor, target: Tensor) -> Tensor:
 def network(config: TowersConfig, seed: int) -> tuple[nn.Module, Loss]:
     """Return the two towers as one module, and the loss."""
     if config.sequence_parallel or config.context > 1:
-        raise BadInput("sequence_parallel, context: towers aren't parted along their sequences")
+        raise BadInput("sequence_parallel, context: towers cannot be split along their sequences")
     if config.image % config.patch:
         raise BadInput(f"image: {config.image} is not a multiple of patch: {config.patch}")
     if not config.groups:

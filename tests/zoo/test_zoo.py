@@ -209,7 +209,7 @@ def test_wrong_names_and_options(text, message):
         ("awd-lm,vocabulary=20", "less than the text's 128"),
         ("clip-tiny,vocabulary=20", "less than the text's 128"),
         ("clip-tiny,patch=5", "16 is not a multiple of patch: 5"),
-        ("llava-tiny,tensor=2,sequence_parallel=true", "aren't parted along their sequences"),
+        ("llava-tiny,tensor=2,sequence_parallel=true", "cannot be split along their sequences"),
     ],
 )
 def test_options_that_make_no_sense(text, message):

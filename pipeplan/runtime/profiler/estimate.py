@@ -41,7 +41,7 @@ from .steps import USUAL, MakeOptimizer, MeasureOptions
 
 CONVOLUTIONS = (  # what the plan's reader should know; scripts/checks/published_layers.py, the usual constants
     "times of convolutions as estimated: plans of ten CNNs made on such times take 13% longer on average, 79% at "
-    "worst, than plans made on their times measured on a V100 (docs/reference/estimate.md)"
+    "worst, than plans made on their times measured on a V100 (docs/research/estimates.md)"
 )
 LSTM_WORKSPACE = 6  # numbers kept per state: four gates, the cell and its tanh
 EXCHANGE = "pipeplan::exchange"  # the operation by which zoo/rank_part marks what a group sends
