@@ -156,7 +156,11 @@ def _of_pictures(config: TowersConfig) -> list[tuple[str, Factory]]:
 
 def _of_text(config: TowersConfig) -> list[tuple[str, Factory]]:
     first = partial(Embedding, config.of_text)
-    return [("embedding", first), *_blocks(config.of_text), ("project", partial(nn.Linear, *[config.hidden] * 2))]
+    return [
+        ("embedding", first),
+        *_blocks(config.of_text),
+        ("project", partial(nn.Linear, config.hidden, config.hidden)),
+    ]
 
 
 def _blocks(config: GPTConfig) -> list[tuple[str, Factory]]:
@@ -200,8 +204,8 @@ _LARGE = 24, 1024, 16  # ViT-L/14
 def _reading(image: int, patch: int, sizes: tuple[int, int, int], name: str, text_length: int) -> Model[TowersConfig]:
     of = TRANSFORMERS[name]
     assert isinstance(of, Llama)
-    widths = of.layers, of.hidden, of.heads, of.vocabulary, text_length, of.groups, of.feed_forward, of.rotary_base
-    return Model(TowersConfig(image, patch, *sizes, *widths), network, batches)
+    widths = of.layers, of.hidden, of.heads, of.vocabulary, text_length, of.groups, of.feed_forward
+    return Model(TowersConfig(image, patch, *sizes, *widths, rotary_base=of.rotary_base), network, batches)
 
 
 MODELS = {
