@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from runpy import run_path
 from zlib import crc32
 
 import pytest
@@ -294,21 +296,32 @@ def test_console_blocks_print_what_they_say(
         with nobody_else(each, written):
             take_written(folder, written)
             if each == block or not all((folder / name).exists() for name in WRITTEN.findall(each)):
-                check_block(each, pipeplan)
+                check_block(each, pipeplan, monkeypatch)
                 give_written(each, folder, written)
 
 
-def check_block(block: str, pipeplan: Command) -> None:
+def check_block(block: str, pipeplan: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     checker = doctest.OutputChecker()
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, wanted = part.partition("\n")
-        if command.startswith("pipeplan ") and not re.search(r"[|&;<>$*`]", command):  # which needs no shell
-            code, out, said = pipeplan(*shlex.split(command)[1:])
+        words, bar, reader = command.removesuffix(" 2>/dev/null").partition(" | ")
+        code, out, said = 0, None, ""
+        if re.match(r"pipeplan [^|&;<>$*`]*$", words):  # which needs no shell, and no process that imports all again
+            code, out, said = pipeplan(*shlex.split(words)[1:])
+        elif re.match(r"python \w+\.py$", words):
+            with redirect_stdout(StringIO()) as printed, monkeypatch.context() as context:
+                context.setattr(sys, "argv", shlex.split(words)[1:])
+                run_path(words.split()[1], run_name="__main__")
+            out = printed.getvalue()
         else:
-            done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=SECONDS)
+            bar, reader = "shell", command
+        if bar:
+            done = subprocess.run(
+                reader, shell=True, env=environment, input=out, capture_output=True, text=True, timeout=SECONDS
+            )
             code, out = done.returncode, done.stdout
-            said = re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # progress depends on the load
-        got = out + (said if code else "")
+            said += re.sub(r"^ *[\d.]+ s  .*\n", "", done.stderr, flags=re.MULTILINE)  # progress depends on the load
+        got = (out or "") + (said if code else "")
         assert checker.check_output(wanted, got, flags), f"$ {command}\nthe page says:\n{wanted}\nit prints:\n{got}"

@@ -72,30 +72,42 @@ def read_slowly(index, seed):
     return vectors(index, seed)
 
 
-def command(gpu, *arguments):
-    """What a command prints on both streams, in a process with a GPU."""
-    own = {**gpu, "PYTHONPATH": f"{Path(__file__).parent}:{gpu['PYTHONPATH']}"}
-    asked = [sys.executable, "-m", "pipeplan", *map(str, arguments)]
-    done = subprocess.run(asked, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+COMMANDS = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pipeplan.cli import main
+
+found = []
+for line in json.loads(sys.argv.pop()):
+    sys.argv[1:] = line
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        try:
+            main()
+        except SystemExit as ended:
+            assert ended.code == 0, printed.getvalue()
+    found.append(printed.getvalue())
+print(json.dumps(found))
+"""
 
 
 def test_reading_is_measured_beside_a_gpu_and_its_plans_say_who_waits_for_it(gpu, tmp_path):
-    """On a CPU it is part of two layers."""
-    path, asked = tmp_path / "gpu.json", ("cases.on_gpu:linears", "--data", f"{__name__}:read_slowly", "--steps", "2")
-    told = command(gpu, "profile", *asked, "--seconds", "4", "-o", path)
-    assert "a microbatch, beside the GPU" in told
-    chain = read_profile(str(path))
+    """On a CPU it is part of two layers. One process, which has found the GPU, carries out all commands."""
+    own = {**gpu, "PYTHONPATH": f"{Path(__file__).parent}:{gpu['PYTHONPATH']}"}
+    there, here = str(tmp_path / "gpu.json"), str(tmp_path / "cpu.json")
+    asked = ("profile", "cases.on_gpu:linears", "--data", f"{__name__}:read_slowly", "--steps", "2")
+    profiled, planned, _, doctor = answer(own, COMMANDS, json.dumps([
+        [*asked, "--seconds", "4", "-o", there],
+        ["plan", there, "--gpus", "2", "--mem", "1GB", "--effort", "quick"],
+        [*asked, "--device", "cpu", "-o", here],
+        ["doctor"],
+    ]))  # fmt: skip
+    assert "a microbatch, beside the GPU" in profiled
+    chain = read_profile(there)
     assert chain.device == "GPU in software"
     assert chain.reading_ns >= SLOW_S * 1e9
     assert max(layer.forward_ns for layer in chain.layers) < SLOW_S * 1e9
-    told = command(gpu, "plan", path, "--gpus", "2", "--mem", "1GB", "--effort", "quick")
-    assert "waits for its data: reading a microbatch takes" in told
-    command(gpu, "profile", *asked, "--device", "cpu", "-o", path)
-    chain = read_profile(str(path))
+    assert "waits for its data: reading a microbatch takes" in planned
+    chain = read_profile(here)
     assert SLOW_S * 1e9 <= chain.reading_ns <= min(chain.layers[0].forward_ns, chain.layers[-1].forward_ns)
-
-
-def test_doctor_finds_the_gpu(gpu):
-    assert "GPU in software" in command(gpu, "doctor")
+    assert "GPU in software" in doctor
