@@ -148,7 +148,8 @@ def _compare(build: Callable[[int], Any], data: Callable[[int, int], Any]) -> No
     from pipeplan.runtime.model.contract import contract, sample_of
     from pipeplan.runtime.model.network import own_loss
     from pipeplan.runtime.model.structure import tensors_in
-    from pipeplan.runtime.model.trace.compared import Author, apart, compare
+    from pipeplan.runtime.model.trace.author import Author
+    from pipeplan.runtime.model.trace.compared import apart, compare
     from pipeplan.runtime.model.trace.trace import trace_module
     from pipeplan.runtime.model.trace.traced import traced_model, with_state_of
 

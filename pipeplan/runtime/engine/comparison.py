@@ -34,7 +34,8 @@ from ..model.loaded import LOSS_ROOT, LoadedModel, constants_of
 from ..model.network import Loss, own_loss
 from ..model.pieces import Piece
 from ..model.structure import converted, mapped, own_memory, tensors_in, tensors_of
-from ..model.trace.compared import Author, Ran, compare
+from ..model.trace.author import Author, Ran
+from ..model.trace.compared import compare
 from ..model.user_code import user_code
 from ..training.rank import Rank
 from ..training.repeatable import Draws

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from .autocast import Autocast, autocasting
 from .deferred import mode_of
-from .network import Loss, TensorSpec, buffers_kept, kind_of, resident
+from .network import Loss, TensorSpec, kind_of
+from .places import buffers_kept, resident
 from .structure import compact, mapped, tensors_in, tensors_of
 from .trace.adapted import run_uncompiled
 from .user_code import defined_at, user_code

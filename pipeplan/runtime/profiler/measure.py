@@ -46,7 +46,8 @@ from ..model.network import (
 from ..model.pieces import grouped
 from ..model.structure import converted, mapped, tensors_in
 from ..model.trace.adapted import compiled_lines, made_whole, no_reentry, run_uncompiled, with_dense_gradients
-from ..model.trace.compared import Author, apart, compare
+from ..model.trace.author import Author
+from ..model.trace.compared import apart, compare
 from .beside import at_work
 from .saved import saved_values, sized_layers, whole_bytes, working_bytes
 from .steps import USUAL, MeasureOptions, Samples, measured, trained_parameters

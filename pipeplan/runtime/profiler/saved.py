@@ -21,8 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...problem import Exchange, Layer, WeightNeeds, matrix_state
-from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
+from ..model.network import LayerCode, Network, drop, leaf
 from ..model.pieces import Saved
+from ..model.places import place_all, resident
 from ..model.split_backward import WeightPart, input_part
 from ..model.structure import tensors_in
 from ..model.user_code import RAISED, code_failed

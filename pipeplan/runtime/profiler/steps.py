@@ -20,7 +20,8 @@ from ...errors import BadInput
 from ...problem import LOSS_NAME, Chain, Exchange, LayerWork
 from ..device import Clock
 from ..model.autocast import Autocast
-from ..model.network import LayerCode, Network, drop, leaf, place_all, resident
+from ..model.network import LayerCode, Network, drop, leaf
+from ..model.places import place_all, resident
 from ..model.user_code import RAISED, code_failed
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -25,8 +25,9 @@ from ...errors import RunFailed
 from ...schedule.weight_versions import Lent
 from ..device import CPU, on_host
 from ..measure.recorder import HeldBytes, Holding
-from ..model.network import LOSS, TensorSpec, buffers_kept
+from ..model.network import LOSS, TensorSpec
 from ..model.pieces import Cut, Piece, Saved, packed
+from ..model.places import buffers_kept
 from .repeatable import Before, ChangingBuffers, Draws
 from .weights.gradients import Gradients
 

@@ -18,7 +18,8 @@ from pipeplan.runtime.model.network import loss_layer
 from pipeplan.runtime.model.pieces import pieces_of
 from pipeplan.runtime.model.structure import tensors_in
 from pipeplan.runtime.model.trace import eager_calls, exported, facts
-from pipeplan.runtime.model.trace.compared import Author, apart, compare
+from pipeplan.runtime.model.trace.author import Author
+from pipeplan.runtime.model.trace.compared import apart, compare
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.model.trace.traced import traced_model, with_state_of
 from pipeplan.runtime.profiler.measure import measure_model

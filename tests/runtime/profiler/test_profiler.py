@@ -22,7 +22,7 @@ from pipeplan.files.forms import read_json
 from pipeplan.files.profiles import ProfileFile, chain_of, profile_text
 from pipeplan.problem import SharedWeights
 from pipeplan.runtime.device import Clock, HostClock, ThreadClock, clock_of
-from pipeplan.runtime.model import network
+from pipeplan.runtime.model import places
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
 from pipeplan.runtime.profiler import steps
 from pipeplan.runtime.profiler.measure import measure_model, profile_network
@@ -112,7 +112,7 @@ def test_saved_bytes_do_not_change_when_weights_move(name, monkeypatch):
             for key, buffer in list(owner._buffers.items()):
                 owner._buffers[key] = buffer.clone()
 
-    monkeypatch.setattr(network, "_place", move)
+    monkeypatch.setattr(places, "_place", move)
     for _ in range(5):
         assert sized_chain(layers, x, loss, target) == expected
     assert moves

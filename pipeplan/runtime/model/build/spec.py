@@ -21,7 +21,7 @@ from ..user_code import said, user_code
 
 TENSOR_PLAN = ",tensor_plan="  # behind the name of a user's function, and before the plan's
 hugging_face = Late("runtime.model.build.hugging_face:named")
-group_of, exchange_by = Late("zoo.text.rank_part:Group"), Late("zoo.text.rank_part:exchange_by")
+group_of, exchange_by = Late("zoo.text.rank_part:Group"), Late("zoo.text.exchanges:exchange_by")
 part_by = Late("runtime.model.build.tensor_plan:part_by")
 
 

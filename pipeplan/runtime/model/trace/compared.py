@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 from weakref import ref
@@ -22,88 +22,24 @@ from torch import Tensor, nn
 
 from ....errors import BadInput, PipeplanError
 from ...device import random_state
-from ..autocast import Autocast, autocasting
+from ..autocast import autocasting
 from ..loaded import LOSS_ROOT
-from ..network import LOSS, Loss, Network, TensorSpec, buffers_kept, loss_layer, loss_value, trained_loss
+from ..network import LOSS, Loss, Network, loss_layer, loss_value, trained_loss
 from ..pieces import Piece, pieces_of
+from ..places import buffers_kept
 from ..randomness import OwnRandomness, others
-from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, refilling, tensors_in
+from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, tensors_in
 from ..user_code import RAISED, code_failed, user_code
-from .adapted import called, no_reentry, run_uncompiled
-from .exported import OF_MODULE, loss_in, refuse_changed
+from .adapted import no_reentry, run_uncompiled
+from .author import Attributes, Author, Ran, Step, named
+from .differences import GRADIENT, alike, first_difference
+from .exported import OF_MODULE, refuse_changed
 
 KEY: Final = 20  # of the random numbers that both draw
-ROUNDINGS: Final = 2**6  # by which equal sums may differ, in the order in which they are added
-MOST: Final = 2**-4  # of the largest entry, whatever the type
-FEW: Final = 2**3  # roundings of the largest gradient of all, which one that should be 0 may have
 LOSS_SAID: Final = "the loss"
-GRADIENT: Final = "the gradient of "
 FIXED: Final = "fixed_python_state"  # what the author of a model sets where it may
 ADVICE: Final = "return its layers as an nn.Sequential or a list of modules, which run as they are written"
-Attributes = Mapping[str, tuple[nn.Module, str, tuple[Any, Any]]]
-Ran = tuple[Tensor, Sequence[Tensor | None], Callable[[], None]]  # the loss, the outputs, and what runs backward
 Back = Callable[[dict[int, Tensor]], dict[int, Tensor]]  # from the gradients behind a piece to those before it
-
-
-@dataclass(frozen=True)
-class Author:
-    """A model as it was written: ``output`` of the tensors that go in, with the weights and buffers of ``roots``.
-
-    Of a list of layers, which run as they are written, ``traced`` is false. Both run under ``autocast``, keeping no
-    casts: where one of a weight has several readers, it would add their gradients in 16 bits.
-    """
-
-    output: Callable[[Sequence[Tensor]], Any]
-    roots: Sequence[tuple[str, nn.Module]]
-    traced: bool
-    autocast: Autocast | None = None
-
-    @staticmethod
-    def of(module: nn.Module, example: Any, returns_loss: bool, autocast: Autocast | None = None) -> Author:
-        """Return a module that is called with the like of ``example``."""
-        given = refilling(example)
-
-        def output(tensors: Sequence[Tensor]) -> Any:
-            found = called(module, given(tensors))
-            return loss_in(module, found) if returns_loss else found
-
-        return Author(output, (("", module),), True, autocast)
-
-    @staticmethod
-    def of_layers(roots: Sequence[tuple[str, nn.Module]], autocast: Autocast | None = None) -> Author:
-        """Return a list of layers, each called with what the one before returns."""
-
-        def output(tensors: Sequence[Tensor]) -> Any:
-            (x,) = tensors
-            for _, layer in roots:
-                x = layer(x)
-            return x
-
-        return Author(output, roots, False, autocast)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules."""
-        return [module for _, module in self.roots]
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, by name."""
-        return dict(_named(self, partial(nn.Module.named_buffers, remove_duplicate=False)))
-
-    @property
-    def name(self) -> str:
-        """What sentences call it."""
-        return type(self.roots[0][1]).__name__ if self.traced else "the list of layers"
-
-
-@dataclass(frozen=True)
-class Step:
-    """What came of a step, by name: values, where there are any, how far was drawn, and what Python kept."""
-
-    values: Mapping[str, Tensor | None]
-    drawn: tuple[Any, ...]
-    kept: Attributes
 
 
 def compare(
@@ -149,7 +85,7 @@ def compare(
             by_layers = partial(_by_layers, author, pieces, target) if step is None else lambda _: step()
             # pieces may come to different processes, where each has buffers of its own
             parts = _step(author, [piece.modules for piece in pieces], inputs, follows, by_layers)
-    wrong = _first_difference(author, plain, parts, pieces)
+    wrong = first_difference(author, plain, parts, pieces)
     if wrong is not None:
         raise BadInput(f"{author.name} would train differently from its own code: {wrong}; {ADVICE}")
     return parted
@@ -213,7 +149,7 @@ def _plain(author: Author, loss: Loss, inputs: Sequence[Tensor], target: Any, fo
         strays.extend(ref(x) for x in leaves_of([value]) if id(x) not in known)
         return value, tensors_in(output), value.backward
 
-    weights = [(name, x, x._version) for name, x in _named(author, nn.Module.named_parameters)]
+    weights = [(name, x, x._version) for name, x in named(author, nn.Module.named_parameters)]
     before = _attributes(author)
     strays: list[ref[Tensor]] = []
     step = _step(author, [author.modules], inputs, follows, run)
@@ -252,7 +188,7 @@ def _refuse_state(author: Author, before: Attributes, step: Step, again: Callabl
         vars(part)[name] = value  # as it goes on in plain training
     other = again()
     counts = [x for x in _changed(step.kept, other.kept) if isinstance(other.kept[x][2][0], int | float)]
-    if counts or not _alike(other.values[LOSS_SAID], step.values[LOSS_SAID], 0.0):
+    if counts or not alike(other.values[LOSS_SAID], step.values[LOSS_SAID], 0.0):
         raise BadInput(
             f"{author.name}.{(counts or kept)[0]} goes from one forward to the next, and a trace keeps what it is now; "
             f"register it as a buffer, {sure}"
@@ -273,7 +209,7 @@ def _parted(author: Author, step: Step, replicated: Sequence[nn.Module], again: 
         loss = again().values[LOSS_SAID]
         for name, x in kept.items():
             before[name].copy_(x)
-        return not _alike(loss, step.values[LOSS_SAID], 0.0)
+        return not alike(loss, step.values[LOSS_SAID], 0.0)
 
     if not changed or not matter(changed):
         return ""
@@ -315,7 +251,7 @@ def _back(
         own = {id(x) for module in piece.modules for x in module.parameters()}
         others = [
             (name, x, x.grad, 0 if x.grad is None else x.grad._version)
-            for name, x in _named(author, nn.Module.named_parameters)
+            for name, x in named(author, nn.Module.named_parameters)
             if id(x) not in own
         ]
         torch.autograd.backward([x for x, _ in ends], [gradient for _, gradient in ends])
@@ -355,7 +291,7 @@ def _step(
         backward()
         values: dict[str, Tensor | None] = {LOSS_SAID: loss}
         values |= {f"output {i}": x for i, x in enumerate(outputs) if x is not None}
-        for name, weight in _named(author, nn.Module.named_parameters):
+        for name, weight in named(author, nn.Module.named_parameters):
             values[GRADIENT + name], weight.grad = weight.grad, None
         for i, leaf in enumerate(leaves):
             values[f"the gradient of input {i}"], leaf.grad = leaf.grad, None
@@ -380,26 +316,22 @@ def _buffers(author: Author, modules: Sequence[nn.Module], before: Mapping[str, 
 @contextmanager
 def _put_back(author: Author) -> Iterator[None]:
     """Leave the weights of ``author`` with the gradients that they have, and its modules with their attributes."""
-    gradients = [(x, x.grad) for _, x in _named(author, nn.Module.named_parameters)]
+    gradients = [(x, x.grad) for _, x in named(author, nn.Module.named_parameters)]
     for weight, _ in gradients:
         weight.grad = None
     try:
-        with attributes_kept(part for _, part in _named(author, nn.Module.named_modules)):
+        with attributes_kept(part for _, part in named(author, nn.Module.named_modules)):
             yield
     finally:
         for weight, gradient in gradients:
             weight.grad = gradient
 
 
-def _named(author: Author, named: Callable[[nn.Module], Any]) -> list[tuple[str, Any]]:
-    return [(f"{prefix}{name}", x) for prefix, module in author.roots for name, x in named(module)]
-
-
 def _attributes(author: Author) -> Attributes:
     """Return what the modules keep as attributes of Python, by name, with what shows a change inside."""
     return {
         name: (part, key, (value, _mark(value)))
-        for path, part in _named(author, nn.Module.named_modules)
+        for path, part in named(author, nn.Module.named_modules)
         for key, value in vars(part).items()
         if key not in OF_MODULES and (name := f"{path}.{key}".lstrip("."))
     }
@@ -424,58 +356,3 @@ def _is(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 
 # --- the difference ---------------------------------------------------------------------------------------------------
-
-
-def _first_difference(author: Author, plain: Step, parts: Step, pieces: Sequence[Piece]) -> str | None:
-    """Return what first differs in ``parts``, in words; None if nothing does."""
-    for what, one, other in zip(("torch", "Python", "NumPy"), plain.drawn, parts.drawn, strict=True):
-        if not (torch.equal(one, other) if isinstance(one, Tensor) else one == other):
-            return f"its layers draw other random numbers of {what}'s, or in another order"
-    gradients = [x for name, x in plain.values.items() if name.startswith(GRADIENT) and x is not None and x.numel()]
-    largest = max((float(x.detach().to_dense().abs().max()) for x in gradients), default=0.0)
-    for name, there in plain.values.items():
-        if name not in parts.values and name.startswith(("output", "buffer")):
-            if name.startswith("output"):
-                continue  # inside a piece
-            here: Tensor | None = author.buffers[name.removeprefix("buffer ")]
-        else:
-            here = parts.values[name]
-        if not _alike(here, there, largest if name.startswith("the gradient") else 0.0):
-            holder = _holder(pieces, name.removeprefix(GRADIENT)) if name.startswith(GRADIENT) else ""
-            return f"{holder}{_in_words(name, here, there)}"
-    return None
-
-
-def _holder(pieces: Sequence[Piece], name: str) -> str:
-    codes = (code for piece in pieces for code in piece.layers)
-    found = next((x.name for x in codes if any(OF_MODULE + name == y for y, _ in x.module.named_parameters())), None)
-    return "" if found is None else f"in layer {found} "
-
-
-def _alike(here: Tensor | None, there: Tensor | None, floor: float) -> bool:
-    """Whether two values are one, but for roundings of them and, where they are noise, of what is ``floor`` large."""
-    if here is None or there is None:
-        return here is there
-    if here.shape != there.shape or here.dtype != there.dtype:
-        return False
-    here, there = here.to_dense(), there.to_dense()
-    if torch.equal(here, there) or not there.numel():
-        return True
-    if not (there.is_floating_point() or there.is_complex()):
-        return False
-    eps = torch.finfo(there.dtype).eps
-    finite = there[there.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    allowed = min(ROUNDINGS * eps, MOST) * largest + FEW * eps * floor
-    return torch.allclose(here, there, rtol=0.0, atol=allowed, equal_nan=True)
-
-
-def _in_words(name: str, here: Tensor | None, there: Tensor | None) -> str:
-    if here is None or there is None:
-        one, other = ("has none", "has one") if here is None else ("has one", "has none")
-        return f"{name}: it {one}, plain training {other}"
-    if here.shape != there.shape or here.dtype != there.dtype:
-        return f"{name} is {TensorSpec.of(here)} where plain training has {TensorSpec.of(there)}"
-    here, there = here.to_dense().reshape(-1), there.to_dense().reshape(-1)
-    place = int((here != there).nonzero()[0]) if not here.is_floating_point() else int((here - there).abs().argmax())
-    return f"{name} is {here[place].item():.6g} where plain training has {there[place].item():.6g}"

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ....errors import BadInput
-from ..network import buffers_kept
+from ..places import buffers_kept
 from ..structure import (
     closed_leaf,
     contains,

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..network import buffers_kept
 from ..operations import is_random, statistics
+from ..places import buffers_kept
 from .adapted import SPACE
 
 

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....errors import BadInput
-from ..network import TensorSpec, buffers_kept
+from ..network import TensorSpec
+from ..places import buffers_kept
 from ..user_code import user_code
 
 
