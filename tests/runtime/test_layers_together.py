@@ -256,11 +256,11 @@ def test_what_cannot_be_parted_is_refused_in_a_sentence():
     own = "cases.parted:build,tensor_plan=cases.parted:"
     with pytest.raises(BadInput, match=r"no module is called '\*\.upp'"):
         profiled(f"{own}misspelt")
-    with pytest.raises(BadInput, match="says which of its matrices are parted"):
+    with pytest.raises(BadInput, match="must name the matrices to split"):
         profiled("cases.parted:build")
     plan = planned(f"{own}plan", [(0, 5, (0,))])
     replaced = replace(plan, chain=replace(plan.chain, sequence_parallel=True))
-    with pytest.raises(BadInput, match="parted along the sequence"):
+    with pytest.raises(BadInput, match="splits layers along the sequence"):
         trained(replaced, f"{own}plan", 1)
     with pytest.raises(BadInput, match="as running each layer on several GPUs needs"):
         trained(plan, f"{own}plan", 1, optimizer=Choice("Adafactor"))

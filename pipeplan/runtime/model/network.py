@@ -283,7 +283,7 @@ def scalar_loss(loss: Loss, output: Any, target: Any) -> Tensor:
 def final_outputs(network: Network, device: str, release: bool) -> list[Tensor]:
     """Run the layers forward one after the other, holding nothing longer than needed, and return the last values."""
     if not release:
-        place_all(network, device)
+        place_all([layer.module for layer in network.layers], device)
     values = dict(enumerate(network.inputs))
     for index, layer in enumerate(network.layers):
         with resident(layer.module, device, release):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..device import place
-
-if TYPE_CHECKING:
-    from .network import Network
 
 
 @contextmanager
@@ -63,9 +59,9 @@ def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Ten
             yield from ((owner, name, buffer) for name, buffer in owner._buffers.items() if buffer is not None)
 
 
-def place_all(network: Network, device: str) -> None:
-    """Move all layers to ``device``; what is one weight or one buffer in several of them stays one."""
-    _place([layer.module for layer in network.layers], device)
+def place_all(modules: Sequence[nn.Module], device: str) -> None:
+    """Move ``modules`` to ``device``; what is one weight or one buffer in several of them stays one."""
+    _place(modules, device)
 
 
 def _place(modules: Sequence[nn.Module], device: str) -> None:

@@ -64,7 +64,7 @@ def saved_values(
     ``split`` each layer runs backward too, in two parts, to see what the second needs.
     """
     if not release:
-        place_all(network, device)
+        place_all([layer.module for layer in network.layers], device)
     values = {v: x.detach().clone() for v, x in enumerate(network.inputs)}  # a view counts with all of its storage
     first: dict[int, int] = {}  # storage -> the first value in it
     known: dict[int, Value] = {}

@@ -96,7 +96,7 @@ def measured(
     and what it saves on the device."""
     samples = [Samples() for _ in network.layers]
     if not one:
-        place_all(network, options.device)
+        place_all([layer.module for layer in network.layers], options.device)
         _measure(network, samples, entry, clock, options, options.seconds, clock.warm_s)
         return samples
     values = dict(enumerate(network.inputs))
