@@ -24,7 +24,7 @@ def in_flight_limit(
     bytes with, 0 if none.
 
     Each microbatch more costs ``kept`` and, where it has its own weights, another version, so what a stage holds is
-    linear; where some share a version, the number is bisected. A relaxation under vertical sync, where the first
+    linear; where some share a version, it has steps. A relaxation under vertical sync, where the first
     stage's number decides the versions.
     """
 
@@ -37,14 +37,20 @@ def in_flight_limit(
         if policy.sharing.weights is not None:  # shares are rounded
             return _most(held, memory, np.where(first > memory, 0, 1), UNLIMITED)
         whole = held(1 + interval) - first  # as many versions as replicas, and an interval's microbatches
-        copy, old = (whole - interval * kept) // replicas, memory_model.versions(policy, 1, replicas)
-
-        def linear(in_flight: IntLike) -> IntLike:
-            return first + (in_flight - 1) * kept + (memory_model.versions(policy, in_flight, replicas) - old) * copy
-
-        low = np.where(whole > 0, 1 + np.maximum(0, memory - first) // np.maximum(whole, 1) * interval, UNLIMITED)
-        low = np.where(first > memory, 0, np.minimum(UNLIMITED, low))
-        return _most(linear, memory, low, np.minimum(UNLIMITED, low + interval - 1))
+        copy, room = (whole - interval * kept) // replicas, memory - first
+        old = memory_model.versions(policy, 1, replicas) - 1
+        few = (room - copy) / np.maximum(whole, 1) * replicas  # updates meanwhile, at least; at most three more
+        most_updates = UNLIMITED * replicas // interval + 1
+        updates = np.where(whole == 0, most_updates, np.clip(few, -1, most_updates)).astype(np.int64) + old
+        limit, every = np.minimum(1, room + 1), np.maximum(kept, 1)
+        for _ in range(5):
+            left, most = room - (updates - old) * copy, (interval * updates + 1) // replicas
+            count = np.where(kept == 0, most, left // every + 1)
+            limit = np.maximum(limit, np.where(left >= 0, np.minimum(most, count), 0))
+            if np.all((left < 0) | (count <= most) & (kept > 0)):
+                break
+            updates = updates + 1
+        return np.clip(limit, 0, UNLIMITED)
     more = np.asarray(held(2) - first if memory_model.versions_grow(policy) else kept)
     room = memory - first
     limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
@@ -88,6 +94,16 @@ def memory_counts(problem: Problem) -> range:
     if not memory_model.versions_grow(policy):
         return range(1, 2)
     return range(1, min(len(problem.platform), max(2, policy.update_interval())) + 1)
+
+
+def counts_standing(problem: Problem) -> list[int]:
+    """Return for each of :func:`memory_counts` the count whose bytes stand for its own: itself, but between groups of
+    devices, of which a search proves nothing, up to a third more replicas, which need no fewer versions."""
+    counts = list(memory_counts(problem))
+    if problem.policy.pipelines > 1 and not memory_model.depends_on_replicas(problem.policy):
+        for i in range(len(counts) - 2, -1, -1):
+            counts[i] = counts[i + 1] if 4 * counts[i] > 3 * counts[i + 1] else counts[i]
+    return counts
 
 
 def legal_cuts(problem: Problem, several: bool = False) -> Ints:

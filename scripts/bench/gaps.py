@@ -37,7 +37,7 @@ Row = tuple[int | None, float, int, int]  # period, seconds, bound of class any,
 def main() -> None:
     """Print a line for each case, and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("classes", nargs="*", default=["plain", "full"], choices=list(CLASSES), metavar="CLASS")
+    parser.add_argument("classes", nargs="*", choices=[*CLASSES, []], metavar="CLASS", help="default: plain full")
     parser.add_argument("--networks", nargs="*", default=[*NAMES, "gpt-12", "gpt-24"])
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--effort", default="normal")
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path)
     options = parser.parse_args()
     rows: dict[str, Row] = {}
-    for name in options.classes:
+    for name in options.classes or ("plain", "full"):
         for network in options.networks:
             for key, problem in cases(name, network):
                 if options.only in key:

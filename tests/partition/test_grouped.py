@@ -10,7 +10,7 @@ from pipeplan.integers import ceil_div
 from pipeplan.partition.contiguous import claims, contiguous
 from pipeplan.partition.contiguous.claims import claimed
 from pipeplan.partition.contiguous.contiguous import feasible, smallest_period
-from pipeplan.partition.cuts import near_cuts
+from pipeplan.partition.cuts import counts_standing, memory_counts, near_cuts
 from pipeplan.partition.tables import stages as tables
 from pipeplan.plan import Stage
 from pipeplan.problem import Device, Level, Platform, Policy, Problem
@@ -64,6 +64,31 @@ def test_a_search_among_groups_is_valid_never_below_the_optimum_and_bounded_by_w
         assert met.claimed_period_ns <= some.claimed_period_ns
         found += 1
     assert found > 2
+
+
+def test_smaller_groups_find_what_large_ones_miss(monkeypatch):
+    monkeypatch.setattr(contiguous, "group_sizes", lambda x: [8] * (x.replicas and len(x.platform) == 24))
+    better = 0
+    for seed in range(16):
+        problem = problem_of(seed, 12, 24, checkpointing="segments" if seed % 2 else "stages")
+        fine = smallest_period(problem)
+        with monkeypatch.context() as patch:
+            patch.setattr(contiguous, "_TURNS", 0)
+            coarse = smallest_period(problem)
+        if coarse is not None:
+            assert fine.claimed_period_ns <= coarse.claimed_period_ns
+            better += fine.claimed_period_ns < coarse.claimed_period_ns
+    assert better > 2
+
+
+@pytest.mark.parametrize("devices", [40, 300])
+def test_the_bytes_of_more_replicas_stand_for_those_of_fewer_between_groups_alone(devices):
+    problem = replace(problem_of(0, devices=devices), policy=Policy("stash", 4 * devices))
+    assert counts_standing(problem) == list(memory_counts(problem))
+    groups = claims.grouped(problem, 4).problem
+    counts, standing = memory_counts(groups), counts_standing(groups)
+    assert all(x <= y < 1 + 4 * x / 3 for x, y in zip(counts, standing, strict=True))
+    assert len(set(standing)) < len(counts)
 
 
 def test_groups_keep_to_units_and_are_as_good_as_their_least_device():

@@ -181,6 +181,12 @@ def grouped(problem: Problem, size: int) -> Grouped:
     return Grouped(problem, replace(problem, platform=coarse, policy=policy), size)
 
 
+def smaller(groups: Grouped) -> Grouped:
+    """Return groups of a quarter of the size, or about that: the smallest are the devices themselves."""
+    platform = groups.whole.platform
+    return grouped(groups.whole, _size(platform, 4 * (len(platform) // groups.size)))
+
+
 def _levels(platform: Platform, size: int, count: int) -> tuple[Level, ...]:
     """Return the levels that join groups: those above their own, the lowest of which joins parts of its unit."""
     found = []

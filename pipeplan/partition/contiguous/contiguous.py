@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -23,8 +24,10 @@ from ..cuts import legal_cuts, near_cuts, spread_cuts
 from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from ..tables.device_counts import device_counts
-from ..tables.stages import SearchTables, stage_tables, thinned
+from ..tables.stages import SearchTables, near, stage_tables, thinned
 from .claims import (
+    MOST_PLACES,
+    Grouped,
     best_with_sums,
     claim,
     claimed,
@@ -35,12 +38,14 @@ from .claims import (
     longest_period_ns,
     plain_delays,
     shortest_between,
+    smaller,
     sums_bound_periods,
 )
 from .decision import decide
 
 _MOST_CUTS = 112  # more are thinned out to about 64 before segments are searched
 _REFINED = 4  # times that cuts are moved where tables have only some
+_TURNS, _NEARLY = 8, 1024  # on smaller groups: until periods are as near
 _MANY_CUTS = 400  # of more the segments of each stage get less work
 _LAST = Resolution(exact=16, cost_buckets=8, peak_buckets=4)
 _COARSE = LabelEffort((Resolution(exact=64, cost_buckets=40, peak_buckets=10),), _LAST, work=3 * 10**6)
@@ -108,6 +113,9 @@ def feasible(problem: Problem, period: int, near: Sequence[Stage] = ()) -> Alloc
         if found is not None and claimed_ns(found) <= period:
             return found
     if group_sizes(problem):
+        best = None if near else _remembered(problem)
+        if best is not None and claimed_ns(best) <= period:
+            return best
         problem = replace(problem, replicas=False)
     tables = stage_tables(problem)
     few = problem.checkpointing == "segments" and period < longest and len(tables.cuts) > _MANY_CUTS
@@ -209,18 +217,45 @@ def smallest_period(
 
 
 def _on_groups(problem: Problem, sizes: Sequence[int]) -> Allocation | None:
-    """Return a good allocation with groups of one of the ``sizes`` in the place of devices, the first that has any;
-    without replicas where none has."""
-    best, floor = None, shared_work(problem, 1, longest_period_ns(problem))
-    for size in sizes:
-        some = grouped(problem, size)
-        of_groups = smallest_period(some.problem)
-        best = None if of_groups is None else claimed(problem, some.stages(of_groups.stages))
-        if best is not None:
-            break
-    else:
-        best = smallest_period(replace(problem, replicas=False))
+    """Return a good allocation with groups of one of the ``sizes`` in the place of devices, the first that has any, and
+    then of smaller ones; without replicas where none has."""
+    floor = shared_work(problem, 1, longest_period_ns(problem))
+    for some in (grouped(problem, size) for size in sizes):
+        other = smaller(some)
+        most = MOST_PLACES // len(other.problem.platform) ** 2  # cuts to look at
+        easier = () if problem.checkpointing != "segments" else (replace(some.problem, checkpointing="stages"),)
+        for asked in (*easier, some.problem):  # segments take long, and smaller groups can have them, too
+            of_groups = smallest_period(asked)
+            best = None if of_groups is None else claimed(problem, some.stages(of_groups.stages))
+            few = best is not None and 4 * len(best.stages) <= most
+            if best is not None and (few or asked is some.problem):
+                best = _on_smaller_groups(problem, other, best, floor, most) if few else best
+                return replace(best, lower_bound_ns=min(floor, claimed_ns(best)))
+    best = smallest_period(replace(problem, replicas=False))
     return None if best is None else replace(best, lower_bound_ns=min(floor, claimed_ns(best)))
+
+
+def _on_smaller_groups(problem: Problem, some: Grouped, best: Allocation, floor: int, most: int) -> Allocation:
+    """Return the best allocation on ``some`` groups that comes of ``best`` by moving its cuts, each turn some of about
+    the ``most``; at the deadline the best so far."""
+    cuts, longest, low, failed = legal_cuts(problem), longest_period_ns(some.problem), floor * some.size, 0
+    with suppress(OutOfTime):
+        for turn in range(_TURNS):
+            high = claimed_ns(best) * some.size - 1
+            tables = stage_tables(some.problem, cuts[near(cuts, best.stages, turn, most)])
+            least_delay, of_groups = plain_delays(tables), None
+            if problem.checkpointing == "segments" and high >= low:
+                effort = _COARSE.over(len(cuts), _MANY_CUTS)
+                labelled = with_segments(tables, high, low, longest, least_delay, effort)
+                tables, high = (tables, 0) if labelled is None else (labelled[0], high)
+            if high >= low:
+                of_groups, _ = shortest_between(tables, least_delay, low, high, None, _NEARLY)
+            found = None if of_groups is None else claimed(problem, some.stages(of_groups.stages))
+            if found is not None and claimed_ns(found) < claimed_ns(best):
+                best, failed = found, 0
+            elif (failed := failed + 1) == 2:
+                break
+    return best
 
 
 def _refined(tables: SearchTables, best: Allocation, low: int) -> Allocation:

@@ -84,8 +84,10 @@ class Misfits:
         for key, load in links.items():
             missing += _over(load, period * lcm(*map(len, key)))
         for devices, own_stages in groups.items():
-            missing += _over(sum([costs[s].total_ns for s in own_stages]), period * len(devices))
-            missing += _over(sum([costs[s].sync_period_ns for s in own_stages]), period)
+            sums = [costs[s].sync_period_ns for s in own_stages]
+            waits = 0 if policy.updates_together else len(devices) * max(sums)
+            missing += _over(sum([costs[s].total_ns for s in own_stages]) + waits, period * len(devices))
+            missing += _over(sum(sums), period)
         if missing > enough:
             return missing
         counts, delay = [1] * len(stages), 0

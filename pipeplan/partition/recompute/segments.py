@@ -21,7 +21,7 @@ from ...cost import time_model
 from ...cost.stage_tables import StageTables
 from ...integers import NEVER, IntLike, Ints, ceil_div
 from ...problem import Chain, Device, LayerTimes, Problem
-from ..cuts import fixed_bytes, in_flight_limit, memory_counts
+from ..cuts import counts_standing, fixed_bytes, in_flight_limit, memory_counts
 from ..tables.device_counts import Counts, device_counts
 from ..tables.stages import Ranges, SearchTables, Work, replica_counts, with_replicas
 from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
@@ -209,11 +209,13 @@ def _options_of(
     problem, cuts = tables.problem, tables.cuts
     memories = sorted({x.memory_bytes for x in devices})
     size = len(cuts)
-    counts = memory_counts(problem)
+    counts = counts_standing(problem)
     times = {
-        (memory, replicas): np.full((size, size, ceil_div(groups, replicas) + 2), NEVER, dtype=np.int64)
+        (memory, replicas): np.full(
+            (size, size, ceil_div(groups, counts.index(replicas) + 1) + 2), NEVER, dtype=np.int64
+        )
         for memory in memories
-        for replicas in counts
+        for replicas in dict.fromkeys(counts)
     }
     index = np.full(len(problem.chain) + 1, -1)
     index[cuts] = np.arange(size)

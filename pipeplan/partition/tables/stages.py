@@ -22,7 +22,7 @@ from ...cost.stage_tables import StageTables, largest_synced_gradient
 from ...integers import NEVER, IntLike, Ints, ceil_div, most_in_common
 from ...plan import Stage
 from ...problem import ENDLESS, Device, Problem
-from ..cuts import in_flight_limit, legal_cuts, memory_counts, round_trips_ns, spread_cuts
+from ..cuts import counts_standing, in_flight_limit, legal_cuts, round_trips_ns, spread_cuts
 from ..devices.orders import Order, Orders
 from ..devices.states import DeviceKinds, DeviceStates
 
@@ -197,12 +197,12 @@ def stage_limits(tables: StageTables, memory: int) -> tuple[tuple[Ints, ...], ..
         choices.append((keeps, keeps + transient))
     options = []
     for kept, peak in choices:
-        limits = []
-        for replicas in memory_counts(problem):
+        standing, limits = counts_standing(problem), dict[int, Ints]()
+        for replicas in dict.fromkeys(standing):
             problem.deadline.check()
             limit = in_flight_limit(problem, start, stop, kept, peak, memory, replicas)
-            limits.append(np.where(stop > start, limit, 0))
-        options.append(tuple(limits))
+            limits[replicas] = np.where(stop > start, limit, 0)
+        options.append(tuple(limits[replicas] for replicas in standing))
     return tuple(options)
 
 
@@ -339,18 +339,18 @@ def thinned(tables: SearchTables, stages: Sequence[Stage] = (), turn: int = 0) -
     if index is None:
         return tables
     if stages:
-        index = np.union1d(index, _near(cuts, stages, turn))
+        index = np.union1d(index, near(cuts, stages, turn))
     if tables.complete:
         return tables.select(index)
     return replace(stage_tables(problem, cuts[index]), states=tables.states, orders=tables.orders)
 
 
-def _near(cuts: Ints, stages: Sequence[Stage], turn: int) -> Ints:
+def near(cuts: Ints, stages: Sequence[Stage], turn: int, most: int = _MOST_NEAR) -> Ints:
     """Return the indices of cuts 0, 1, 2, 4, .. cuts away from the ends of ``stages``, up to half a stage, so that
-    stages can move far and settle exactly."""
+    stages can move far and settle exactly: about as many as are the ``most``, others each ``turn``."""
     ends = np.searchsorted(cuts, [*(stage.start for stage in stages), stages[-1].stop])
     steps = [2**k for k in range(max(1, (len(cuts) // (2 * len(stages))).bit_length()))]
-    some = steps[turn % (turns := ceil_div(len(steps) * 2 * len(ends), _MOST_NEAR)) :: turns]
+    some = steps[turn % (turns := ceil_div(len(steps) * 2 * len(ends), most)) :: turns]
     away = np.array([-x for x in some] + [0, *some])
     return np.unique((ends[:, None] + away).clip(0, len(cuts) - 1))
 
@@ -359,9 +359,10 @@ def most_cuts(problem: Problem) -> int:
     """Return how many cuts the tables may be over, by their number and that of what is held while they are read."""
     platform = problem.platform
     paces, memories = {(x.speed, x.times) for x in platform.devices}, {x.memory_bytes for x in platform.devices}
-    tables = len(replica_counts(problem)) * len(paces) + len(memory_counts(problem)) * len(memories)
+    tables = len(replica_counts(problem)) * len(paces) + len(set(counts_standing(problem))) * len(memories)
     tables *= len(problem.chain.choices)
-    return isqrt(_MOST_ENTRIES // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
+    most = _MOST_ENTRIES if problem.policy.pipelines == 1 else _MOST_ENTRIES // 10  # groups' devices are searched again
+    return isqrt(most // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 
 def closed(tables: SearchTables, level: int, period: int) -> Ints:

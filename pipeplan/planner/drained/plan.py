@@ -28,10 +28,8 @@ from ...plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKin
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
 from ...schedule.kinds import KINDS, too_long
 from ...schedule.program import unroll
-from ...schedule.runnable import drained_programs
 from ...schedule.simulate import STEP_S, simulate
 from ...schedule.synthesis.problem import NoRoom
-from ...schedule.synthesis.synthesize import synthesize
 from ...schedule.timeline import flush_makespan_ns
 from ...schedule.written import order_of_program
 from ..grids.pipelines import Pipelines, held
@@ -40,6 +38,7 @@ from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_se
 from ..periodic.limits import ENOUGH, LimitSearch
 from ..periodic.portfolio import on_less_memory
 from ..simulated.other_schedules import schedule_stages
+from ..what_if.best_order import best_order
 from .run import drained_run
 from .search import ALTERNATING, search_stages, searches, until_ended
 from .tables import Layout, tables_of_pipelines
@@ -270,7 +269,7 @@ def _in_own_order(incumbent: Incumbent) -> None:
         if structure_violations(problem.chain, problem.platform, problem.policy, stages):
             continue
         with suppress(BadInput, NoRoom):
-            found = synthesize(graph, count, known=drained_programs, moves=ORDER_MOVES // number, solver=None)
+            found = best_order(graph, count, moves=ORDER_MOVES // number, solver=None)
             if found.value_ns < best.cost - best.cost // ENOUGH:
                 order = Schedule("written", count, order=order_of_program(found.program))
                 best = Scheduled(found.value_ns, Allocation(stages), None, schedule=order)

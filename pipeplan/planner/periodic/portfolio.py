@@ -225,7 +225,8 @@ def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
     if problem.checkpointing == "segments" and not proved:
         yield from contiguous(replace(problem, checkpointing="stages"))
     best = incumbent.best
-    if best is not None and best.pattern is not None and incumbent.periodic and best.cost > best.pattern.period_ns:
+    waits = best is not None and best.pattern is not None and incumbent.periodic and best.cost > best.pattern.period_ns
+    if waits and places(problem) <= MOST_PLACES:
         yield from contiguous(replace(problem, replicas=False))
 
 
