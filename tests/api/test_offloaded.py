@@ -86,6 +86,6 @@ def test_it_makes_plans_fit_that_say_so_and_that_nothing_else_takes(tmp_path, pi
     assert (again.plan.chain, again.period_ns) == (found.plan.chain, found.period_ns)
     code, _, error = pipeplan("run", str(plan), "--model", "zoo:gpt-tiny", "--device", "cpu")
     assert code == 2
-    assert "keeps activations in host memory, which run doesn't" in error
+    assert "keeps activations in host memory, which run cannot do" in error
     with pytest.raises(BadInput, match="offload"):
         pp.plan(chain, offload_activations="fast", **words)

@@ -39,10 +39,9 @@ NO_DATA: FromData = MappingProxyType({})
 class Held:
     """What a piece keeps of one microbatch.
 
-    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the buffers
-    that it changes as they were.
-    ``gradients`` is where the gradients of the values that ``want`` one arrive, and of those at which graphs end
-    ``inner``.
+    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the buffers that it changes
+    as they were. ``gradients`` is where the gradients of the values that ``want`` one arrive, and of those at which
+    graphs end ``inner``.
     """
 
     want: tuple[int, ...]
