@@ -39,7 +39,7 @@ from torch.nn import functional
 from pipeplan.api.problems import with_zero
 from pipeplan.check.targets import TARGETS
 from pipeplan.check.units import CannotExpress
-from pipeplan.errors import Infeasible
+from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.frameworks import WRITERS, Asked, parsed_renames
 from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import ScheduleKind
@@ -367,7 +367,7 @@ def check(folders: dict[str, Path | None], gpus: str, models: list[str], quick: 
                     run = simulate_plan(made.plan, None, own_schedule(made.plan)).timeline
                     renames = parsed_renames(DECODER if name == "torchtitan" else [])
                     text = WRITERS[name].write(Asked(made.plan, made.plan.allocation.stages, run, renames))
-                except (CannotExpress, Infeasible) as error:
+                except (BadInput, CannotExpress, Infeasible) as error:
                     print(f"{row} refused: {error}")
                     continue
                 price = made.plan.provenance.options.get("price", {})
