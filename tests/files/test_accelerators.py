@@ -123,5 +123,6 @@ def test_host_times_are_said_or_those_of_what_issues_operations() -> None:
     assert own.constants() == Constants(0.5, 0.6, 4000, 61_000, 32_000)
     assert own.constants("graphs").forward_host_ns == 0
     assert own.measured == a100.measured
+    assert (a100.number("float8_e4m3fn", "matmul"), a100.number("bfloat16", "matmul")) == ("float8", "bfloat16")
     runs = with_constants(a100, Constants(0.5, 0.6, 4000, 61_000, 32_000), "fitted", (0.9, 1.1))
     assert (runs.measured, runs.within) == ("runs", (0.9, 1.1))
