@@ -42,7 +42,8 @@ def in_flight_limit(
         few = (room - copy) / np.maximum(whole, 1) * replicas  # updates meanwhile, at least; at most three more
         most_updates = UNLIMITED * replicas // interval + 1
         updates = np.where(whole == 0, most_updates, np.clip(few, -1, most_updates)).astype(np.int64) + old
-        limit, every = np.minimum(1, room + 1), np.maximum(kept, 1)
+        limit: Ints = np.minimum(1, room + 1)
+        every = np.maximum(kept, 1)
         for _ in range(5):
             left, most = room - (updates - old) * copy, (interval * updates + 1) // replicas
             count = np.where(kept == 0, most, left // every + 1)
@@ -50,7 +51,7 @@ def in_flight_limit(
             if np.all((left < 0) | (count <= most) & (kept > 0)):
                 break
             updates = updates + 1
-        return np.clip(limit, 0, UNLIMITED)
+        return limit.clip(0, UNLIMITED)
     more = np.asarray(held(2) - first if memory_model.versions_grow(policy) else kept)
     room = memory - first
     limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
