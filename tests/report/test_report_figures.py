@@ -7,7 +7,7 @@ from cases.plans import straight
 
 from pipeplan.errors import BadInput
 from pipeplan.planner.simulated.simulation import simulate_plan
-from pipeplan.report.gantt import MOST_BARS, save_pattern, save_runs, save_timeline
+from pipeplan.report.gantt import MOST_BARS, save_pattern, save_timeline
 
 
 def test_a_pattern_as_svg_names_rows_and_operations_and_is_the_same_again(tmp_path):
@@ -18,14 +18,6 @@ def test_a_pattern_as_svg_names_rows_and_operations_and_is_the_same_again(tmp_pa
     assert texts[0] == texts[1]
     for word in ("GPU 0", "GPU 3", "link 0 - 1", "F0", "forward", "gradient sent", "ms"):
         assert f">{word}</text>" in texts[0]
-
-
-def test_runs_are_below_each_other_each_under_its_title(tmp_path):
-    runs = [(name, simulate_plan(straight(), 6, name).timeline) for name in ("1f1b", "gpipe")]
-    save_runs(runs, str(tmp_path / "runs.svg"))
-    text = (tmp_path / "runs.svg").read_text()
-    assert text.count(">GPU 3</text>") == 2
-    assert text.index(">1f1b</text>") < text.index(">gpipe</text>")
 
 
 @pytest.mark.parametrize("schedule", ["pattern", "zbv", "1f1b"])
