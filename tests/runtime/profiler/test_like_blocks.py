@@ -96,7 +96,7 @@ def test_few_blocks_of_a_zoo_model_tell_all(monkeypatch, name):
     [
         ("hf:GPT2LMHeadModel,n_layer=5,n_embd=16,n_head=2,vocab_size=29,sequence=8", True),
         (f"hf:Qwen3MoeForCausalLM,num_hidden_layers=5,{MOE},{SMALL}", True),
-        ("hf:T5ForConditionalGeneration,num_layers=5,d_model=16,d_ff=24,d_kv=4,num_heads=4,vocab_size=29,sequence=8",
+        ("hf:T5ForConditionalGeneration,num_layers=6,d_model=16,d_ff=24,d_kv=4,num_heads=4,vocab_size=29,sequence=8",
          True),
     ],
 )  # fmt: skip

@@ -205,7 +205,7 @@ def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path):
         ({"checkpoint": folder, "keep": 0}, "keep: 0 is not"),
         ({"keep": 1}, "no folder is named"),
         ({"link_rate": 0}, "link rate: 0 is not a positive number of bytes per second"),
-        ({"link_delay_s": float("nan")}, "link delay: nan isn't a time"),
+        ({"link_delay_s": float("nan")}, "link delay: nan must be 0 seconds or more"),
     ]:
         with pytest.raises(BadInput, match=words):
             run_plan(plan, VECTORS, uncorrected(steps=9, lr=0.01, **options))
