@@ -138,7 +138,7 @@ def test_an_order_is_found_and_read_as_a_schedule(path, tmp_path):
     found = pp.synthesize(plan, moves=100, split=False)
     found.save(tmp_path / "order.csv")
     assert plan.simulate(str(tmp_path / "order.csv")).makespan_ns == found.figures()["makespan_ns"]
-    with pytest.raises(pp.BadInput, match="^gpus: PLAN sets it already; leave it out"):
+    with pytest.raises(pp.BadInput, match=r"^gpus: PLAN sets it already; leave it out"):
         pp.synthesize(plan, gpus=2)
 
 
