@@ -121,7 +121,7 @@ def kill_in(place, rank, calls):
     setattr(owner, name, wrapped)
 
 
-SAVED = "pipeplan.runtime.training.state.state"
+SAVED = "pipeplan.runtime.training.state.written"
 
 
 def in_second_file(rank, do):

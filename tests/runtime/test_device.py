@@ -126,7 +126,7 @@ def test_ranks_that_share_gpus_are_told_of(gpus):
 def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch, everybodys, exchange):
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
     devices = [None if x is None else SimpleNamespace(type="cuda", machine=x[0], uuid=x[1]) for x in everybodys]
-    monkeypatch.setattr(module, "_properties", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: device)
     gpus = [gpu_of(CPU, "a") if x is None else gpu_of(x, x.machine) for x in devices]
     assert exchange_of(gpus) == exchange
 

@@ -420,7 +420,7 @@ def stray_loss(output, target):
         (lambda b: [nn.Linear(4, 4)], "expected .layers, example_input, loss., got a list"),
         (lambda b: (nn.Linear(4, 4), "text", total), "example_input: a str holds no tensor"),
         (lambda b: ("layers", torch.ones(b, 4), total), "expected an nn.Sequential or a list.* got a str"),
-        (lambda b: ([], torch.ones(b, 4), total), "there are none"),
+        (lambda b: ([], torch.ones(b, 4), total), "the list is empty"),
         (lambda b: ([nn.Linear(4, 4), torch.relu], torch.ones(b, 4), total), r"layers\[1\]: a builtin.* is not an nn"),
         (lambda b: ([nn.Linear(4, 4)], [torch.ones(b, 4)], total), "example_input is a list, not one tensor"),
         (lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), None), "gave no loss; that is for a model as one module"),
