@@ -18,8 +18,8 @@ from ..check.validate import check
 from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible, InvalidPlan
 from ..partition import ALGORITHMS
-from ..partition.contiguous.claims import on_lowest_devices
-from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind
+from ..partition.contiguous.claims import by_first_use
+from ..plan import Bound, Plan, Provenance, Schedule, ScheduleKind
 from ..problem import Problem, Weights
 from ..registry import Late
 from ..schedule.kinds import KINDS, kinds_for, too_long
@@ -113,7 +113,9 @@ def _planned(
     asked, problem, scheduled = problem, incumbent.problem, incumbent.best
     if scheduled is None:
         raise Infeasible(_why_none(incumbent, algorithm) if settings.explained else "no plan was found")
-    allocation = scheduled.allocation if algorithm == STATED else _tidy(problem, scheduled.allocation)
+    allocation = scheduled.allocation
+    if algorithm != STATED:
+        allocation = replace(allocation, stages=by_first_use(problem.platform, allocation.stages))
     sooner = more_often(problem, scheduled) if asked.policy.open else None
     of_any = any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None)
     of_class = _class_bounds(incumbent, problem, scheduled, kind)
@@ -334,13 +336,6 @@ def with_interval(found: Planned, interval: int) -> Planned:
     pattern = None if other is None else other.pattern
     plan = replace(plan, policy=policy, pattern=pattern, lower_bounds=bounds)
     return Planned(plan, check(plan))
-
-
-def _tidy(problem: Problem, allocation: Allocation) -> Allocation:
-    """Return the allocation with equal devices on one level numbered by first use, which changes nothing else."""
-    if len(problem.platform.levels) > 1:
-        return allocation
-    return replace(allocation, stages=on_lowest_devices(problem.platform, allocation.stages))
 
 
 def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, kind: ScheduleKind) -> list[Bound]:

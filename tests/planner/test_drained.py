@@ -8,6 +8,7 @@ from functools import partial
 from itertools import combinations, pairwise, product
 
 import pytest
+from cases.chains import uneven_chain
 from cases.drained import open_and_named, open_instance, soonest_in_any_order
 
 from pipeplan.plan import ScheduleKind, Stage
@@ -133,3 +134,14 @@ def test_the_search_comes_near_what_trying_all_finds(seed: int) -> None:
     assert best is not None
     assert search.best is not None
     assert best <= search.best.cost <= 1.02 * best
+
+
+@pytest.mark.parametrize("seed", [20, 22, 39])
+def test_an_order_of_its_own_names_the_gpus_that_the_plan_has(seed):
+    """The best of these has its first stage on the second of two equal GPUs, which a plan numbers by first use."""
+    rng = random.Random(seed)
+    chain = uneven_chain(rng, rng.randint(3, 5))
+    policy = Policy("flush", rng.randint(2, 6))
+    plan = make_plan(Problem(chain, Platform.flat(2, 10**6, 10**9, 1), policy, False), effort="quick").plan
+    assert plan.schedule.kind == "written"
+    assert plan.allocation.stages[0].devices == (0,)

@@ -355,3 +355,8 @@ def plain_delays(tables: SearchTables) -> Ints:
     replicas = quickest_replicas(tables.problem)
     bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)
     return bare
+
+
+def by_first_use(platform: Platform, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return ``stages`` with equal devices on one level numbered by first use, which changes nothing else."""
+    return tuple(stages) if len(platform.levels) > 1 else on_lowest_devices(platform, stages)

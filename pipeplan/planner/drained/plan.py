@@ -20,7 +20,7 @@ from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import Deadline
 from ...errors import BadInput
 from ...partition.balance import balance, simplest
-from ...partition.contiguous.claims import longest_period_ns
+from ...partition.contiguous.claims import by_first_use, longest_period_ns
 from ...partition.contiguous.contiguous import feasible
 from ...partition.moves.wander import wander
 from ...partition.pipedream.paper import pipedream
@@ -258,7 +258,8 @@ def _in_own_order(incumbent: Incumbent) -> None:
         return
     count = problem.policy.accumulate or 1
     graphs, most = [], MOST_ORDERED // (PASSES * count)
-    for stages in dict.fromkeys((best.allocation.stages, *incumbent.seen, *_few_splits(problem, most))):
+    every = (best.allocation.stages, *incumbent.seen, *_few_splits(problem, most))
+    for stages in dict.fromkeys(by_first_use(problem.platform, x) for x in every):  # as orders name GPUs
         if len(stages) <= most and not any(x.replicas > 1 for x in stages):
             graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
             graphs.append((count * graph.period_floor_ns, stages, graph))
