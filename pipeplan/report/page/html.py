@@ -88,7 +88,7 @@ def report_html(
         _stages(plan, result),
         *parts,
         "<h2>Memory over the run</h2>",
-        '<p class="soft">Dark: weights and buffers. Light: activations. Dashed: the GPU\'s memory, if near.</p>',
+        '<p class="soft">Below: weights and buffers. Above: activations. Dashed: the GPU\'s memory, if near.</p>',
         _memory(simulation),
         _provenance(plan),
     ]
