@@ -23,17 +23,16 @@ from .model import Data, Factory, Loss, Model, chain, mixed_seed
 from .text.gpt import Block, Embedding, GPTConfig
 from .text.llama import LlamaConfig
 from .text.llama import network as llama
-from .text.rank_part import Group
+from .text.rank_part import Parted
 from .text.sizes import TRANSFORMERS, Llama
 
 CLASSES = 100  # of pictures, whose numbers are characters of their texts
 
 
 @dataclass(frozen=True)
-class TowersConfig:
+class TowersConfig(Parted):
     """Sizes: ``image`` and ``patch`` are pixels a side, ``picture_`` ones are those of the encoder of pictures, others
-    those of a GPT, or with ``groups`` of a Llama, for ``sequence`` tokens of text. With ``tensor`` above 1 both towers
-    are one rank's part (:mod:`.text.rank_part`), that of rank ``part`` in a run."""
+    those of a GPT, or with ``groups`` of a Llama, for ``sequence`` tokens of text."""
 
     image: int
     patch: int
@@ -48,16 +47,6 @@ class TowersConfig:
     groups: int = 0
     feed_forward: int = 0
     rotary_base: float = 10_000.0
-    tensor: int = 1
-    sequence_parallel: bool = False
-    part: int = -1
-    context: int = 1
-    by_heads: bool = False
-
-    @property
-    def group(self) -> Group:
-        """The ranks that run each layer together."""
-        return Group.of(self)
 
     @property
     def patches(self) -> int:

@@ -19,7 +19,7 @@ from ...check.validate import check
 from ...cost.memory_model import held_bytes, weights_bytes
 from ...cost.stage_cost import StageCost, stage_cost
 from ...errors import Infeasible, InvalidPlan, NoBetter
-from ...integers import ceil_div
+from ...integers import ceil_div, smallest
 from ...plan import Allocation, Plan, Provenance, Schedule, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
 from ...version import __version__
@@ -131,7 +131,7 @@ def _split(problem: Problem, module: Tower, way: Way, even: bool) -> Iterator[St
 def _shares(times: Sequence[int], count: int) -> list[int]:
     """Return how many of ``times`` in a row each of ``count`` parts has, so that the longest part is shortest."""
 
-    def within(limit: int) -> list[int]:
+    def within(limit: int) -> list[int] | None:
         found, total = [0], 0
         for i, x in enumerate(times):
             rest = len(times) - i
@@ -140,13 +140,11 @@ def _shares(times: Sequence[int], count: int) -> list[int]:
                 total = 0
             found[-1] += 1
             total += x
-        return found if all(sum(times[a:b]) <= limit for a, b in pairwise([0, *accumulate(found)])) else []
+        return found if all(sum(times[a:b]) <= limit for a, b in pairwise([0, *accumulate(found)])) else None
 
-    low, high = 0, sum(times)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if within(middle) else (middle, high)
-    return within(high)
+    shortest = smallest(within, min(1, sum(times)), sum(times))
+    assert shortest is not None, "all of them fit into their sum"
+    return shortest[1]
 
 
 def _placed(modules: Sequence[Sequence[Stage]]) -> tuple[Stage, ...]:

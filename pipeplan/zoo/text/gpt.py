@@ -18,22 +18,20 @@ from torch.nn import functional
 from ...errors import BadInput
 from ..data import text_of
 from ..model import Loss, Model
-from .rank_part import Group, PartEmbedding, decoder
+from .rank_part import Parted, PartEmbedding, decoder
 from .sizes import TRANSFORMERS, Llama
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(Parted):
     """Sizes of a GPT: ``sequence`` is the length trained on, ``positions`` (0: ``sequence``) the longest possible.
 
     ``tied`` shares the token embedding with the head, as published; plans for weights stash and latest cannot cut
     between tied layers. ``dropout`` is off by default: its masks depend on how a run is split. ``attention`` is
     ``fused``, or ``unfused``: scores, softmax, dropout and their product with the values as kernels of their own, or
     ``again``: those, which the backward runs again (selective recomputation; Korthikanti et al. 2022, section 5).
-    ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part
-    (:mod:`.rank_part`), with ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that
-    isn't negative. With ``context`` above 1 they have such a part of the sequence (``by_heads``: in attention of the
-    heads). Without ``causal`` tokens also see those behind them, as in an encoder.
+    ``loss`` is one of :data:`.token_losses.TOKEN_LOSSES`. Without ``causal`` tokens also see those behind them, as in
+    an encoder.
     """
 
     blocks: int
@@ -46,17 +44,7 @@ class GPTConfig:
     dropout: float = 0.0
     attention: str = "fused"
     loss: str = "same"
-    tensor: int = 1
-    sequence_parallel: bool = False
-    part: int = -1
-    context: int = 1
-    by_heads: bool = False
     causal: bool = True
-
-    @property
-    def group(self) -> Group:
-        """The ranks that run each layer together."""
-        return Group.of(self)
 
 
 class _Again(torch.autograd.Function):

@@ -17,18 +17,16 @@ from torch.nn import functional
 from ...errors import BadInput
 from ..data import text_of
 from ..model import Loss, Model
-from .rank_part import Group, PartEmbedding, decoder
+from .rank_part import Parted, PartEmbedding, decoder
 from .sizes import TRANSFORMERS, Llama
 
 GROUPS = "groups of heads"
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(Parted):
     """Sizes of a Llama; ``groups`` is the number of key-value heads, which divides ``heads``; ``loss`` one of
-    :data:`.token_losses.TOKEN_LOSSES`. With ``tensor`` above 1 the layers are one rank's part (:mod:`.rank_part`), with
-    ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that isn't negative. With
-    ``context`` above 1 they have such a part of the sequence."""
+    :data:`.token_losses.TOKEN_LOSSES`."""
 
     blocks: int
     hidden: int
@@ -41,16 +39,6 @@ class LlamaConfig:
     epsilon: float = 1e-5
     tied: bool = False
     loss: str = "same"
-    tensor: int = 1
-    sequence_parallel: bool = False
-    part: int = -1
-    context: int = 1
-    by_heads: bool = False
-
-    @property
-    def group(self) -> Group:
-        """The ranks that run each layer together."""
-        return Group.of(self)
 
 
 class _Gated(torch.autograd.Function):

@@ -11,7 +11,7 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
@@ -174,13 +174,6 @@ class Group(NamedTuple):
     context: int = 1
     by_heads: bool = False
 
-    @staticmethod
-    def of(config: Any) -> Group:
-        """Return the group that a configuration of the zoo says."""
-        place = None if config.tensor == 1 or config.part < 0 else config.part
-        experts = getattr(config, "expert_ranks", 1)
-        return Group(config.tensor, config.sequence_parallel, place, experts, config.context, config.by_heads)
-
     @property
     def width(self) -> int:
         """How many ranks have parts of a layer, of its experts, or of a sequence."""
@@ -341,6 +334,26 @@ class Group(NamedTuple):
             return x
         out: Tensor = Exchanged.apply(x, self.ranks, forward, backward)  # type: ignore[no-untyped-call]  # torch's
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parted:
+    """What one rank has of a network's layers. With ``tensor`` above 1 they are one rank's part, with
+    ``sequence_parallel`` along the sequence, too; that of rank ``part`` in a run, where that isn't negative. With
+    ``context`` above 1 they have such a part of the sequence (``by_heads``: in attention of the heads)."""
+
+    tensor: int = 1
+    sequence_parallel: bool = False
+    part: int = -1
+    context: int = 1
+    by_heads: bool = False
+
+    @property
+    def group(self) -> Group:
+        """The ranks that run each layer together."""
+        place = None if self.tensor == 1 or self.part < 0 else self.part
+        experts = getattr(self, "expert_ranks", 1)
+        return Group(self.tensor, self.sequence_parallel, place, experts, self.context, self.by_heads)
 
 
 class PartEmbedding(nn.Embedding):
