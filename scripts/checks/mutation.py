@@ -54,11 +54,11 @@ def noticed(mutant: Mutant, copy: Path, seconds: float, failing: set[str]) -> st
     """
     path = copy / "pipeplan" / mutant.module
     source = path.read_text()
-    ends = time.monotonic() + seconds
+    tests, ends = tests_of(mutant.module), time.monotonic() + seconds
     while True:
         path.write_text(mutant.applied(source))
         try:
-            found = _failed(copy, [*tests_of(mutant.module), *(f"--deselect={x}" for x in failing)], ends)
+            found = _failed(copy, [*tests, *(f"--deselect={x}" for x in failing)], ends)
         finally:
             path.write_text(source)
         test = found.removeprefix("FAILED ").partition(" - ")[0]

@@ -17,6 +17,7 @@ from cases.chains import random_chain, random_platform
 from cases.files import small_plan
 from cases.plans import (
     fitted,
+    fitted_simulated,
     greedy_pattern,
     quick_bound,
     random_checkpoint,
@@ -26,17 +27,15 @@ from cases.plans import (
 )
 from oracles.plans import Judged, Unjudged
 
-from pipeplan.check.evaluate import evaluate_simulated
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.deadline import NEVER
 from pipeplan.errors import BadInput
 from pipeplan.files.plans import plan_text, read_plan
-from pipeplan.plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind, Stage
+from pipeplan.plan import Bound, Plan, Schedule, ScheduleKind, Stage
 from pipeplan.planner.grids.grid_search import make_grid_plan
 from pipeplan.planner.grids.space import grid_problem
 from pipeplan.planner.plan import STATED, make_plan
 from pipeplan.planner.what_if.target import make_target_plan
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
+from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.synthesis.synthesize import synthesize
 from pipeplan.schedule.written import order_of_program
 
@@ -222,7 +221,7 @@ def refusal(document: Any, folder: Path) -> list[str]:
 
 
 SMALL_CHANGES = ("+1", "-1", "doubled", "flipped", "null", "0", *sum(OTHER_WORDS.values(), ()))
-ORDERED: tuple[ScheduleKind, ...] = ("zb1p", "1f1b", "gpipe", "written")  # the last: synthesised
+ORDERED: tuple[ScheduleKind, ...] = ("1f1b", "gpipe", "written")  # the last: synthesised
 
 
 def judged_plan(rng: random.Random) -> Plan:
@@ -243,18 +242,13 @@ def judged_plan(rng: random.Random) -> Plan:
     parts = tuple(
         Stage(a, b, on, random_checkpoint(rng, a, b)) for (a, b), on in zip(pairwise(cuts), groups, strict=True)
     )
-    graph, count = stage_graph(chain, platform, policy, parts), policy.accumulate or 1
-    schedule = Schedule(rng.choice(ORDERED[:3]) if replicas == 1 else "gpipe", count)
-    if kind == "written" or (kind == "zb1p" and schedule.kind == "zb1p"):
-        found = synthesize(graph, count, moves=50, solver=None, split=rng.random() < 0.7).timeline.program
-        schedule = Schedule("written", count, order=order_of_program(found))
-    uses = evaluate_simulated(graph, schedule, platform, NEVER).devices
-    devices = tuple(
-        Device(u.peak_bytes + rng.choice((0, 1, 50)), d.speed) for u, d in zip(uses, platform.devices, strict=True)
-    )
-    platform = replace(platform, devices=devices)
-    bound = quick_bound(Problem(chain, platform, policy, True, "segments"))
-    return Plan(chain, platform, policy, Allocation(parts), None, (bound,), Provenance("random"), schedule)
+    count = policy.accumulate or 1
+    schedule = Schedule("gpipe" if kind == "1f1b" and replicas > 1 else kind, count)
+    if kind == "written":
+        graph, split = stage_graph(chain, platform, policy, parts), rng.random() < 0.7
+        found = synthesize(graph, count, moves=50, solver=None, split=split).timeline.program
+        schedule = replace(schedule, order=order_of_program(found))
+    return fitted_simulated(rng, chain, platform, policy, parts, schedule)
 
 
 def judged_edit(rng: random.Random, folder: Path) -> tuple[str, list[str]]:

@@ -191,8 +191,19 @@ def random_simulated_plan(rng: random.Random, kind: ScheduleKind | None = None) 
     policy = replace(random_policy(rng, ("latest",) if plain else ("flush",)), accumulate=rng.randint(1, 6))
     stages = random_stages(rng, layers, devices, replicas=not plain, shared=not plain and rng.random() < 0.4)
     schedule = Schedule(kind, policy.accumulate, rng.randint(1, len(stages) + 2))
-    graph = stage_graph(chain, platform, policy, stages)
-    result = evaluate_simulated(graph, schedule, platform, NEVER)
+    return fitted_simulated(rng, chain, platform, policy, stages, schedule)
+
+
+def fitted_simulated(
+    rng: random.Random,
+    chain: Chain,
+    platform: Platform,
+    policy: Policy,
+    stages: tuple[Stage, ...],
+    schedule: Schedule,
+) -> Plan:
+    """Return the plan of stages under a schedule that is simulated, on devices whose memory is just enough, or more."""
+    result = evaluate_simulated(stage_graph(chain, platform, policy, stages), schedule, platform, NEVER)
     memories = [use.peak_bytes + rng.choice((0, 0, 1, 50)) for use in result.devices]
     platform = replace(
         platform, devices=tuple(Device(m, d.speed) for m, d in zip(memories, platform.devices, strict=True))
