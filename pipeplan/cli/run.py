@@ -79,14 +79,9 @@ RUN = """
 --eval-every N              Updates between two evaluations, also after the last.  [default: an epoch's]
 --eval-batches N            Microbatches of an evaluation.  [default: those that the data have]
 --metrics MODULE:FUNCTION   metrics(output, target) -> a number, or a dict of them: their means.
---monitor NAME|max:NAME = loss
-    What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.
---patience N                End after N evaluations without a new best.
---ema X                     Keep a running average of the weights with this decay, such as 0.999.
 --delay-correction none|sc|predict|both
     What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: both,
     and sc where the copy of fp32 weights doesn't fit or gradients are late by more than an update]
---averaged                  Save and evaluate that average.
 --callback MODULE:FUNCTION  callback(step, metrics) after every update and every evaluation.
 --vertical-sync             With weights stash or latest: the same version on all stages.
 --schedule NAME|FILE.csv
@@ -181,7 +176,6 @@ def _heard_by_others() -> Iterator[None]:
     clip_norm=Number(above=True),
     schedule=RUN_SCHEDULE,
     loss_scale=Number(above=True),
-    ema={"metavar": "DECAY"},
     coarsening=CountOr("K|all", "all", 0),
     timeout=Time(above=True),
     link_delay=Time(),

@@ -137,8 +137,6 @@ def runs() -> dict[str, str]:
         loss_scale=1024.0,
         skipped=(3,),
         evaluations={2: {"loss": 1.0}},
-        best_step=2,
-        ended_early=True,
     )
     texts = {}
     for name, words in {

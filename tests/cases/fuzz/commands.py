@@ -99,7 +99,7 @@ FILE_OPTIONS = {
 }
 
 
-FREE = {("profile", "--name"), ("run", "--monitor")}  # any text may be meant
+FREE = {("profile", "--name")}  # any text may be meant
 
 
 def without_usual_values() -> list[tuple[str, str]]:
