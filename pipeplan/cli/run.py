@@ -99,8 +99,6 @@ RUN = """
 --seed SEED = 0
 --timeout TIME              Longest wait for another rank, such as 60s.  [default: from the plan]
 --link-delay TIME           Delay every message by this time, to imitate a slow network.
---link-rate RATE
-    Slow messages and sums over replicas down to links of this rate, such as 1GB/s.
 --threads N = 1 {1..1024}   CPU threads of each process.
 --device auto|cpu|cuda = auto
     auto: GPUs, unless the plan's profile is of a CPU.
@@ -112,8 +110,6 @@ RUN = """
     After every N updates as well.  [default with --epochs: after every epoch]
 --keep-checkpoints N (keep) Keep the newest N good ones, remove older ones.  [default: keep all]
 --resume                    Resume from the newest good checkpoint, if one exists.
---max-restarts N = 0 {0..1000000000}
-    Restarts after failures.
 --log-dir DIR               Write loss, time per microbatch and memory here, for TensorBoard.
 --trace OUT                 Write every operation's times for ui.perfetto.dev and pipeplan diff.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
@@ -311,7 +307,7 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
     from ..schedule.kinds import KINDS
 
     ranks = processes_of(plan)
-    by_threads = KINDS[plan.schedule.kind].by_arrival or options.slows_links
+    by_threads = KINDS[plan.schedule.kind].by_arrival or options.link_delay_s > 0
     kind = kind_of(options.device, plan.chain)
     notes = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads), untried(version("torch"))
     for note in () if as_json or number_in_environment("LOCAL_RANK") else filter(None, notes):

@@ -12,7 +12,6 @@ import click
 
 from ..choices import BEST, DRAINED
 from ..errors import BadInput
-from ..units import parse_bandwidth
 from .options import refuse_without
 
 if TYPE_CHECKING:
@@ -112,8 +111,8 @@ def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.update.optimizers import parse_choice
 
-    steps, epochs, length, timeout, delay, rate = (
-        given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay", "link_rate")
+    steps, epochs, length, timeout, delay = (
+        given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay")
     )
     data, every, batches, metrics = (given.pop(x) for x in ("eval_data", "eval_every", "eval_batches", "metrics"))
     for name in ("optimizer", "scheduler"):
@@ -122,7 +121,6 @@ def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions
         steps=steps or STEPS,
         timeout_s=None if timeout is None else timeout / 1e9,
         link_delay_s=(delay or 0) / 1e9,
-        link_rate=None if rate is None else parse_bandwidth(rate, "--link-rate"),
         half=HalfOptions(*(given.pop(x) for x in ("half", "loss_scale", "loss_scale_window"))),
         **given,
     )

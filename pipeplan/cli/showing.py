@@ -150,7 +150,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "The order": "",
     "Run": "",
     "Evaluation": "eval-data eval-every eval-batches metrics",
-    "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",
+    "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume save load",
     "Target": "",
     OTHERS: "",
     "Output": "output best json csv trace text width links all recalibrated debug quiet dry-run verbose help help-all",

@@ -90,8 +90,6 @@ class RunOptions:
     resume: bool = False  # whether to go on from the folder's newest good checkpoint, if there is one
     traced: bool = False
     """Whether a report is wanted of a run that a signal ends, too: it then ends as one with checkpoints does."""
-    max_restarts: int = 0
-    """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
     device: DeviceChoice = "auto"
     """CPUs over gloo, or GPUs over NCCL, or through the host where ranks share one; ``auto`` takes GPUs if torch sees
     any and the plan's profile isn't of a CPU."""
@@ -99,8 +97,6 @@ class RunOptions:
     timeout_s: float | None = None  # longest wait for another rank; None: from the plan
     link_delay_s: float = 0.0
     """How much later than they could messages between ranks come, to see what a slow network would do."""
-    link_rate: int | None = None
-    """Bytes per second of links on which messages and sums are as long as they would be there; None: the real ones."""
 
     def check(self) -> None:
         """Raise BadInput for what cannot be done, whatever the plan."""
@@ -108,8 +104,6 @@ class RunOptions:
             check_writable(str(self.save.absolute()))
         if self.keep is not None and self.keep < 1:
             raise BadInput(f"keep: {self.keep} is not a positive number of checkpoints")
-        if self.link_rate is not None and self.link_rate < 1:
-            raise BadInput(f"link rate: {self.link_rate} is not a positive number of bytes per second")
         if not 0 <= self.link_delay_s < inf:
             raise BadInput(f"link delay: {self.link_delay_s} must be 0 seconds or more")
         writes = self.every is not None or self.keep is not None
@@ -125,11 +119,6 @@ class RunOptions:
             find(self.groups)
             if self.no_decay:
                 raise BadInput("no decay: the parameter groups set it already")
-
-    @property
-    def slows_links(self) -> bool:
-        """Whether slower links than the real ones are emulated."""
-        return bool(self.link_delay_s) or self.link_rate is not None
 
     @property
     def link_delay_ns(self) -> int:

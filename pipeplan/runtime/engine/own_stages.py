@@ -13,8 +13,8 @@ from torch import nn
 
 from ...registry import Late
 from ..device import CPU
-from ..exchange.collective import SumGroup, any_rank
-from ..exchange.transport import EmulatedLink
+from ..exchange.collective import any_rank
+from ..exchange.transport import Group
 from ..measure.recorder import HeldBytes, StateBytes
 from ..model.loaded import LoadedModel
 from ..training.half import first_scale, half_type
@@ -93,8 +93,7 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
         restore(job.resume, rank, updates, building.scaling)
     for layer in rank.model.layers if options.evaluates else ():
         layer.module.eval()
-    over = {stages: SumGroup(group, building.link) for stages, group in meeting.tied_groups.items()}
-    tied_sums = TiedSums(rank.model, ties, updates, over, meeting.recorder, building.scaling)
+    tied_sums = TiedSums(rank.model, ties, updates, meeting.tied_groups, meeting.recorder, building.scaling)
     held, clipping = (building.activations, building.states), building.clipping
     return OwnStages(runners, updates, tied_sums, building.scaling, *held, clipping)
 
@@ -106,7 +105,6 @@ class _Building:
         options, lowered = job.options, rank.lowered
         self._job, self._rank, self._meeting, self._ties, self._masters = job, rank, meeting, ties, masters
         self.activations, self.states, self._buffers = HeldBytes(), StateBytes(), bucket_buffers()
-        self.link = None if options.link_rate is None else EmulatedLink(options.link_rate)
         self.scaling, self.clipping = None, None
         half = half_type(job.plan, options.half)
         if half is not None:
@@ -130,7 +128,7 @@ class _Building:
         """Return what updates stage ``s``; earlier ones of the rank come first."""
         rank, meeting, lowered = self._rank, self._meeting, self._rank.lowered
         copies = [(tie, tie.copy_in(s, rank.model)) for tie in self._ties if s in tie.places]
-        group = SumGroup(meeting.groups[s], self.link) if s in meeting.groups else None
+        group = meeting.groups.get(s)
         how = self._stepping(s, group)
         gradients = self._gradients[s] = self._gradients_of(s, [copy for _, copy in copies], how)
         places = [(tie, i) for tie, copy in copies if (i := gradients.versions.place_of(copy)) is not None]
@@ -150,13 +148,13 @@ class _Building:
         self.states.watch(found.tensors)
         return found
 
-    def _stepping(self, s: int, group: SumGroup | None) -> Stepping:
+    def _stepping(self, s: int, group: Group) -> Stepping:
         """Return how the weights of stage ``s`` are stepped."""
         job, policy, sharing = self._job, self._job.plan.policy, None
         if group is not None and policy.zero:
-            hosts = None if self._meeting.sums == "nccl" else group.group
+            hosts = None if self._meeting.sums == "nccl" else group
             replicas = self._rank.stage(s).replicas
-            sharing = Sharing(dist.get_rank(group.group), replicas, job.chunk_buckets, group, hosts)
+            sharing = Sharing(dist.get_rank(group), replicas, job.chunk_buckets, group, hosts)
         bucket = job.bucket_of(s, self._rank.lowered.graph.stages[s].parameters)
         return Stepping(bucket, policy.offload, sharing, self._buffers, self.states.note)
 

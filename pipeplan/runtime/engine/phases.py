@@ -128,9 +128,7 @@ def _inbox(run: RankRun) -> ThreadedTransport:
     with exchanging("the making of groups"):
         group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
     instructions = lowered.instructions[run.rank.number].where(lambda x: getattr(x, "peer", 0) != NOBODY)
-    made: ThreadedTransport = threaded(
-        instructions, run.meeting.specs, room, timeout_s, options.link_delay_ns, group, rate=options.link_rate
-    )
+    made: ThreadedTransport = threaded(instructions, run.meeting.specs, room, timeout_s, options.link_delay_ns, group)
     return made
 
 

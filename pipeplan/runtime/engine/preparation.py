@@ -189,7 +189,7 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
         sums = exchange_of(everybodys(gpu_of(device, this_machine())))
     # messages that come in any order, or late, are for threads, which exchange between hosts alone; sums, which come
     # when all messages are through, need not
-    threads = lowered.limit is not None or job.options.slows_links
+    threads = lowered.limit is not None or job.options.link_delay_s > 0
     messages: Exchange = "staged" if threads and sums == "nccl" else sums
     nearby = None if threads else this_machine()
     links = open_links(lowered, number, messages, device, timeout, nearby)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -26,7 +25,7 @@ from ..device import Exchange, group_timeout
 from ..lowering.lowered_run import LoweredRun
 from ..model.network import TensorSpec
 from .links import in_hosts_order
-from .transport import EmulatedLink, Group, everybodys, exchanging, received_words, send_words, wait_until
+from .transport import Group, everybodys, exchanging, received_words, send_words
 
 PINGS = 10
 PATIENCE: Final = timedelta(hours=4)  # to read a sample, or for a turn to give what was trained; who has gone shows
@@ -99,7 +98,7 @@ def greet(sums: Iterable[Group], norm: Group, device: torch.device) -> None:
     """
     with exchanging("the connecting of GPUs"):
         for group in dict.fromkeys(sums):
-            chunk = ChunkSum(torch.zeros(dist.get_world_size(group), device=device), SumGroup(group))
+            chunk = ChunkSum(torch.zeros(dist.get_world_size(group), device=device), group)
             chunk.begin()
             chunk.turn()
             chunk.end()
@@ -212,14 +211,6 @@ def shares(size: int, ranks: int, first: int = 0) -> list[int]:
     return [share + ((rank - first) % ranks < more) for rank in range(ranks)]
 
 
-@dataclass(frozen=True, slots=True)
-class SumGroup:
-    """The ranks of ``group``, whose sums take as long as over ``link``, if there is one."""
-
-    group: Group = None
-    link: EmulatedLink | None = None
-
-
 class ChunkSum:
     """The sum of ``chunk`` over ``group``, in place: call :meth:`begin`, :meth:`turn`, :meth:`end` in this order.
 
@@ -228,9 +219,8 @@ class ChunkSum:
     chunks in one order, with one ``first`` for each chunk (:func:`shares`).
     """
 
-    def __init__(self, chunk: Tensor, over: SumGroup, first: int = 0) -> None:
-        group = over.group
-        self._chunk, self._group, self._link = chunk, group, over.link
+    def __init__(self, chunk: Tensor, group: Group, first: int = 0) -> None:
+        self._chunk, self._group = chunk, group
         self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._others = [other for other in dist.get_process_group_ranks(group) if other != dist.get_rank()]
         self._shares = shares(chunk.numel(), self._ranks, first)
@@ -239,7 +229,6 @@ class ChunkSum:
         self._place = slice(begin, begin + self._own)
         self._parts = self._nothing = chunk.new_empty(0)
         self._work: Any = None
-        self._due_ns = 0
 
     def begin(self) -> None:
         """Send every rank its share of the chunk."""
@@ -275,13 +264,9 @@ class ChunkSum:
         return self._parts
 
     def _exchange(self, into: Tensor, source: Tensor, coming: list[int], going: list[int]) -> None:
-        if self._link is not None:
-            self._due_ns = self._link.due_ns((sum(going) - self._own) * source.element_size())
         with exchanging(WHAT, *self._others):
             self._work = dist.all_to_all_single(into, source, coming, going, group=self._group, async_op=True)
 
     def _wait(self) -> None:
         with exchanging(WHAT, *self._others):
             self._work.wait()
-        if self._link is not None:
-            wait_until(self._due_ns)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..lowering.instructions import Edge, Instruction, Receive, Send, sentence
 from ..lowering.segments import Repeated
 from ..model.network import TensorSpec
-from .transport import Group, PeerLost, Transport, carried_ns, exchanging, lane, wait_until
+from .transport import Group, PeerLost, Transport, exchanging, lane
 
 POSTED: Final = 2  # receives under way on each wire: the next message travels while this one is put away
 UNLIMITED: Final = timedelta(days=365)  # patience is counted where the rank itself waits, not while it computes
@@ -44,9 +44,8 @@ class ThreadedTransport(Transport):
     """One rank's exchanges in ``group`` (None: all ranks), by threads.
 
     On each wire at most ``room`` messages wait to be sent, and further ones in :meth:`send`; the run's order limits how
-    many wait to be used. ``delay_ns`` and ``rate``, in bytes per second, emulate a slow link: every message takes so
-    much longer, and those of a wire follow each other. PeerLost where a wait for another rank takes longer than
-    ``timeout_s``, or a rank has gone.
+    many wait to be used. ``delay_ns`` emulates a slow link: every message takes so much longer. PeerLost where a wait
+    for another rank takes longer than ``timeout_s``, or a rank has gone.
     """
 
     def __init__(
@@ -58,9 +57,8 @@ class ThreadedTransport(Transport):
         delay_ns: int = 0,
         group: Group = None,
         clock: Callable[[], int] = time.monotonic_ns,
-        rate: int | None = None,
     ) -> None:
-        self._specs, self._room, self._timeout_s, self._delay_ns, self._rate = specs, room, timeout_s, delay_ns, rate
+        self._specs, self._room, self._timeout_s, self._delay_ns = specs, room, timeout_s, delay_ns
         self._group, self._clock = group, clock
         self._expected: Counter[Wire] = Counter()
         self._outgoing: dict[Wire, SimpleQueue[tuple[Send, Tensor] | None]] = {}
@@ -92,7 +90,8 @@ class ThreadedTransport(Transport):
         self._wait(lambda: (edge, microbatch) in self._inbox, lambda: self._awaited(edge))
         with self._changed:
             usable_ns, tensor = self._inbox.pop((edge, microbatch))
-        wait_until(usable_ns, self._clock)
+        while (early_ns := usable_ns - self._clock()) > 0:
+            time.sleep(early_ns / 1e9)
         return tensor
 
     def news(self, until_ns: int | None) -> list[Message]:
@@ -167,7 +166,7 @@ class ThreadedTransport(Transport):
 
     def _receive_all(self, wire: Wire) -> None:
         posted: deque[tuple[Tensor, Tensor, list[dist.Work | None]]] = deque()  # microbatch, what it carries
-        left, usable_ns, (edge, peer) = self._expected[wire], 0, wire
+        left, (edge, peer) = self._expected[wire], wire
         spec = self._specs[edge]
         with exchanging(_next_on(wire)):
             while left or posted:
@@ -179,7 +178,7 @@ class ThreadedTransport(Transport):
                 microbatch, tensor, works = posted.popleft()
                 for work in works:
                     _done(work)
-                usable_ns = max(self._clock(), usable_ns) + self._delay_ns + carried_ns(tensor.nbytes, self._rate)
+                usable_ns = self._clock() + self._delay_ns
                 with self._changed:
                     self._inbox[edge, int(microbatch)] = usable_ns, tensor
                     self._news.append(Message(edge, int(microbatch), usable_ns))

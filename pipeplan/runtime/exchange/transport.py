@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -145,40 +143,6 @@ def _cause(words: str) -> str:
     _, found, last = rest.partition("Last error:")
     lines = [line.strip() for line in last.splitlines() if line.strip()]
     return f"{plain}: {lines[0]}" if found and lines else plain
-
-
-# --- a slower link, as if there were one ------------------------------------------------------------------------------
-
-GIGA: Final = 10**9
-
-
-def carried_ns(size: int, rate: int | None) -> int:
-    """Return how long ``size`` bytes are under way at ``rate`` bytes per second; None is as fast as can be."""
-    return 0 if rate is None else -(-size * GIGA // rate)
-
-
-def wait_until(due_ns: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
-    """Sleep until it is then by ``clock``."""
-    while (early_ns := due_ns - clock()) > 0:
-        time.sleep(early_ns / GIGA)
-
-
-class EmulatedLink:
-    """What a rank sends to others for sums goes over one link of ``rate`` bytes per second, one thing after the other.
-
-    Bytes go when they can; who waits for them waits until they would have been there, too.
-    """
-
-    def __init__(self, rate: int) -> None:
-        self._rate = rate
-        self._lock = Lock()
-        self._free_ns = 0
-
-    def due_ns(self, size: int) -> int:
-        """Return when ``size`` bytes are through that are sent now, behind those before them."""
-        with self._lock:
-            self._free_ns = max(self._free_ns, time.monotonic_ns()) + carried_ns(size, self._rate)
-            return self._free_ns
 
 
 LAZY = "TORCH_GLOO_LAZY_INIT"

@@ -27,7 +27,7 @@ from torch import nn
 
 from pipeplan.cost.time_model import overlapped_ns
 from pipeplan.problem import Policy
-from pipeplan.runtime.exchange.collective import ChunkSum, SumGroup
+from pipeplan.runtime.exchange.collective import ChunkSum
 from pipeplan.runtime.measure.recorder import Recorder
 from pipeplan.runtime.model.build.loading import chain_model
 from pipeplan.runtime.training.half import halved
@@ -100,7 +100,7 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         for _ in range(question.rounds):
             filled()
             start = time.monotonic_ns()
-            chunk = ChunkSum(flat[:size], SumGroup(group))
+            chunk = ChunkSum(flat[:size], group)
             chunk.begin()
             chunk.turn()
             chunk.end()
@@ -108,7 +108,7 @@ def rank_main(question: Question, rank: int, store: str, results: Any) -> None:
         return int(statistics.median(times))
 
     def updated(coarsening: int) -> int:
-        exchange = sums_of(0, gradients, stepper, Recorder(), SumGroup(group), coarsening)
+        exchange = sums_of(0, gradients, stepper, Recorder(), group, coarsening)
         update = StageUpdate(Way(exchange), Recorder(), scaling)
         times = []
         for version in range(question.rounds + 1):

@@ -161,8 +161,6 @@ class Commands:
         rng.shuffle(words)
         if name == "run":
             words.append(["--dry-run"])
-        if name == "completion":  # of the user who runs this
-            words = [word for word in words if not word[0].startswith("--install")]
         if name == "calibrate":
             words.append(["--gpu", rng.choice(AMOUNTS["GPU"])])
         if name == "profile":

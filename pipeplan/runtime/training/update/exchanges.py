@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...device import new_stream
-from ...exchange.collective import ChunkSum, SumGroup
+from ...exchange.collective import ChunkSum
+from ...exchange.transport import Group
 from ...measure.recorder import Recorder
 from ...measure.times import Activity
 from ..weights.buckets import in_runs
@@ -133,7 +134,7 @@ class Summed(Exchange):
         gradients: Gradients,
         stepper: Stepper,
         recorder: Recorder,
-        group: SumGroup,
+        group: Group,
         coarsening: int | None,
     ) -> None:
         super().__init__(stage, gradients, stepper, recorder)
@@ -161,7 +162,7 @@ class Summed(Exchange):
 
     def answered(self) -> list[Tensor]:
         """Return all of it on the first replica."""
-        return super().answered() if dist.get_rank(self._group.group) == 0 else []
+        return super().answered() if dist.get_rank(self._group) == 0 else []
 
     def ready(self, index: int) -> None:
         """Wait for a chunk's sum, and send the sum of the next one to all."""
@@ -200,7 +201,7 @@ class Shared(Exchange):
 
     sums = True
 
-    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, recorder: Recorder, group: SumGroup) -> None:
+    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, recorder: Recorder, group: Group) -> None:
         super().__init__(stage, gradients, stepper, recorder)
         self._group = group
         self._chunks = [chunk for chunk in stepper.chunks or () if chunk.summed or not gradients.waits]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ....errors import BadInput
 from ....problem import Chain, connected
-from ...exchange.collective import ChunkSum, SumGroup
+from ...exchange.collective import ChunkSum
 from ...exchange.transport import Group, exchanging
 from ...lowering.lowered_run import LoweredRun
 from ...measure.recorder import Recorder
@@ -37,7 +37,7 @@ def sums_of(
     gradients: Gradients,
     stepper: Stepper,
     recorder: Recorder,
-    group: SumGroup | None = None,
+    group: Group = None,
     coarsening: int | None = None,
 ) -> Exchange:
     """Return what the replicas in ``group`` exchange; None is for one alone."""
@@ -296,7 +296,7 @@ class TiedSums:
         model: LoadedModel,
         ties: Iterable[Tie],
         updates: Mapping[int, StageUpdate],
-        groups: Mapping[Stages, SumGroup],
+        groups: Mapping[Stages, Group],
         recorder: Recorder,
         scaling: Scaling | None,
     ) -> None:

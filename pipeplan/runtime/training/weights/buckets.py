@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...exchange.collective import SumGroup, shares
+from ...exchange.collective import shares
 from ...exchange.transport import Group, exchanging, received_words, send_words
 
 
@@ -115,7 +115,7 @@ class Sharing:
     rank: int
     ranks: int
     coarsening: int | None = None
-    group: SumGroup | None = None
+    group: Group = None
     hosts: Group = None
 
 
@@ -231,7 +231,7 @@ def gathered(
     Rows come one after the other between hosts: GPUs have no room for them, and a host but for one beside the wholes.
     """
     assert sharing.group is not None, "they have each other"
-    first, *others = dist.get_process_group_ranks(sharing.group.group)
+    first, *others = dist.get_process_group_ranks(sharing.group)
     mine = [{key: x for key, x in ((MASTER, entry.master), *entry.state.items()) if x is not None} for entry in kept]
     specs = [{key: x.dtype if is_large(x) else _on_host(x) for key, x in entries.items()} for entries in mine]
     with exchanging("the gathering of what replicas share"):
