@@ -156,9 +156,7 @@ def plan(
     again = False if said["checkpointing"] == "none" else None
     each = [given] if said["tensor"] == EACH else []  # behind all degrees: among its variants stages choose
     if each and not given.chain.variants:
-        raise BadInput(
-            "--tensor each: the profile has one degree alone; profile --estimate GPU --tensor 1,2,4 makes one"
-        )
+        raise BadInput("--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others")
     asked_for = parts(given, {**said, **({"tensor": None} if each else {})}, again)
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is not None:

@@ -27,6 +27,7 @@ from ..zoo import HUGGING_FACE, ZOO
 from .asked import Parts
 
 if TYPE_CHECKING:
+    from ..runtime.model.build.spec import ModelSpec
     from ..runtime.profiler.measure import MeasuredModel
     from ..runtime.profiler.steps import MeasureOptions
 
@@ -39,6 +40,7 @@ DEGREES = {
     "experts": (4, 8, 16, 32, 64),
     "context": (2, 4, 8, 16),
 }  # those above 1 where any may be
+HEARERS = ("say", "note", "begun")  # of what is measured, in this process alone
 OPTIONS = {"tensor": "tensor", "experts": "expert_ranks", "context": "context"}  # of models, for these
 MOST_BESIDE = 256
 HALF = {
@@ -206,23 +208,91 @@ def profile(
     tensor's first dimension. ``data(index, seed)``, or a loader, gives inputs and targets to measure with. ``dtype`` is
     one of torch's, by name; with ``"autocast-bfloat16"`` the model runs as it is under ``torch.autocast``. ``beside``
     processes compute at once on a CPU, as in a run: all but one of them train the model meanwhile. ``measuring`` are
-    fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of an estimate ``tensor`` (``"1,2,4,8"``, or
-    ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers as one of so
-    many ranks has them; with ``sequence_parallel`` also what is between products is spread along the sequence. With
+    fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of a model by its name ``tensor`` (``"1,2,4,8"``, or of
+    an estimate ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers
+    as one of so many ranks has them, measured as so many processes train. Of an estimate alone ``sequence_parallel``
+    also spreads what is between products along the sequence. With
     ``selective`` there are variants, too, whose backwards run the core of attention again, with ``experts`` (``"1,8"``,
     or ``"any"``) those whose experts so many ranks share, and with ``context`` those of a part of each sequence.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
-    from ..runtime.profiler.estimate import estimate_model
-    from ..runtime.profiler.measure import measure_model
-
     asked = {"tensor": tensor, "experts": experts, "context": context}
     said = [name for name, value in (*asked.items(), ("selective", selective or None)) if value is not None]
     if said and granularity == AUTO:
         granularity = "block"  # of which parts have the same
-    merge = merging(granularity, blocks)
     _refuse(gpu, engine, device, beside, measuring)
     source = _named(model, microbatch) if isinstance(model, str) else _live(model, inputs, loss, microbatch, gpu)
+    same: dict[str, Any] = {
+        "gpu": gpu,
+        "engine": engine,
+        "data": data,
+        "device": device,
+        "dtype": dtype,
+        "optimizer": optimizer,
+        "granularity": granularity,
+        "blocks": blocks,
+        "beside": beside,
+    }
+    found = _made(source, name, **same, **measuring)
+    if not said:
+        return found
+    unmeasured = [x for x in said if x != "tensor"] + ["sequence_parallel"] * sequence_parallel
+    if not isinstance(model, str) or (gpu is None and unmeasured):
+        which = (unmeasured or said)[0].replace("_", "-")
+        raise BadInput(f"--{which}: parts of layers are estimated, of models by their name; say --estimate")
+    ways = {name: degrees(1 if value is None else value, f"--{name}") for name, value in asked.items()}
+    if gpu is None and None in ways.values():
+        raise BadInput("--tensor any: which degrees are there to be measured? Say them, such as 1,2")
+
+    def estimate(named: str, degree: int) -> Chain:
+        if gpu is not None:
+            return _made(_named(named, source.batch), name, **{**same, "data": None}).chain
+        from ..runtime.profiler.beside import measured_together
+        from ..runtime.profiler.steps import chosen_device
+
+        if "say" in measuring:
+            measuring["say"](f"measuring as {degree} processes run each layer together")
+        more = {key: value for key, value in measuring.items() if key not in HEARERS}
+        measure = partial(_measured_part, model, source.batch, {**same, **more})
+        part: Chain = measured_together(measure, degree, "cpu" if chosen_device(device) == "cpu" else "cuda")
+        layers, reading = list(part.layers), found.chain.read_in_passes_ns - part.read_in_passes_ns
+        for i in (0, -1):  # a profile has one time of reading
+            layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns + reading)
+        return replace(part, layers=tuple(layers))
+
+    return with_variants(found, model, ways, sequence_parallel, selective, estimate)
+
+
+def _measured_part(model: str, batch: int, asked: dict[str, Any], together: Any) -> Chain:
+    """Return what its part of each layer of a named model costs this process, one of those that run it ``together``."""
+    from ..runtime.model.build.spec import ModelSpec
+
+    spec = ModelSpec(model, None, together.ranks, together.place)
+    spec.exchanges_by(together.exchange)
+    asked["beside"] = 1 if together.place else max(1, asked["beside"] + 1 - together.ranks)
+    return _made(_named(model, batch, spec), None, **asked, together=together).chain
+
+
+def _made(
+    source: _Source,
+    name: str | None,
+    *,
+    gpu: str | None,
+    engine: str | None,
+    data: Any,
+    device: Literal["auto", "cpu", "cuda"],
+    dtype: str | None,
+    optimizer: str,
+    granularity: str,
+    blocks: str | None,
+    beside: int,
+    **measuring: Any,
+) -> Profile:
+    """Return what each layer of one model costs."""
+    from ..runtime.profiler.estimate import estimate_model
+    from ..runtime.profiler.measure import measure_model
+
+    merge = merging(granularity, blocks)
     batches = source.batches if data is None else data_to_read(data, source.batch)
     options = _measuring(source, batches, gpu, device, dtype, optimizer, beside, measuring)
     about: dict[str, Any] = {
@@ -238,23 +308,7 @@ def profile(
         by_names = granularity in (AUTO, "block") or blocks is not None
         options = replace(options, merge=merge if by_names else None)
         measured = measure_model(source.build, source.batch, options, **about)
-    found = Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
-    if not said:
-        return found
-    if gpu is None or not isinstance(model, str):
-        raise BadInput(f"--{said[0]}: parts of layers are estimated, of models by their name; say --estimate")
-    same: dict[str, Any] = {
-        "gpu": gpu,
-        "engine": engine,
-        "microbatch": source.batch,
-        "dtype": dtype,
-        "optimizer": optimizer,
-        "granularity": granularity,
-        "blocks": blocks,
-    }
-    estimate = partial(profile, **same, name=name)
-    ways = {name: degrees(1 if value is None else value, f"--{name}") for name, value in asked.items()}
-    return with_variants(found, model, ways, sequence_parallel, selective, estimate)
+    return Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +323,9 @@ class _Source:
     batches: Callable[[int, int], Any] | None = None
 
 
-def _named(model: str, microbatch: int | None) -> _Source:
+def _named(model: str, microbatch: int | None, part: ModelSpec | None = None) -> _Source:
     batch = microbatch or MICROBATCH
-    build, batches = named_model(model, batch)
+    build, batches = named_model(model, batch, part)
     name = model.removeprefix(ZOO).partition(",tensor_plan=")[0]
     return _Source(name, batch, build, partial(build_named, model, batch), batches)
 
@@ -344,10 +398,11 @@ def with_variants(
     ways: Mapping[str, tuple[int, ...] | None],
     sequence_parallel: bool,
     selective: bool,
-    estimate: Callable[[str], Profile],
+    estimate: Callable[[str, int], Chain],
 ) -> Profile:
     """Return the profile of a named model with variants of the degrees that ``ways`` has by :data:`DEGREES`, None: any,
-    those of sequences both ways that there are, and ``selective`` ones of each, each ``estimate``d by its options."""
+    those of sequences both ways that there are, and ``selective`` ones of each, each ``estimate``d by its options, or
+    measured by its degree."""
     if selective and UNFUSED not in model:
         raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
     variants, other = [], (False, True) if selective else (False,)
@@ -360,7 +415,7 @@ def with_variants(
         named += "".join(f",{OPTIONS[x]}={n}" for x, n in own.items() if n > 1)
         named += ",sequence_parallel=true" * along + ",by_heads=true" * by_heads
         try:
-            layers = estimate(named).chain.layers
+            layers = estimate(named, own["tensor"]).layers
         except BadInput as error:
             if None in ways.values() or by_heads:
                 continue
@@ -422,11 +477,13 @@ def build_named(text: str, batch: int) -> Callable[..., Any]:
     return named_model(text, batch)[0]
 
 
-def named_model(text: str, batch: int) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
-    """Return (build, data) of the model that ``text`` names; data is None for a user's own function."""
+def named_model(
+    text: str, batch: int, part: ModelSpec | None = None
+) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
+    """Return (build, data) of the model that ``text`` names, or of a ``part``; data is None for a user's function."""
     from ..runtime.model.build.spec import ModelSpec, brings_data, builder_of
 
-    spec = ModelSpec(text)
+    spec = part or ModelSpec(text)
     if not text.startswith(ZOO) and spec.of_zoo:
         raise BadInput(f"MODEL: {text!r} is not of the form zoo:NAME, hf:CONFIG or module:function")
     try:

@@ -35,7 +35,7 @@ class LayerGroup:
     to GPU where all have one of their own, else through the host."""
 
     def __init__(self, store: Any, lane: int, place: int, ranks: int, device: torch.device, timeout: timedelta) -> None:
-        self.place, self._ranks = place, ranks
+        self.place, self.ranks = place, ranks
         self.store = store  # of all first ones, some of which may be alone
         if place:
             self.store = dist.PrefixStore(f"place {place}", store)  # type: ignore[attr-defined]  # torch exports it not
@@ -71,7 +71,7 @@ class LayerGroup:
     def whole(self, part: Tensor, joined: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """Return, in host memory, what all ranks have a ``part`` of, ``joined``; all call it together."""
         own = part.detach().to(CPU).contiguous()
-        parts = [torch.empty_like(own) for _ in range(self._ranks)]
+        parts = [torch.empty_like(own) for _ in range(self.ranks)]
         with exchanging(BESIDE):
             self._hosts.allgather([parts], [own]).wait()
         return joined(parts)

@@ -234,7 +234,9 @@ def profile_network(
         layers = sized_layers(network, saved, values)
         needed = _needed_bytes(network, whole_bytes(saved, values) * options.in_flight)
         processes = 1 if options.others is None else 1 + options.others.count
-        one = hold == "one" or (hold == "auto" and processes * needed > FILL * free_bytes(device))
+        processes = max(processes, 1 if options.together is None else options.together.ranks)
+        fits = processes * needed <= FILL * free_bytes(device)
+        one = hold == "one" or (hold == "auto" and options.agreed(not fits))
         options.note(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
         changed = "" if author is None else _compare(author, whole, loss, target, options, one)
         working = working_bytes(network, device, one)

@@ -19,6 +19,7 @@ from ...cost.roofline import NO_WORK
 from ...errors import BadInput
 from ...problem import LOSS_NAME, Chain, Exchange, LayerWork
 from ..device import Clock
+from ..exchange.layer_group import LayerGroup
 from ..model.autocast import Autocast
 from ..model.network import LayerCode, Network, drop, leaf
 from ..model.places import place_all, resident
@@ -57,6 +58,7 @@ class MeasureOptions:
     merge: Callable[[Chain], Chain] | None = None
     """What merges layers of a DAG, by no times: those that it makes one are timed as one. None: each is by itself."""
     others: Others | None = None  # processes that compute meanwhile
+    together: LayerGroup | None = None  # processes that run each layer together, all of which measure
     in_flight: int = 1  # microbatches between their forward and their backward at once, as a stage holds them
     read: Callable[[], object] | None = None
     """What makes a microbatch's data, as those who have the first layer or the loss do; timed in each step."""
@@ -68,6 +70,10 @@ class MeasureOptions:
     def make_optimizer(self) -> MakeOptimizer:
         """What makes optimizers: by default one that does a full step's work and leaves the weights alone."""
         return self.optimizer or partial(torch.optim.SGD, lr=0.0)
+
+    def agreed(self, value: Any) -> Any:
+        """Return ``value``, of what JSON has, as the first of those has it that run each layer together."""
+        return value if self.together is None else self.together.told(value)
 
 
 USUAL = MeasureOptions()
@@ -134,7 +140,8 @@ def _measure(
     trained = [trained_parameters(layer.module) for layer in network.layers]
     optimizers = [options.make_optimizer(own) if own else None for own in trained]
     held: deque[_Held] = deque()
-    for warm in _rounds(options, seconds, warm_s):
+    rounds = _rounds(options, seconds, warm_s)
+    while (warm := options.agreed(next(rounds, None))) is not None:
         options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
         _read(samples[0], clock, options, warm)
         for inputs_only in (False, True) if options.split_backward else (False,):
