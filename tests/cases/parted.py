@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 HIDDEN, WORDS, LENGTH = 16, 24, 6
 
@@ -48,6 +47,8 @@ def data(index, seed, batch=2):
 
 
 def plan():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel  # which takes a second
+
     columns = ("query", "key", "value", "up")
     return {
         "0": RowwiseParallel(),

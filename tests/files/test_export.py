@@ -21,7 +21,6 @@ import torch
 from cases.patience import SECONDS
 from cases.plans import greedy_pattern
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 
 import pipeplan as pp
 from pipeplan.api.plans import Exported, own_export
@@ -404,6 +403,8 @@ class Written(nn.Module):
     ],
 )
 def test_torch_splits_where_profiles_say_that_modules_begin(model, beginnings):
+    from torch.distributed.pipelining import SplitPoint, pipeline  # which takes a second
+
     x = torch.zeros(2, 4)
     network = trace_module(model, x) if isinstance(model, Written) else chain_network(model, x)
     layers = tuple(Layer(code.name, 1, 1, 4, 4, module=code.path) for code in network.layers)

@@ -16,7 +16,7 @@ from pipeplan.files.profiles import profile_text
 from pipeplan.planner.periodic.incumbent import Status
 from pipeplan.runtime.profiler import estimate
 
-MOE = "num_experts=4,num_experts_per_tok=2,moe_intermediate_size=8"
+MOE = "num_experts=2,num_experts_per_tok=1,moe_intermediate_size=8"
 SMALL = "hidden_size=16,intermediate_size=24,num_attention_heads=4,num_key_value_heads=2,vocab_size=29,sequence=8"
 WITH_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
 
