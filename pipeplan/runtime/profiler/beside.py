@@ -38,7 +38,7 @@ def at_work(others: Others, options: MeasureOptions, one: bool) -> Iterator[None
     BadInput says why one of them could not, or cannot any more.
     """
     quiet = replace(options, others=None, clock=None, read=None, hold="one" if one else "all", seconds=None)
-    quiet = replace(quiet, say=_nothing, note=_nothing, begun=_nothing, merge=None)
+    quiet = replace(quiet, say=_nothing, note=_nothing, begun=_nothing, merge=None, together=None)
     quiet = quiet if one else replace(quiet, steps=FOREVER)
     work = _pickled("--beside", (others.train, quiet))
     with _started(_train, [(work,)] * others.count) as pipes:
