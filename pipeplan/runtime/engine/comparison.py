@@ -37,6 +37,7 @@ from ..model.structure import converted, mapped, own_memory, tensors_in, tensors
 from ..model.trace.author import Author, Ran
 from ..model.trace.compared import compare
 from ..model.user_code import user_code
+from ..training.half import halved
 from ..training.rank import Rank
 from ..training.repeatable import Draws
 from ..training.split_stage import SplitStage
@@ -175,6 +176,8 @@ def compared(
         if half is not None:
             converted(nn.ModuleList(modules), half, constants_of(one))
         place(modules, device)
+    if half is not None and whole.chain:
+        whole, _ = halved(whole, half, (), device)
     first = lowered.first.microbatch
     with user_code("data"):
         given = next(reads_of(whole.data.source, Span(job.options.seed, first, first + 1, job.options.epoch))).given
@@ -197,11 +200,11 @@ def compared(
 def _joined(part: LoadedModel, whole: LoadedModel, together: LayerGroup) -> None:
     """Give the weights of ``whole`` the gradients that all those ``together`` have for their parts of it."""
     own = {p + name: x for p, root in part.roots for name, x in root.named_parameters(remove_duplicate=False)}
-    for prefix, root in whole.roots:
-        for name, weight in root.named_parameters():
-            mine, shard = own[prefix + name], part.shards.get(prefix + name)
-            found, mine.grad = mine.grad, None
-            weight.grad = found if found is None or shard is None else together.whole(found, shard.whole).to(found)
+    weights = {x: p + name for p, root in whole.roots for name, x in root.named_parameters()}  # tied ones once
+    for weight, name in weights.items():
+        mine, shard = own[name], part.shards.get(name)
+        found, mine.grad = mine.grad, None
+        weight.grad = found if found is None or shard is None else together.whole(found, shard.whole).to(found)
 
 
 def _noted(model: LoadedModel, why: str) -> LoadedModel:

@@ -56,7 +56,7 @@ Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full pre
 
 
 def _compares(job: Job, lowered: LoweredRun, model: LoadedModel) -> bool:
-    return job.compares and (not model.chain or (max(lowered.widths) > 1 and job.model.parted_by_user))
+    return job.compares and (not model.chain or max(lowered.widths) > 1)
 
 
 def build_model(

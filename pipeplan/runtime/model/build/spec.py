@@ -45,11 +45,6 @@ class ModelSpec:
         """All of it."""
         return replace(self, ranks=1, place=None)
 
-    @property
-    def parted_by_user(self) -> bool:
-        """Whether it is the user who says how it is parted."""
-        return TENSOR_PLAN in self.build
-
     def exchanges_by(self, does: Callable[[Tensor, str], Tensor]) -> None:
         """Let parts that are built in this process exchange by what ``does`` returns for a tensor and a kind."""
         exchange_by(does)
