@@ -23,7 +23,7 @@ from ..partition.granularity import AUTO, merging
 from ..problem import AUTOCAST, Chain, Layer, Variant
 from ..registry import Late
 from ..units import format_bytes, format_ns
-from ..zoo import HUGGING_FACE, ZOO
+from ..zoo import AGAIN, HUGGING_FACE, UNFUSED, ZOO
 from .asked import Parts
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
-UNFUSED, AGAIN = "attention=unfused", "attention=again"  # of a zoo's GPT
 DEGREES = {
     "tensor": (2, 4, 8),
     "experts": (4, 8, 16, 32, 64),
@@ -210,10 +209,10 @@ def profile(
     processes compute at once on a CPU, as in a run: all but one of them train the model meanwhile. ``measuring`` are
     fields of :class:`..runtime.profiler.steps.MeasureOptions`. Of a model by its name ``tensor`` (``"1,2,4,8"``, or of
     an estimate ``"any"`` for those that the model has) are degrees of tensor parallelism, each a variant of the layers
-    as one of so many ranks has them, measured as so many processes train. Of an estimate alone ``sequence_parallel``
-    also spreads what is between products along the sequence. With
-    ``selective`` there are variants, too, whose backwards run the core of attention again, with ``experts`` (``"1,8"``,
-    or ``"any"``) those whose experts so many ranks share, and with ``context`` those of a part of each sequence.
+    as one of so many ranks has them, measured as so many processes train, and with ``selective`` there are variants,
+    too, whose backwards run the core of attention again. Of an estimate alone ``sequence_parallel`` also spreads what
+    is between products along the sequence, and there are variants with ``experts`` (``"1,8"``, or ``"any"``) that so
+    many ranks share, and with ``context`` those of a part of each sequence.
     Needs torch; BadInput or CodeFailed in one sentence for a model that cannot be run by layers.
     """
     asked = {"tensor": tensor, "experts": experts, "context": context}
@@ -236,7 +235,7 @@ def profile(
     found = _made(source, name, **same, **measuring)
     if not said:
         return found
-    unmeasured = [x for x in said if x != "tensor"] + ["sequence_parallel"] * sequence_parallel
+    unmeasured = [x for x in said if x not in ("tensor", "selective")] + ["sequence_parallel"] * sequence_parallel
     if not isinstance(model, str) or (gpu is None and unmeasured):
         which = (unmeasured or said)[0].replace("_", "-")
         raise BadInput(f"--{which}: parts of layers are estimated, of models by their name; say --estimate")
@@ -244,23 +243,26 @@ def profile(
     if gpu is None and None in ways.values():
         raise BadInput("--tensor any: which degrees are there to be measured? Say them, such as 1,2")
 
-    def estimate(named: str, degree: int) -> Chain:
+    def made(named: str, options: str, degree: int) -> Chain:
         if gpu is not None:
-            return _made(_named(named, source.batch), name, **{**same, "data": None}).chain
+            return _made(_named(named + options, source.batch), name, **{**same, "data": None}).chain
         from ..runtime.profiler.beside import measured_together
         from ..runtime.profiler.steps import chosen_device
 
-        if "say" in measuring:
-            measuring["say"](f"measuring as {degree} processes run each layer together")
-        more = {key: value for key, value in measuring.items() if key not in HEARERS}
-        measure = partial(_measured_part, model, source.batch, {**same, **more})
-        part: Chain = measured_together(measure, degree, "cpu" if chosen_device(device) == "cpu" else "cuda")
+        if degree == 1:
+            part = _made(_named(named, source.batch), name, **same, **measuring).chain
+        else:
+            if "say" in measuring:
+                measuring["say"](f"measuring as {degree} processes run each layer together")
+            more = {key: value for key, value in measuring.items() if key not in HEARERS}
+            measure = partial(_measured_part, named, source.batch, {**same, **more})
+            part = measured_together(measure, degree, "cpu" if chosen_device(device) == "cpu" else "cuda")
         layers, reading = list(part.layers), found.chain.read_in_passes_ns - part.read_in_passes_ns
         for i in (0, -1):  # a profile has one time of reading
             layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns + reading)
         return replace(part, layers=tuple(layers))
 
-    return with_variants(found, model, ways, sequence_parallel, selective, estimate)
+    return with_variants(found, model, ways, sequence_parallel, selective, made)
 
 
 def _measured_part(model: str, batch: int, asked: dict[str, Any], together: Any) -> Chain:
@@ -398,11 +400,11 @@ def with_variants(
     ways: Mapping[str, tuple[int, ...] | None],
     sequence_parallel: bool,
     selective: bool,
-    estimate: Callable[[str, int], Chain],
+    made: Callable[[str, str, int], Chain],
 ) -> Profile:
     """Return the profile of a named model with variants of the degrees that ``ways`` has by :data:`DEGREES`, None: any,
-    those of sequences both ways that there are, and ``selective`` ones of each, each ``estimate``d by its options, or
-    measured by its degree."""
+    those of sequences both ways that there are, and ``selective`` ones of each, each ``made`` by a name, options
+    behind it, and the tensor degree."""
     if selective and UNFUSED not in model:
         raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
     variants, other = [], (False, True) if selective else (False,)
@@ -412,10 +414,10 @@ def with_variants(
             continue
         along = sequence_parallel and own["tensor"] > 1
         named = model.replace(UNFUSED, AGAIN) if again else model
-        named += "".join(f",{OPTIONS[x]}={n}" for x, n in own.items() if n > 1)
-        named += ",sequence_parallel=true" * along + ",by_heads=true" * by_heads
+        options = "".join(f",{OPTIONS[x]}={n}" for x, n in own.items() if n > 1)
+        options += ",sequence_parallel=true" * along + ",by_heads=true" * by_heads
         try:
-            layers = estimate(named, own["tensor"]).layers
+            layers = made(named, options, own["tensor"]).layers
         except BadInput as error:
             if None in ways.values() or by_heads:
                 continue

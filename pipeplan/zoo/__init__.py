@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "hf:"  # begins the name of a transformers model
 ZOO = "zoo:"  # begins the name of a zoo model where a module:function could stand
+UNFUSED, AGAIN = "attention=unfused", "attention=again"  # options of a GPT; of the second, its core runs again
 MODELS = {  # name -> the file that builds it
     **{name: "text.llama" if isinstance(sizes, Llama) else "text.gpt" for name, sizes in TRANSFORMERS.items()},
     **dict.fromkeys(("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"), "text.mixture"),

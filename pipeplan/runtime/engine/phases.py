@@ -63,6 +63,8 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
         together = layer_group(launcher.meet(), of_rank, place, width, device, timeout)
         job = replace(job, model=replace(job.model, ranks=width, place=place), place=place)
         job.model.exchanges_by(together.exchange)
+    if lowered.chain_of(number).selective:
+        job = replace(job, model=job.model.selective)
     torch.set_num_threads(job.options.threads)
     held_out = None
     if job.options.held_out is not None and not job.options.evaluates:

@@ -196,7 +196,10 @@ def test_what_replicas_exchange_in_passes_is_not_run(zero):
     with pytest.raises(BadInput, match=rf"--zero {zero}: run shares the optimizer's state alone \(--zero 1\)"):
         run_plan(plan, EXPLODING, uncorrected(steps=1, lr=0.1))
     plan = replace(plan, chain=replace(plan.chain, selective=True), policy=replace(plan.policy, zero=0))
-    with pytest.raises(BadInput, match="the plan recomputes attention's core, which run cannot do"):
+    with pytest.raises(
+        BadInput,
+        match="the plan recomputes attention's core, which run does of a zoo's GPT alone",
+    ):
         run_plan(plan, EXPLODING, uncorrected(steps=1, lr=0.1))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....errors import BadInput
 from ....registry import Late
-from ....zoo import HUGGING_FACE, ZOO, load
+from ....zoo import AGAIN, HUGGING_FACE, UNFUSED, ZOO, load
 from ..contract import Data
 from ..user_code import said, user_code
 
@@ -44,6 +44,16 @@ class ModelSpec:
     def whole(self) -> ModelSpec:
         """All of it."""
         return replace(self, ranks=1, place=None)
+
+    @property
+    def selective(self) -> ModelSpec:
+        """The same whose backwards run the cores of attention again; BadInput for what has none of its own."""
+        if not self.of_zoo or not any(x in self.build for x in (UNFUSED, AGAIN)):
+            raise BadInput(
+                f"model {self.build}: the plan recomputes attention's core, which run does of a zoo's GPT alone with "
+                f"{UNFUSED}; export it"
+            )
+        return replace(self, build=self.build.replace(UNFUSED, AGAIN))
 
     def exchanges_by(self, does: Callable[[Tensor, str], Tensor]) -> None:
         """Let parts that are built in this process exchange by what ``does`` returns for a tensor and a kind."""
