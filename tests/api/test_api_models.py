@@ -67,6 +67,8 @@ def test_what_is_no_module_or_has_no_tensor_is_one_sentence():
         pp.profile(nn.Linear(2, 2), None, nn.functional.mse_loss, gpu="a100")
     with pytest.raises(pp.BadInput, match="leave out device"):
         pp.profile("zoo:gpt-tiny", gpu="a100", device="cpu")
+    with pytest.raises(pp.BadInput, match="dtype: torch has no type 'float8'; there are float32, bfloat16"):
+        pp.profile("zoo:gpt-tiny", gpu="h100", dtype="float8")
 
 
 def test_an_engine_has_its_host_times_and_its_bytes_per_parameter():

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pipeplan.cost.roofline import Constants
 from pipeplan.errors import BadInput
+from pipeplan.files.machines import accelerators as accelerators_file
 from pipeplan.files.machines.accelerators import accelerator, accelerators, constants_of, with_constants
 
 
@@ -20,6 +22,16 @@ def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:
         assert 5e12 <= entry.peak("float32") <= entry.peak(entry.number("float32", "convolution")) <= 2e15
         if "bfloat16" in entry.tflops:
             assert entry.peak("bfloat16") == entry.peak("float16") >= entry.peak("float32")
+
+
+def test_every_entry_says_whether_it_was_measured_and_measured_ones_which_script_has_the_rows() -> None:
+    table = json.loads(Path(accelerators_file.__file__).with_name("accelerators.json").read_text())
+    assert all("measured" in entry for entry in table.values())
+    for entry in table.values():
+        if entry["measured"] in ("table", "runs"):
+            place = entry["source"].partition("(")[2].partition(")")[0].split()[0]
+            assert place.startswith("scripts/checks/")
+            assert (Path(__file__).parents[2] / place).exists()
 
 
 def test_what_nothing_measured_has_checked_says_so() -> None:

@@ -17,6 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ...cost.roofline import NO_WORK
 from ...errors import BadInput
+from ...names import shown
 from ...problem import LOSS_NAME, Chain, Exchange, LayerWork
 from ..device import Clock
 from ..exchange.layer_group import LayerGroup
@@ -349,8 +350,10 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's type of that name, such as ``bfloat16``."""
-    dtype: torch.dtype = getattr(torch, name)
+    """Return torch's type of that name, such as ``bfloat16``; BadInput where it has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BadInput(f"dtype: torch has no type '{shown(name)}'; there are float32, bfloat16 and float16")
     return dtype
 
 
