@@ -28,7 +28,6 @@ from pipeplan.files import text as files_text
 from pipeplan.files.machines import platforms
 from pipeplan.runtime.measure import trace_file
 from pipeplan.schedule import kinds
-from scripts import make_cli_docs
 from scripts.studies import pictures
 
 ROOT = Path(__file__).parents[1]
@@ -183,10 +182,6 @@ def prose(text: str) -> str:
     for pattern in (r"(?s)^```.*?^```", r"^    .*$", r"^#.*$", r"`[^`]+`", r"(?<=\]\()[^)]*"):
         text = re.sub(pattern, "", text, flags=re.MULTILINE)
     return text
-
-
-def test_the_page_of_the_command_line_is_what_help_says() -> None:
-    assert (DOCS / "reference" / "cli.md").read_text() == make_cli_docs.page(), "python scripts/make_cli_docs.py"
 
 
 @pytest.fixture(scope="module")

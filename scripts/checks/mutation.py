@@ -4,10 +4,11 @@
                                       [--at MODULE:LINE,...] [--jobs 2] [--seconds 300]
 
 A seeded sample of the faults of :mod:`mutants`, which changes only where the source does, is tried in copies of the
-checkout. A fault meets the test files that import its module, then those of its room, for ``--seconds`` at most; the
-first failure ends it, and so does what hangs. Tests that need torch are left out. Faults that change nothing stand with
-the reason in mutation_equivalents.toml and are not tried. ``--at`` tries only the sample's faults in these lines again.
-The exit code is 1 where less than 95% of the others are noticed.
+checkout. Which tests reach which lines is found out first (by ``pip install coverage``), of those files that import a
+room's modules or are beside them, and kept in ``--reached``: what changes later is found out anew. A fault meets the
+tests that reach its line (:mod:`mutation_tests`), for ``--seconds`` at most; the first failure ends it, and so does
+what hangs. Faults that change nothing stand with the reason in mutation_equivalents.toml and are not tried. ``--at``
+tries only the sample's faults in these lines again. The exit code is 1 where less than 95% of the others are noticed.
 """
 
 from __future__ import annotations
@@ -15,82 +16,129 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE, HERE = ROOT / "pipeplan", str(Path(__file__).parent)
 ROOMS = ("cost", "schedule", "check", "partition", "planner")
 ELSEWHERE = ("runtime", "zoo")  # below tests/: torch, processes
 ENOUGH = 0.95
 LONG_S = 60  # without a test's end: it hangs
+BEGINNING = """
+import os, pathlib, coverage
+coverage.process_startup()
+def turn():
+    if coverage.Coverage.current():
+        coverage.Coverage.current().switch_context(pathlib.Path(os.environ["MUTATION_TEST"]).read_text())
+turn()
+os.register_at_fork(after_in_child=turn)
+"""  # of each process while it is found out which tests reach which lines
 
 
-def tests_of(module: str) -> list[str]:
-    """Return the test files that import a module, and then the others of its room, each those beside it first."""
-    dotted, room = f"pipeplan.{module.removesuffix('.py').replace('/', '.')}", module.split("/")[0]
-    files = [x for x in sorted(ROOT.glob("tests/*/test_*.py")) if x.parent.name not in ELSEWHERE]
-    texts = {x: x.read_text() for x in files}
-    found = [
-        x for x in files if f"{dotted.removesuffix('.__init__')} import" in texts[x] and "importorskip" not in texts[x]
-    ]
-    others = [x for x in files if x.parent.name == room and x not in found]
-    return [str(x.relative_to(ROOT)) for x in (*sorted(found, key=lambda x: x.parent.name != room), *others)]
+def tests_of(modules: Iterable[str], rooms: Sequence[str]) -> list[Path]:
+    """Return the test files that import some of the modules, first, and the others of their rooms."""
+    dotted = [f"pipeplan.{x.removesuffix('.py').replace('/', '.').removesuffix('.__init__')} import" for x in modules]
+    found, beside = [], []
+    for path in sorted((ROOT / "tests").glob("**/test_*.py")):
+        room, text = path.relative_to(ROOT / "tests").parts[0], path.read_text()
+        if room in ELSEWHERE and room not in {x.split("/")[0] for x in rooms}:
+            continue
+        if any(x in text for x in dotted):
+            found.append(path)
+        elif room in rooms:
+            beside.append(path)
+    return [*found, *beside]
 
 
-def noticed(mutant: Mutant, copy: Path, seconds: float, failing: set[str]) -> str:
-    """Return what notices a fault in a copy of the checkout; empty where nothing does in so many seconds.
-
-    Tests that fail without it are ``failing``, and notice nothing.
-    """
-    path = copy / "pipeplan" / mutant.module
-    source = path.read_text()
-    tests, ends = tests_of(mutant.module), time.monotonic() + seconds
-    while True:
-        path.write_text(mutant.applied(source))
-        try:
-            found = _failed(copy, [*tests, *(f"--deselect={x}" for x in failing)], ends)
-        finally:
-            path.write_text(source)
-        test = found.removeprefix("FAILED ").partition(" - ")[0]
-        if not found.startswith("FAILED") or test in failing or not _failed(copy, [test], ends):
-            return found
-        failing.add(test)
-
-
-def _failed(copy: Path, asked: list[str], ends: float) -> str:
-    """Return the line of the first test that fails, or what else went wrong; empty where all pass until the end."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--timeout={LONG_S}"]
-    about = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            [*command, *asked],
-            cwd=copy,
-            env=about,
-            capture_output=True,
-            text=True,
-            timeout=max(1, ends - time.monotonic()),
+def reached(modules: Iterable[str], files: Sequence[Path], kept: Path, folder: Path) -> dict[str, Any]:
+    """Return which tests reach which lines of modules, of those ``files`` anew that changed since it was ``kept``."""
+    known = json.loads(kept.read_text()) if kept.exists() else {"sums": {}, "sources": {}, "took": {}, "lines": {}}
+    sums = {str(x.relative_to(ROOT)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
+    changed = [x for x in sums if known["sums"].get(x) != sums[x]]
+    sources = {x: (PACKAGE / x).read_text() for x in modules}
+    lines = {x: _moved(known["lines"].get(x, {}), known["sources"].get(x, ""), sources[x]) for x in sources}
+    for at in lines.values():
+        for line, tests in at.items():
+            at[line] = [x for x in tests if x.partition("::")[0] not in changed]
+    took = {x: s for x, s in known["took"].items() if x.partition("::")[0] not in changed}
+    if changed:
+        about = {**os.environ, "MUTATION_TEST": str(folder / "test"), "COVERAGE_PROCESS_START": str(folder / "rc")}
+        about["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), HERE, os.environ.get("PYTHONPATH")]))
+        (folder / "rc").write_text(
+            f"[run]\nparallel = true\ndata_file = {folder}/found\nsource = {PACKAGE}\npatch = _exit\n"
         )
-    except subprocess.TimeoutExpired:
-        return ""
-    if not done.returncode:
-        return ""
-    return next((x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))), "a crash or a hang")
+        (folder / "sitecustomize.py").write_text(BEGINNING)
+        (folder / "test").write_text("")
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "mutation_tests"]
+        subprocess.run([*command, *changed], cwd=ROOT, env=about, check=False)
+        import coverage
+
+        found = coverage.Coverage(config_file=str(folder / "rc"))
+        found.combine([str(folder)])
+        for module in sources:
+            for line, tests in found.get_data().contexts_by_lineno(str(PACKAGE / module)).items():
+                lines[module].setdefault(str(line), []).extend(tests)
+        took |= json.loads((folder / "took.json").read_text())
+    known = {"sums": known["sums"] | sums, "sources": sources, "took": took, "lines": lines}
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(json.dumps(known))
+    return known
+
+
+def _moved(lines: dict[str, list[str]], old: str, new: str) -> dict[str, list[str]]:
+    """Return what is known of lines, where these are now; what was changed has that of the line before it."""
+    found: dict[str, list[str]] = {}
+    for _, start, stop, begin, end in SequenceMatcher(None, old.splitlines(), new.splitlines(), False).get_opcodes():
+        for line in range(begin, end):
+            was = start + line - begin if start + line - begin < stop else max(0, start - 1)
+            if str(was + 1) in lines:
+                found[str(line + 1)] = lines[str(was + 1)]
+    return found
+
+
+def asked_of(mutant: Mutant, known: dict[str, Any], order: dict[str, int]) -> dict[str, Any]:
+    """Return what a worker needs of a fault: the text with it, and the tests that reach it, quick files first."""
+    lines, source = known["lines"][mutant.module], (PACKAGE / mutant.module).read_text()
+    starts = _line_starts(compile(source, mutant.module, "exec"))
+    line = max((x for x in starts if x <= mutant.line), default=1)
+    tests = set(lines.get(str(line), []))
+    imported = mutant.block is None or "" in tests
+    if imported:
+        tests = {x for every in lines.values() for x in every}
+    tests = {x for x in tests & known["took"].keys() if x.partition("::")[0] in order}
+    files: dict[str, float] = defaultdict(float)
+    for test in tests:
+        files[test.partition("::")[0]] += known["took"][test]
+    ranked = sorted(files, key=lambda x: (order[x] if imported else 0, files[x]))
+    chosen = [test for file in ranked for test in known["took"] if test in tests and test.partition("::")[0] == file]
+    return {"module": mutant.module, "source": mutant.applied(source), "tests": chosen, "imported": imported}
+
+
+def _line_starts(code: CodeType) -> set[int]:
+    return {x for *_, x in code.co_lines() if x}.union(
+        *(_line_starts(x) for x in code.co_consts if isinstance(x, CodeType))
+    )
 
 
 def make_copies(folder: Path, count: int) -> list[Path]:
     """Return folders with the checkout as it is now, git's and Python's own files left out."""
     copies = [folder / str(i) for i in range(count)]
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "out", "build")
+    left_out = shutil.ignore_patterns(".*", "*.egg-info")
     for copy in copies:
         copy.mkdir(parents=True)
         for name in ("pipeplan", "tests", "profiles", "scripts", "docs"):
@@ -124,18 +172,22 @@ def main() -> int:
         "--rooms", default=",".join(ROOMS), help="folders or modules of pipeplan/, such as cost,planner/drained"
     )
     parser.add_argument("--at", default="", help="lines such as cost/memory.py:12, as survivors are printed")
+    parser.add_argument(
+        "--tests", default="", help="test files to choose from, if not all that import a room's modules"
+    )
+    parser.add_argument("--reached", type=Path, default=ROOT / "out" / "reached.json", help="what is known of lines")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=300, help="that a mutant meets tests, at most")
     arguments = parser.parse_args()
-    known, package = equivalents(), ROOT / "pipeplan"
+    known = equivalents()
     every = [
         mutant
-        for path in sorted(package.rglob("*.py"))
-        if (module := str(path.relative_to(package))).startswith(tuple(arguments.rooms.split(",")))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (module := str(path.relative_to(PACKAGE))).startswith(tuple(arguments.rooms.split(",")))
         for mutant in mutants_of(path.read_text(), module)
     ]
     every.sort(key=lambda x: drawn(x, arguments.seed))
-    valid = (x for x in every if x.compiles((package / x.module).read_text()))
+    valid = (x for x in every if x.compiles((PACKAGE / x.module).read_text()))
     sample = list(itertools.islice(valid, arguments.mutants))
     places = set(filter(None, arguments.at.removeprefix("pipeplan/").split(",")))
     asked = [x for x in sample if key(x) not in known and (not places or f"{x.module}:{x.line}" in places)]
@@ -143,25 +195,37 @@ def main() -> int:
     for stale in sorted(x for x in known - {key(x) for x in every} if x[0] in touched):
         print(f"mutation_equivalents.toml: there is no such mutant in {stale[0]}: {stale[3]}", file=sys.stderr)
     began, survivors = time.monotonic(), list[Mutant]()
-    with tempfile.TemporaryDirectory(prefix="pipeplan-mutants-") as folder:
-        free: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for copy in make_copies(Path(folder), arguments.jobs):
-            free.put(copy)
-
-        failing: set[str] = set()
-
-        def attempt(mutant: Mutant) -> str:
-            copy = free.get()
-            try:
-                return noticed(mutant, copy, arguments.seconds, failing)
-            finally:
-                free.put(copy)
-
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            for done, (mutant, killer) in enumerate(zip(asked, pool.map(attempt, asked), strict=True), start=1):
+    rooms = arguments.rooms.split(",")
+    files = [ROOT / x for x in arguments.tests.split()] or tests_of(sorted(touched), rooms)
+    with tempfile.TemporaryDirectory(prefix="pipeplan-mutants-") as name:
+        folder = Path(name)
+        known_lines = reached(sorted(touched), files, arguments.reached, folder)
+        order = {str(x.relative_to(ROOT)): i for i, x in enumerate(files)}
+        faults = [
+            {**asked_of(x, known_lines, order), "number": i, "seconds": arguments.seconds} for i, x in enumerate(asked)
+        ]
+        chosen = sorted({y.partition("::")[0] for x in faults for y in x["tests"]})
+        read, write = os.pipe()
+        workers = []
+        for copy in make_copies(folder, arguments.jobs):
+            (copy / "faults.json").write_text(json.dumps(faults[int(copy.name) :: arguments.jobs]))
+            about = {**os.environ, "PYTHONPATH": os.pathsep.join((str(copy), HERE)), "TMPDIR": f"{copy}/t"}
+            about |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+            about |= {"MUTATION_FAULTS": f"{copy}/faults.json", "MUTATION_OUT": str(write)}
+            (copy / "t").mkdir()
+            command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--timeout={LONG_S}", "-p", "mutation_tests"]
+            command += ["-p", "no:cacheprovider", *chosen]
+            workers.append(subprocess.Popen(command, cwd=copy, env=about, stdout=subprocess.DEVNULL, pass_fds=[write]))
+        os.close(write)
+        with os.fdopen(read) as lines:
+            for done, line in enumerate(lines, start=1):
+                number, killer = json.loads(line)
+                mutant = asked[number]
                 survivors += [] if killer else [mutant]
-                told = killer or f"SURVIVES: {mutant.after}"
+                told = killer or f"SURVIVES {len(faults[number]['tests'])} tests: {mutant.after}"
                 print(f"{done}/{len(asked)} {mutant.module}:{mutant.line} {told}", file=sys.stderr)
+        if any(x.wait() for x in workers) or done < len(asked):
+            return 2
     print(f"\n{len(every)} faults in {arguments.rooms}, {len(asked)} tried of a sample of {len(sample)}")
     for mutant in sorted(survivors, key=lambda x: (x.module, x.line)):
         print(f"\npipeplan/{mutant.module}:{mutant.line} in {mutant.inside or 'the module'}")

@@ -1,6 +1,8 @@
 """A folder with a run's checkpoints after updates 2 and 4, and what is said where the newer one isn't taken."""
 
+import random
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ import torch.distributed as dist
 from cases.runtime import chain_of, healthy, plan_of
 
 from pipeplan.runtime.engine.job import RunOptions
+from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
+from pipeplan.runtime.training.state.checkpoint import ABOUT, FileSum, begin, file_of, finish, newest
 from pipeplan.runtime.training.state.written import TrainingState
 from pipeplan.runtime.training.update.optimizers import parse_choice
 
@@ -51,6 +54,25 @@ def written(plan, tmp_path_factory):
 @pytest.fixture
 def folder(written, tmp_path):
     return Path(shutil.copytree(written, tmp_path / "c"))
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A folder with checkpoints after updates 2 and 4 of two ranks, of bytes that mean nothing."""
+    made = tmp_path / "c"
+    for step in (2, 4):
+        appear(made, step)
+    return made
+
+
+def appear(folder, step, ranks=2, size=500, plan=None):
+    """Let a checkpoint appear in a folder, with so many bytes of each rank."""
+    partial, files = begin(folder, step), []
+    for rank in range(ranks):
+        data = random.Random(10 * step + rank).randbytes(size)
+        (partial / file_of(rank)).write_bytes(data)
+        files.append(FileSum(size, zlib.crc32(data)))
+    finish(partial, Position(step, 4 * step), "healthy", 7, files, plan)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from pipeplan.cli.showing import FIRST, GROUPS, OURS, OWN, GroupedCommand
 from pipeplan.files.frameworks import WRITERS
 from pipeplan.partition import ALGORITHMS
 from pipeplan.schedule.kinds import KINDS
+from scripts import make_cli_docs
 
 CONTEXT = click.Context(group, info_name="pipeplan", **group.context_settings)
 FOUND = {name: group.get_command(CONTEXT, name) for name in COMMANDS}
@@ -240,3 +241,8 @@ def fake_torch(gpus=0, apart=(), nccl=True, cuda="12.8"):
         nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
     )
     return torch
+
+
+def test_the_page_of_the_command_line_is_what_help_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+    assert page.read_text() == make_cli_docs.page(), "python scripts/make_cli_docs.py"

@@ -45,20 +45,9 @@ def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ([], "name a PLAN, or pass --gpus, --times and --microbatches"),
-        (["plan.json", "--gpus", "2"], "--gpus: PLAN sets it already; leave it out"),
-        ([*EQUAL, "--chunks", "2"], "--chunks is for --placement loop"),
-        (
-            ["--gpus", "2", "--times", "1,2", "--microbatches", "3"],
-            "--times: 1,2 are not the three times of F, B and W",
-        ),
         (
             ["--gpus", "2", "--times", "1,²", "--microbatches", "3"],
             "'1,²' isn't a list of whole numbers, such as 20,24,16",
-        ),
-        (
-            [*EQUAL, "--limit", "1"],
-            "device 0 has no room, of 1 activations at most, for the passes of even one microbatch",
         ),
     ],
 )

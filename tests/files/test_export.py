@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
-import shlex
 import subprocess
 import sys
 from collections import OrderedDict
@@ -18,6 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from cases.patience import SECONDS
 from cases.plans import greedy_pattern
 from torch import nn
@@ -26,7 +28,7 @@ import pipeplan as pp
 from pipeplan.api.plans import Exported, own_export
 from pipeplan.check.units import whole_blocks
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.errors import BadInput
+from pipeplan.files import frameworks
 from pipeplan.files.frameworks import WRITERS, Asked, CannotExpress, notes, parsed_renames
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
@@ -35,6 +37,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.runtime.model.network import chain_network
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.schedule.simulate import simulate
+from pipeplan.version import __version__
 
 GPT = ["embedding", *(f"block{i}" for i in range(8)), "norm", "head"]
 
@@ -65,12 +68,6 @@ def exported(plan, name, schedule="pattern", microbatches=6, rename=(), path="-"
 
 THREE = [(0, 4, (0,)), (4, 8, (1,)), (8, 11, (2,))]
 SHARED = [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (0,)), (9, 11, (1,))]
-
-
-def test_torch_csv_has_a_row_per_rank():
-    rows = exported(planned(THREE), "torch-csv", "1f1b", 3).splitlines()
-    assert rows == ["0F0,0F1,0F2,0B0,0B1,0B2", "1F0,1F1,1B0,1F2,1B1,1B2", "2F0,2B0,2F1,2B1,2F2,2B2"]
-    assert exported(planned(THREE), "torch-csv", "zb1p", 2).splitlines()[2] == "2F0,2I0,2F1,2I1,2W0,2W1"
 
 
 def run_torch(tmp_path: Path, files: list[Path], ranks: int) -> list[list[dict]]:
@@ -153,151 +150,10 @@ def held_to_the_end(stages, each, split):
     ]
 
 
-def test_torch_csv_refuses_what_torch_cannot_do():
-    with pytest.raises(CannotExpress, match=r"torch drains the pipeline before every update.*keeps weights 2bw"):
-        exported(planned(THREE, weights="2bw"), "torch-csv")
-    with pytest.raises(CannotExpress, match="equal pipelines side by side; stage 0 of this plan has 2 GPUs, stage 1"):
-        exported(planned([(0, 6, (0, 1)), (6, 11, (2,))]), "torch-csv")
-    with pytest.raises(CannotExpress, match="6 microbatches cannot be shared evenly by 4 pipelines"):
-        exported(planned([(0, 6, (0, 1, 2, 3)), (6, 11, (4, 5, 6, 7))], microbatches=6), "torch-csv")
-    alone = planned([(0, 2, (0,)), (2, 3, (1,))], ["a", "b", "loss"])
-    with pytest.raises(CannotExpress, match="the last stage is the loss alone"):
-        exported(replace(alone, chain=replace(alone.chain, layers=(*alone.chain.layers[:2], LOSS))), "torch-csv")
-    plan = planned(THREE)
-    with pytest.raises(CannotExpress, match="keeps weights latest"):
-        exported(plan, "torch-csv", "nf1b", 8)
-    assert exported(planned(THREE, weights="2bw"), "torch-csv", "1f1b").startswith("0F0")
-
-
-def test_of_equal_pipelines_the_csv_is_that_of_one():
-    pair = planned([(0, 6, (0, 1)), (6, 11, (2, 3))])
-    rows = exported(pair, "torch-csv", "1f1b", 6).splitlines()
-    assert rows == ["0F0,0F1,0B0,0F2,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"]
-    module = exported(pair, "torch-csv", "1f1b", 6, path="a/b.csv", beside=True)
-    assert "RANKS = [[0], [1]]" in module
-    assert "PIPELINES = 2\nMICROBATCHES = 3\n" in module
-    assert "with_name('b.csv')" in module
-
-
 RENAME = [r"block(\d+)=layers.\1,embedding=tok_embeddings", "head=lm_head,(.*)=\\1"]
 
 
-def flags(text):
-    """The flags of a shell command, each with its words."""
-    found = {}
-    for line in shlex.split(text.replace("\\\n", ""), comments=True):
-        if line.startswith("--"):
-            name = line[2:]
-            found[name] = []
-        else:
-            found[name].append(line)
-    return found
-
-
-def test_torchtitan_lists_the_modules_of_each_stage():
-    found = flags(exported(planned(THREE), "torchtitan", rename=RENAME))
-    parts = found["parallelism.module_fqns_per_model_part"]
-    assert [part.split(",") for part in parts] == [
-        ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
-        ["layers.3", "layers.4", "layers.5", "layers.6"],
-        ["layers.7", "norm", "lm_head"],
-    ]
-    assert found["parallelism.pipeline_parallel_degree"] == ["3"]
-    assert found["parallelism.pipeline_parallel_schedule"] == ["1F1B"]
-    assert found["parallelism.num_pp_microbatches"] == ["6"]
-    assert found["training.disable_cuda_graphs"] == ["activation_checkpoint:none"]
-    looped = flags(exported(planned(SHARED), "torchtitan", rename=RENAME))
-    assert looped["parallelism.pipeline_parallel_schedule"] == ["Interleaved1F1B"]
-    assert len(looped["parallelism.module_fqns_per_model_part"]) == 4
-    for stages, kind, runs in ((SHARED, "1f1b", "Interleaved1F1B"), (THREE, "interleaved", "1F1B")):
-        plan = replace(planned(stages), schedule=Schedule(kind, 6), pattern=None)
-        found = flags(exported(plan, "torchtitan", kind, rename=RENAME))
-        assert found["parallelism.pipeline_parallel_schedule"] == [runs]
-    doubled = flags(exported(planned([(0, 6, (0, 1)), (6, 11, (2, 3))]), "torchtitan", rename=RENAME))
-    assert doubled["parallelism.data_parallel_replicate_degree"] == ["2"]
-    assert doubled["parallelism.num_pp_microbatches"] == ["3"]
-    own = ["tok_embeddings", "layers.0.attention", "layers.0.mlp", "layers.1", "norm", "lm_head", "loss"]
-    traced = planned([(0, 3, (0,)), (3, 7, (1,))], own)
-    traced = replace(traced, chain=replace(traced.chain, layers=(*traced.chain.layers[:-1], LOSS)))
-    assert flags(exported(traced, "torchtitan"))["parallelism.module_fqns_per_model_part"] == [
-        "tok_embeddings,layers.0", "layers.1,norm,lm_head"
-    ]  # fmt: skip
-
-
-def test_torchtitan_refuses_names_that_nobody_vouches_for():
-    with pytest.raises(CannotExpress, match="layer 'embedding' isn't a module of its decoders; say the model's own"):
-        exported(planned(THREE), "torchtitan")
-    with pytest.raises(CannotExpress, match="--rename has no pattern for layer 'norm'"):
-        exported(planned(THREE), "torchtitan", rename=[r"block(\d+)=layers.\1,embedding=e,head=h"])
-    with pytest.raises(CannotExpress, match=r"'conv\.\.relu' isn't the name of a module or of an entry"):
-        exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["conv..relu", "out"]), "torchtitan", rename=[r"(.*)=\1"])
-    with pytest.raises(CannotExpress, match="module 'layers' would be in stages 0 and 1"):
-        exported(planned(THREE), "torchtitan", rename=["block.*=layers,(.*)=m.\\1"])
-    for text in ("block", "=x", "(=x", r"a=\1"):
-        with pytest.raises(BadInput, match="--rename: "):
-            parsed_renames([text])
-
-
-def parsed_layout(layout: str) -> list[str]:
-    """Megatron's reading of a layout, re-stated from its documentation."""
-    layout = re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), layout.replace(",", ""))
-    return layout.split("|")
-
-
 LOSS = Layer("loss", 3, 6, 0, 1, backward_weight_ns=3)
-
-
-def test_megatron_layout():
-    found = flags(exported(planned(THREE), "megatron"))
-    assert found == {
-        "num-layers": ["8"],
-        "pipeline-model-parallel-size": ["3"],
-        "pipeline-model-parallel-layout": ["Et*3|t*4|tL"],
-        "micro-batch-size": ["1"],
-        "global-batch-size": ["6"],
-        "untie-embeddings-and-output-weights": [],
-    }
-    assert parsed_layout(found["pipeline-model-parallel-layout"][0]) == ["Ettt", "tttt", "tL"]
-    looped = planned([(0, 3, (0,)), (3, 6, (1,)), (6, 9, (0,)), (9, 11, (1,))])
-    assert flags(exported(looped, "megatron"))["pipeline-model-parallel-layout"] == ["Ett|t*3|t*3|L"]
-    names = ["embed", *(f"model.layers.{i}" for i in range(4)), "output"]
-    two = planned([(0, 3, (0, 1), (1, 2), (2, 3)), (3, 6, (2, 3), (3, 4), (4, 5))], names)
-    text = exported(two, "megatron")
-    assert '"Ett|ttL"' in text
-    assert text.startswith("# 4 GPUs: data-parallel size 2\n")
-    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in text
-    block = planned([(0, 3, (0,), (1, 2)), (3, 6, (1,), (3, 4))], names)
-    assert "--recompute-method block --recompute-num-layers 1" in exported(block, "megatron")
-
-
-def test_megatron_bridge_gets_the_same_as_python():
-    cfg = SimpleNamespace(model=SimpleNamespace(), train=SimpleNamespace())
-    exec(exported(planned(THREE), "megatron-bridge"), {"cfg": cfg})
-    assert cfg.model.pipeline_model_parallel_layout == [
-        ["embedding", "decoder", "decoder", "decoder"], ["decoder"] * 4, ["decoder", "loss"]
-    ]  # fmt: skip
-    assert (cfg.model.num_layers, cfg.model.virtual_pipeline_model_parallel_size) == (8, None)
-    assert (cfg.train.micro_batch_size, cfg.train.global_batch_size) == (1, 6)
-
-
-def test_megatron_has_multi_token_prediction_in_the_last_stage_of_a_later_rank():
-    names = ["embed", "layers.0", "layers.1", "norm", "mtp.0.proj", "mtp.0.block", "mtp.1.block", "output"]
-    found = flags(exported(planned([(0, 2, (0,)), (2, 7, (1,)), (7, 8, (2,))], names), "megatron"))
-    assert found["pipeline-model-parallel-layout"] == ["Et|tmm|L"]
-    assert found["mtp-num-layers"] == ["2"]
-    with pytest.raises(CannotExpress, match="multi-token prediction are in stage 0; they must be in the last stage"):
-        exported(planned([(0, 7, (0,)), (7, 8, (1,))], names), "megatron")
-
-
-def test_megatron_refuses_other_models_and_cuts():
-    with pytest.raises(CannotExpress, match="no layer of gpt is named as a decoder layer"):
-        exported(planned([(0, 2, (0,)), (2, 4, (1,))], ["conv", "pool", "flat", "out"]), "megatron")
-    with pytest.raises(CannotExpress, match=r"layer 2 \(pool\) between the decoder layers"):
-        exported(planned([(0, 5, (0,))], ["e", "block0", "pool", "block1", "head"]), "megatron")
-    with pytest.raises(CannotExpress, match="starts with the embedding"):
-        exported(planned([(0, 2, (0,))], ["block0", "head"]), "megatron")
-    with pytest.raises(CannotExpress, match=r"stage 0 ends inside of layers 0 to 1 \(tokens to positions\)"):
-        exported(planned([(0, 1, (0,)), (1, 4, (1,))], ["tokens", "positions", "block0", "head"]), "megatron")
 
 
 class PipelineModule:
@@ -337,46 +193,6 @@ def test_deepspeed_gets_a_pipeline_module_with_the_stages(monkeypatch):
         module["planned"]([None] * 11, None)
     pairs = [(0, 2, (0,), (0, 2)), (2, 5, (1,), (2, 4), (4, 5))]
     assert '"activation_checkpoint_interval": 2' in exported(planned(pairs, GPT[:5]), "deepspeed")
-
-
-def test_deepspeed_refuses_several_stages_per_rank_and_traced_profiles():
-    with pytest.raises(CannotExpress, match=r"GPU 0 holds stages \[0, 2\]; there a rank holds one range"):
-        exported(planned(SHARED), "deepspeed")
-    plan = planned(THREE)
-    traced = replace(plan, chain=replace(plan.chain, edges=tuple((i, i + 1) for i in range(10))))
-    with pytest.raises(CannotExpress, match="the profile was traced and isn't a list of layers"):
-        exported(traced, "deepspeed")
-
-
-@pytest.mark.parametrize("name", ["torchtitan", "megatron", "deepspeed", "torch-split"])
-def test_split_targets_refuse_placements_and_partial_recomputation(name):
-    odd = [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (1,)), (8, 9, (0,)), (9, 11, (1,))]
-    with pytest.raises(CannotExpress, match=r"stages are on ranks \[0, 1, 1, 0, 1\]"):
-        exported(planned(odd), name)
-    vee = planned([(0, 3, (0,)), (3, 6, (1,)), (6, 9, (1,)), (9, 11, (0,))])
-    if name == "torch-split":
-        assert "ScheduleZBVZeroBubble(stages" in exported(vee, name)
-    elif name != "torchtitan":
-        with pytest.raises(CannotExpress, match=r"stages are on ranks \[0, 1, 1, 0\]"):
-            exported(vee, name)
-    mixed = [(0, 4, (0,)), (4, 8, (1,), (4, 6)), (8, 11, (2,))]
-    with pytest.raises(CannotExpress, match="stage 1 recomputes layers 4 to 5; there all stages recompute nothing or"):
-        exported(planned(mixed), name)
-    with pytest.raises(CannotExpress, match="replicas"):
-        exported(planned([(0, 6, (0, 1)), (6, 11, (2,))]), name)
-
-
-def test_pipeline_of_torch_recomputes_nothing_and_splits_at_modules():
-    each = [(0, 1, (0,), (0, 1)), (1, 2, (1,), (1, 2))]
-    with pytest.raises(CannotExpress, match=r"pipeline\(\) traces the model, and nothing there recomputes"):
-        exported(planned(each, ["a", "b"]), "torch-split")
-    with pytest.raises(CannotExpress, match="a stage begins with 'b#2', where no module of the model does"):
-        exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["b", "b#2"]), "torch-split")
-    text = exported(planned([(0, 1, (0,)), (1, 2, (1,))], ["b", "b#2"]), "torch-split", rename=["b#2=c.d"])
-    assert 'SPLIT = ["c.d"]' in text
-    tied = planned([(0, 1, (0,)), (1, 2, (1,))], ["a", "b"])
-    with pytest.raises(CannotExpress, match="layers 0 and 1 share weights and are in two stages"):
-        exported(replace(tied, chain=replace(tied.chain, tied=((0, 1),))), "torch-csv")
 
 
 class Written(nn.Module):
@@ -459,22 +275,6 @@ def test_the_command_writes_a_file_and_refuses_with_the_reason(pipeplan, tmp_pat
     assert pipeplan("export", str(plan), "--to", "torch-csv", "--schedule", "nothing")[0] == 2
 
 
-def test_autocast_is_said_where_the_target_has_a_word_for_it():
-    def cast(plan):
-        chain = replace(plan.chain, dtype="autocast-bfloat16")
-        return replace(plan, chain=chain, policy=replace(plan.policy, precision="autocast"))
-
-    assert '"torch_autocast": {"enabled": True, "dtype": "bfloat16"},' in exported(cast(planned(THREE)), "deepspeed")
-    assert "autocast" not in exported(planned(THREE), "deepspeed")
-    with pytest.raises(CannotExpress, match="torchtitan: casts nothing in pipelines"):
-        exported(cast(planned(THREE)), "torchtitan", rename=[r"(.*)=\1"])
-    one = cast(planned([(0, 11, (0,))]))
-    assert "--training.mixed_precision_param bfloat16" in exported(one, "torchtitan", rename=[r"(.*)=\1"])
-    blocks = ["embedding", *(f"block{i}" for i in range(8)), "norm", "loss"]
-    made = exported(cast(planned(THREE, blocks)), "megatron-bridge")
-    assert "cfg.model.enable_autocast = True\ncfg.model.autocast_dtype = torch.bfloat16" in made
-
-
 def test_torch_recomputes_nothing_of_models_that_it_traces_so_nothing_is_planned_that_no_export_takes():
     """Either its plan stores all, or one sentence says that it doesn't fit."""
     layers = tuple(Layer(f"block{i}", 10, 20, 10, 10, saved_bytes=1000) for i in range(4))
@@ -488,35 +288,114 @@ def test_torch_recomputes_nothing_of_models_that_it_traces_so_nothing_is_planned
     assert isinstance(own_export(listed.plan, "torch"), Exported)
 
 
-def shared(zero, stages):
-    plan = planned(stages)
-    return replace(plan, policy=replace(plan.policy, zero=zero))
+# --- whole files ------------------------------------------------------------------------------------------------------
+
+KEPT = Path(__file__).with_name("exported.txt")
 
 
-def test_what_replicas_share_is_said(monkeypatch):
-    one, two = [(0, 11, (0, 1))], [(0, 6, (0, 1)), (6, 11, (2, 3))]
-    for zero, stages, reshards in ((1, two, "never"), (2, one, "never"), (3, one, "always")):
-        found = flags(exported(shared(zero, stages), "torchtitan", rename=RENAME))
-        assert found["parallelism.data_parallel_replicate_degree"] == ["1"]
-        assert found["parallelism.data_parallel_shard_degree"] == ["2"]
-        assert found["parallelism.fsdp_reshard_after_forward"] == [reshards]
-        config = imported(exported(shared(zero, stages), "deepspeed"), monkeypatch)["CONFIG"]
-        assert config["zero_optimization"] == {"stage": zero}
-    assert "PipelineModule" not in exported(shared(3, one), "deepspeed")
-    for zero, strategy in ((2, "optim_grads"), (3, "optim_grads_params")):
-        found = flags(exported(shared(zero, two), "megatron"))
-        assert found["data-parallel-sharding-strategy"] == [strategy]
-        assert found["ckpt-format"] == ["fsdp_dtensor"]
-        assert {"use-megatron-fsdp", "use-distributed-optimizer"} <= set(found)
-        made = exported(shared(zero, two), "megatron-bridge")
-        assert f'cfg.ddp.data_parallel_sharding_strategy = "{strategy}"' in made
-        assert 'cfg.checkpoint.ckpt_format = "fsdp_dtensor"' in made
-        assert "cfg.ddp.use_megatron_fsdp = True" in made
-        assert "cfg.dist.use_megatron_fsdp = True" in made
-        for name in ("torchtitan", "deepspeed"):
-            what = "weights" if zero == 3 else "gradients"
-            with pytest.raises(CannotExpress, match=f"{name}: replicas share no {what} beside pipelines there"):
-                exported(shared(zero, two), name, rename=RENAME)
-        with pytest.raises(CannotExpress, match=rf"torch: replicas share no {what} there \(--zero {zero}\)"):
-            exported(shared(zero, one), "torch-split")
-    assert "use-distributed-optimizer" in flags(exported(shared(1, two), "megatron"))
+def chained(plan, **fields):
+    """The plan of a chain that has some fields otherwise."""
+    policy = {x: fields.pop(x) for x in ("zero", "precision") if x in fields}
+    return replace(plan, chain=replace(plan.chain, **fields), policy=replace(plan.policy, **policy))
+
+
+def cases() -> dict[str, tuple[Plan, str, dict[str, Any]]]:
+    """Plans, targets, and what else is asked."""
+    two, one = [(0, 6, (0, 1)), (6, 11, (2, 3))], [(0, 11, (0,))]
+    every = [(0, 6, (0, 1), *((i, i + 1) for i in range(1, 6))), (6, 11, (2, 3), *((i, i + 1) for i in (6, 7, 8)))]
+    first = [(0, 4, (0,), (1, 2)), (4, 8, (1,), (4, 5)), (8, 11, (2,), (8, 9))]
+    pairs = [(0, 2, (0,), (0, 2)), (2, 5, (1,), (2, 4), (4, 5))]
+    vee, halves = [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (1,)), (9, 11, (0,))], [(0, 1, (0,)), (1, 2, (1,))]
+    odd = [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (1,)), (8, 9, (0,)), (9, 11, (1,))]
+    degrees = {"tensor": 2, "sequence_parallel": True, "experts": 2, "context": 4, "microbatch": 4, "zero": 1}
+    mtp = ["embed", "layers.0", "layers.1", "norm", "mtp.0.proj", "mtp.0.block", "mtp.1.block", "output"]
+    own = ["tok_embeddings", "layers.0.attention", "layers.0.mlp", "layers.1", "norm", "lm_head", "loss"]
+    cast = {"dtype": "autocast-bfloat16", "precision": "autocast"}
+    listed, tied = planned([(0, 3, (0,)), (3, 7, (1,))], own), planned(halves, ["a", "b"])
+    lossy = planned([(0, 2, (0,)), (2, 3, (1,))], ["a", "b", "loss"])
+
+    def last(plan):  # with a loss that has no weights
+        return chained(plan, layers=(*plan.chain.layers[:-1], LOSS))
+
+    def kind(plan, name):
+        return replace(plan, schedule=Schedule(name, 6), pattern=None)
+
+    def renamed(*names):
+        return {"rename": names}
+
+    every_form, torch_forms = " ".join(WRITERS), "torch-split torch-csv"
+    return {
+        "plain": (planned(THREE), every_form, {}),
+        "equal": (planned(every), "torch-csv", {"schedule": "1f1b"}),
+        "beside": (planned(every), "torch-csv", {"schedule": "1f1b", "beside": True, "path": "a/b.csv"}),
+        "quoted": (chained(planned(THREE), name='a"b\n'), "torch-csv", {"beside": True, "path": "it's.csv"}),
+        "blocks": (chained(planned(every), microbatch=2, tied=((0, 10),)), every_form, {}),
+        "within": (chained(planned(THREE), tied=((0, 5),)), "megatron", {}),
+        "pairs": (planned(pairs, GPT[:5]), "deepspeed", {}),
+        "first": (planned(first), every_form, {}),
+        "mixed": (planned([(0, 4, (0,)), (4, 8, (1,), (4, 6)), (8, 11, (2,))]), "megatron deepspeed torch-csv", {}),
+        "looped": (planned(SHARED), every_form, {}),
+        "a 1f1b": (kind(planned(SHARED), "1f1b"), "torchtitan", {"schedule": "1f1b"}),
+        "a loop": (kind(planned(THREE), "interleaved"), "torchtitan", {"schedule": "interleaved"}),
+        "vee": (planned(vee), every_form, {}),
+        "odd": (planned(odd), every_form.replace("megatron-bridge ", ""), {}),
+        "unequal": (planned([(0, 6, (0, 1)), (6, 11, (2,))]), every_form.replace("megatron-bridge ", ""), {}),
+        "uneven": (planned([(0, 6, (0, 1, 2, 3)), (6, 11, (4, 5, 6, 7))]), "torch-csv megatron", {}),
+        "degrees": (chained(planned(two), **degrees), every_form, {}),
+        "heads": (chained(planned(two), context=2, by_heads=True, selective=True), "megatron torchtitan", {}),
+        "by heads": (chained(planned(two), context=2, by_heads=True), "torchtitan", {}),
+        "whole": (chained(planned(two), tensor=2), "megatron torchtitan", {}),
+        "experts": (chained(planned(two), experts=2), "torchtitan", {}),
+        "zero 1": (chained(planned(two), zero=1), every_form, {}),
+        "zero 2": (chained(planned(two), zero=2), every_form, {}),
+        "alone 2": (chained(planned([(0, 11, (0, 1))]), zero=2), "torchtitan torch-split", {}),
+        "alone": (chained(planned([(0, 11, (0, 1))]), zero=3), every_form, {}),
+        "one": (planned(one), every_form, {}),
+        "autocast": (chained(planned(one), **cast), every_form, {}),
+        "cast": (chained(planned(THREE), **cast), "torchtitan deepspeed", {}),
+        "mtp": (planned([(0, 2, (0,)), (2, 7, (1,)), (7, 8, (2,))], mtp), "megatron megatron-bridge", {}),
+        "mtp first": (planned([(0, 7, (0,)), (7, 8, (1,))], mtp), "megatron", {}),
+        "listed": (last(listed), every_form, {"rename": ()}),
+        "unnamed": (planned(THREE), "torchtitan", {"rename": ()}),
+        "no norm": (planned(THREE), "torchtitan", renamed(r"block(\d+)=layers.\1,embedding=e,head=h")),
+        "dots": (planned(halves, ["conv..relu", "out"]), "torchtitan torch-split", renamed(r"(.*)=\1")),
+        "alike": (planned(THREE), "torchtitan", renamed(r"block.*=layers,(.*)=m.\1")),
+        "images": (planned([(0, 2, (0,)), (2, 4, (1,))], ["conv", "pool", "flat", "out"]), "megatron", {}),
+        "between": (planned([(0, 5, (0,))], ["e", "block0", "pool", "block1", "head"]), "megatron", {}),
+        "no start": (planned([(0, 2, (0,))], ["block0", "head"]), "megatron", {}),
+        "inside": (planned([(0, 1, (0,)), (1, 4, (1,))], ["tokens", "positions", "block0", "head"]), "megatron", {}),
+        "traced": (chained(planned(THREE), edges=tuple((i, i + 1) for i in range(10))), "deepspeed torch-split", {}),
+        "again": (planned([(0, 1, (0,), (0, 1)), (1, 2, (1,), (1, 2))], ["a", "b"]), torch_forms, {}),
+        "calls": (planned(halves, ["b", "b#2"]), "torch-split", {"rename": ()}),
+        "called": (planned(halves, ["b", "b#2"]), "torch-split", renamed("b#2=c.d")),
+        "tied": (chained(tied, tied=((0, 1),)), torch_forms, {}),
+        "the loss": (last(lossy), torch_forms, {"rename": ()}),
+        "split": (planned(THREE), "torch-csv", {"schedule": "zb1p"}),
+        "split 2": (planned(two), "torch-csv", {"schedule": "zb1p"}),
+        "nf1b": (planned(THREE), "torch-csv", {"schedule": "nf1b", "microbatches": 8}),
+        "versions": (planned(THREE, weights="2bw"), "torch-csv megatron", {}),
+        "drained": (planned(THREE, weights="2bw"), "torch-csv", {"schedule": "1f1b"}),
+    }  # fmt: skip
+
+
+def written_out() -> str:
+    """All texts, each in a line, and refusals; without the lines of modules that are everywhere the same."""
+    source = "\n".join(x.read_text() for x in Path(frameworks.__file__).parent.glob("*.py"))
+    always, parts = {*source.replace("{{", "{").replace("}}", "}").splitlines()}, []
+    for case, (plan, names, asked) in cases().items():
+        for name in names.split():
+            try:
+                text = exported(plan, name, **{"rename": RENAME, **asked}).replace(__version__, "VERSION")
+                parts.append(f"{case}: {name}: " + " | ".join(x for x in text.splitlines() if x not in always))
+            except CannotExpress as error:
+                parts.append(f"{case}: {name}! {error}")
+    return "\n".join(parts) + "\n"
+
+
+def test_files_are_what_is_kept():
+    """``python tests/files/test_export.py`` keeps what they are now: read the difference before it is committed."""
+    assert written_out() == KEPT.read_text()
+
+
+if __name__ == "__main__":
+    KEPT.write_text(written_out())

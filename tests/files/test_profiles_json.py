@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from cases.files import CHAIN, assert_refused, edited, written
 
 from pipeplan.errors import BadInput
 from pipeplan.files.profiles import digest, profile_text, read_profile
+from pipeplan.problem import Variant
 
 
 def test_profiles_come_back_byte_for_byte(tmp_path):
@@ -138,3 +140,34 @@ def test_broken_files(name, tmp_path):
     with pytest.raises(BadInput, match=sentence) as caught:
         read_profile(written(tmp_path, text))
     assert str(tmp_path) in str(caught.value)
+
+
+PARTS = json.loads(
+    profile_text(
+        replace(
+            CHAIN,
+            variants=tuple(Variant(x, False, tuple(replace(y, parameters=8) for y in CHAIN.layers)) for x in (2, 4)),
+        )
+    )
+)
+ONE = {"kind": "all-reduce", "backward": False, "count": 2, "bytes": 3}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("variants", 1, "tensor"), 2, "$.variants[1].tensor: 2 is a second time, or beside what is a part itself, or"),
+        (("variants", 1, "layers", 0, "name"), "x", "$.variants[1].layers: they aren't called as $.layers are"),
+        (("variants", 0, "layers", 1, "own_parameters"), 9, "$.variants[0].layers[1].own_parameters: are no more than"),
+        (("variants", 0, "layers", 1, "own_parameters"), -1, "own_parameters"),
+        (("variants", 0, "layers", 1, "exchanges"), [{**ONE, "hidden": 3}], "exchanges[0]: no more than count can be"),
+        (("variants", 0, "layers", 1, "exchanges"), [{**ONE, "count": 1001}], "exchanges[0]: no more than count can"),
+        (("variants", 0, "layers", 1, "exchanges"), [{**ONE, "apart": 3}], "exchanges[0]: is among more than the 2 of"),
+        (("variants", 0, "layers", 1, "exchanges"), [ONE, {**ONE, "ranks": 3}], "exchanges[1]: is among more than the"),
+        (("tensor",), 2, "$.variants[0].tensor: "),
+    ],
+)
+def test_parts_of_layers_that_are_none_are_refused(place, value, words, tmp_path):
+    assert read_profile(written(tmp_path, json.dumps(PARTS))).variants[1].tensor == 4
+    with pytest.raises(BadInput, match=re.escape(words)):
+        read_profile(written(tmp_path, json.dumps(edited(PARTS, place, value))))

@@ -8,12 +8,15 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 import os
 import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -25,19 +28,102 @@ from cases.mutations import CHAIN
 
 from pipeplan.files.profiles import profile_text
 
+CHANGES = (("flush", 8, 11 * 10**6), ("2bw", 4, 12 * 10**6), ("stash", 4, None), ("latest", 8, 9 * 10**6))
 KEPT = Path(__file__).parent / "printed"
 ON = "--gpus 2 --mem 1GB --bandwidth 1GB/s"
 STAGES = "--split 3,2 --on 0/1"
+EXPORTED, ESTIMATED = "export loop.json --to torch-csv", "profile zoo:gpt-tiny,blocks=2 --microbatch 2 --estimate a100"
+STUCK = """0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1
+1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1
+"""
+BILL = "--samples 1e6 --price 2.5"
 MADE = {  # files of their own, each by a command
     "plan.json": f"plan a.json {ON} {STAGES} --weights 2bw --optimizer adam",
     "zb.json": f"plan a.json {ON} {STAGES} --weights flush --schedule zb1p --accumulate 4",
     "loop.json": f"plan a.json {ON} --split 1,1,1,2 --on 0/1/0/1 --weights flush --schedule interleaved --accumulate 4",
+    "driven.json": f"plan a.json {ON} {STAGES} --schedule message-driven --accumulate 4 --limit 3",
+    "shifts.json": f"plan a.json {ON} --split 1,1,3 --on 0/1/0 --weights stash",
+    "parallel.json": f"plan a.json {ON} --split 5 --on 0-1 --weights stash",
+    "tight.json": "plan a.json --gpus 2 --mem 14MB --bandwidth 1GB/s --split 3,2 --on 0/1 --weights 2bw",
     "replicas.json": "plan a.json --platform servers.json --split 2,3 --on 0-1/2-3 --weights stash",
     "segments.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights latest --optimizer momentum",
 }
+REFUSED = """
+plan
+plna a.json
+plan a.json --gpus 2 --mem 1GB -O speed
+plan a.json --gpus 2 --mem 1GB -O solver=none
+plan a.json --gpus x --mem 1GB
+plan a.json --gpus 0 --mem 1GB
+plan a.json --gpus 2 --mem 5
+plan a.json --gpus 2 --mem 1GB --samples 5 --tokens 5/1
+plan a.json --gpus 2 --mem 1GB --samples 1.5
+plan a.json --gpus 2 --mem 1GB --samples 0
+plan a.json --gpus 2 --mem 1GB --samples 1e19
+plan a.json --gpus 2 --mem 1GB --tokens 5
+plan a.json --gpus 2 --mem 1GB --price 5
+plan a.json --gpus 2 --mem 1GB --samples 5 --price x
+plan a.json --gpus 2 --mem 1GB -o none/plan.json
+plan none.json --gpus 2 --mem 1GB
+compare a.json --gpus 2 --mem 1GB --csv - --json
+compare a.json --gpus 4-2 --mem 1GB
+check
+check plan.json --semantics lazy
+check train.sh
+simulate plan.json --text --json
+simulate plan.json --schedule all --text
+simulate plan.json --schedule 1f1b --schedule gpipe --trace t.json
+simulate plan.json --seed 3
+simulate plan.json --trace - --json
+simulate plan.json --jitter 5
+simulate plan.json --jitter 500%
+simulate plan.json --jitter x%
+simulate plan.json --schedule nf1b --microbatches 7
+simulate driven.json --schedule pattern
+export segments.json --to torch-csv
+plan a.json --gpus 2 --mem 1GB --weights stash --schedule nf1b
+plan a.json --gpus 2 --mem 1GB --limit 3
+plan a.json --gpus 2 --mem 1GB --vertical-sync
+synthesize plan.json --gpus 2
+synthesize --gpus 2 --times 1,2,3 --microbatches 2 --chunks 2
+synthesize --gpus 2 --times 1,2 --microbatches 2
+synthesize --gpus 2 --times 1,2,3 --microbatches 2 --limit 1
+simulate plan.json --schedule nothing
+import gpt.json train.sh --from megatron --gpus 4 --mem 1GB -o x.json --best x.json
+import gpt.json train.sh --from megatron --gpus 4 --mem 1GB -o - --json
+import gpt.json train.sh --from torchtitan --gpus 4 --mem 1GB
+diff a.json b.json --recalibrated c.json
+diff run.json trace.json --recalibrated - --json
+diff plan.json trace.json
+run zb.json --dry-run --steps 1 --epochs 2
+run zb.json --dry-run --epoch-length 5
+run zb.json --dry-run --eval-every 3
+run zb.json --bracket --evaluate
+run zb.json --against flush --resume
+run zb.json --against plan.json
+run zb.json --log-dir x --evaluate
+run zb.json --dry-run --limit 3
+run zb.json --dry-run --timeout 0s
+run zb.json --dry-run --metrics loss,,x
+export plan.json --to torch-csv --schedule nothing
+export plan.json --to nothing
+export zb.json --to torchtitan --schedule 1f1b --rename block
+show plan.json -o x.txt
+show plan.json --width 0
+synthesize
+synthesize --gpus 2 --times 1,2
+synthesize --gpus 2 --times x
+synthesize --gpus 2 --times 1,2,3 --microbatches 2 -o - --json
+report none.json -o page.html
+calibrate a.json --gpu a100 --measured none.csv
+calibrate a.json --gpu a100
+list nothing
+schema nothing
+completion tcsh
+"""
 COMMANDS = {
     "plan": f"plan a.json {ON} {STAGES} --weights 2bw --optimizer adam --precision mixed",
-    "plan-json": f"plan a.json {ON} {STAGES} --weights flush --schedule 1f1b --json",
+    "plan-json": f"plan a.json {ON} {STAGES} --weights flush --schedule 1f1b --latency 0us --json",
     "nothing-fits": "plan a.json --gpus 2 --mem 1MB --weights 2bw --algorithm contiguous",
     "show": "show plan.json",
     "show-replicas": "show replicas.json",
@@ -48,20 +134,73 @@ COMMANDS = {
     "simulate-all": "simulate zb.json --schedule all --microbatches 8",
     "simulate-jitter": "simulate replicas.json --jitter 5% --runs 3",
     "simulate-json": "simulate loop.json --json",
+    "simulate-halves": "simulate plan.json --microbatches 8 --width 70",
+    "simulate-one": "simulate plan.json --microbatches 1",
+    "simulate-several": "simulate plan.json --schedule 1f1b --schedule gpipe --jitter 5% --runs 3 --microbatches 16",
+    "simulate-spread": "simulate zb.json --no-barrier --schedule zb2p --weight-keeps 50%",
+    "show-shifts": "show shifts.json",
+    "simulate-text": "simulate replicas.json --microbatches 4 --text",
+    "simulate-trace": "simulate zb.json --microbatches 4 --trace -",
+    "show-json": "show replicas.json --json",
     "compare": "compare a.json --gpus 1,2 --mem 1GB --algorithms contiguous,data-parallel --weights 2bw",
+    "compare-json": "compare a.json --gpus 1,2 --mem 100MB,1GB --algorithms contiguous --weights 2bw --json",
+    "compare-csv": f"compare a.json --gpus 2 --mem 1GB --algorithms contiguous --weights 2bw --csv - {BILL}",
+    "compare-bill": f"compare a.json --gpus 1,2 --mem 5MB,1GB --algorithms contiguous --weights 2bw {BILL}",
+    "bill": f"plan a.json {ON} {STAGES} --weights 2bw --tokens 3e6/100 --price 2.5 --verbose",
+    "estimate": f"estimate zoo:gpt-tiny,blocks=2 --gpus 2 --gpu a100 {BILL}",
+    "estimate-json": "estimate zoo:gpt-tiny,blocks=2 --gpus 2 --gpu a100 --samples 1e6 --json",
+    "profile": f"{ESTIMATED} -o estimated.json",
+    "profile-engine": "profile zoo:gpt-tiny,blocks=1 --microbatch 2 --estimate a100 --engine compiled -o e.json",
+    "calibrate": "calibrate estimate.json --gpu a100 --measured runs.csv",
+    "calibrate-json": "calibrate estimate.json --gpu a100 --measured runs.csv --json",
+    "import": "import gpt.json train.sh --from megatron --gpus 4 --mem 1GB --effort quick",
+    "import-json": "import gpt.json train.sh --from megatron --gpus 4 --mem 1GB --effort quick --json",
     "grid": "grid a.json --gpus 4 --mem 1GB --batch 32 --microbatch 4,8",
     "synthesize": "synthesize loop.json --moves 20",
+    "synthesize-json": "synthesize --gpus 2 --times 20,24,16 --microbatches 4 --limit 5 --moves 20 --json",
+    "synthesize-equal": "synthesize --gpus 2 --placement loop --times 20,24,16 --microbatches 4 --moves 9 -o o.csv",
     "diff": "diff a.json b.json",
     "diff-all": "diff a.json b.json --all",
     "diff-plan": "diff a.json b.json --plan plan.json",
+    "diff-json": "diff a.json b.json --plan plan.json --json",
+    "diff-many": "diff many.json more.json",
+    "diff-tight": "diff a.json saving.json --plan tight.json",
+    "diff-run": "diff run.json trace.json --recalibrated again.json",
+    "diff-run-json": "diff run.json trace.json --json",
+    "diff-run-again": "diff run.json trace.json --recalibrated -",
+    "diff-short": "diff run.json short.json",
     "check": "check replicas.json",
     "check-broken": "check broken.json",
+    "check-json": "check plan.json --json",
+    "check-schedule": "check loop.json --schedule loop.csv",
+    "check-stuck": "check --schedule stuck.csv",
+    "check-stuck-json": "check --schedule stuck.csv --json --semantics batched",
     "dry-run": "run zb.json --dry-run --steps 2",
+    "dry-run-json": "run zb.json --dry-run --steps 2 --json",
+    "dry-run-limit": "run driven.json --dry-run --steps 1 --limit 2",
+    "show-driven": "show driven.json",
+    "show-driven-json": "show driven.json --json",
+    "check-driven": "check driven.json",
+    "simulate-driven": "simulate driven.json",
+    "simulate-driven-json": "simulate driven.json --json",
+    "report-driven": "report driven.json -o page.html",
+    "diff-driven": "diff a.json b.json --plan driven.json --json",
+    "plan-nf1b": f"plan a.json {ON} --weights latest --accumulate 2 --vertical-sync --limit 3 --no-replicas",
+    "check-nf1b": "check segments.json",
+    "simulate-nf1b": "simulate segments.json",
+    "simulate-nf1b-json": "simulate segments.json --json",
+    "simulate-nf1b-all": "simulate segments.json --schedule all --json",
+    "simulate-as-nf1b": "simulate plan.json --schedule nf1b --batch 16 --json",
+    "simulate-depth": "simulate plan.json --schedule pipedream --depth 2 --json",
+    "simulate-several-json": "simulate plan.json --schedule gpipe --schedule zb1p --jitter 5% --runs 3 --json",
+    "report-nf1b": "report segments.json -o page.html --microbatches 8",
+    "diff-nf1b": "diff a.json b.json --plan segments.json --json",
+    "for": "plan gpt.json --gpus 2 --mem 1GB --bandwidth 1GB/s --for megatron --batch 8 -o for.json",
     "export-csv": "export loop.json --to torch-csv",
     "export-megatron": "export loop.json --to megatron",
-    "export-deepspeed": "export zb.json --to deepspeed --schedule 1f1b",
     "report": "report replicas.json -o page.html",
-    "report-zb": "report zb.json -o page.html",
+    "report-zb": "report zb.json -o page.html --schedule gpipe --schedule 1f1b --schedule pipedream",
+    "report-run": "report run.json -o page.html --trace trace.json --microbatches 4",
 }
 
 
@@ -79,6 +218,13 @@ def files(folder: Path) -> None:
     (folder / "a.json").write_text(profile_text(chain))
     (folder / "b.json").write_text(profile_text(replace(chain, layers=(*chain.layers[:1], *slower[1:]), name="other")))
     levels = [{"count": 2, "bandwidth": "10GB/s"}, {"count": 2, "bandwidth": "1GB/s", "latency": "2us"}]
+    kept = [replace(x, saved_bytes=2 * x.saved_bytes) for x in chain.layers]
+    kept[4] = replace(kept[4], weight_bytes=2 * kept[4].weight_bytes)
+    kept[1] = replace(kept[1], output_bytes=kept[1].output_bytes // 2)
+    (folder / "saving.json").write_text(profile_text(replace(chain, layers=tuple(kept))))
+    for name, step in (("many", 1), ("more", 3)):
+        several = (replace(chain.layers[0], name=f"l{i}", forward_ns=10**6 + step * i * 10**4) for i in range(8))
+        (folder / f"{name}.json").write_text(profile_text(replace(chain, layers=tuple(several), microbatch=step)))
     (folder / "servers.json").write_text(json.dumps({"levels": levels, "memory": "1GB"}))
     for name, words in MADE.items():
         done = called([*words.split(), "-o", name], folder)
@@ -89,24 +235,81 @@ def files(folder: Path) -> None:
     broken = json.loads((folder / "plan.json").read_text())
     broken["stages"][0]["stop"], broken["gap"] = 2, 7
     (folder / "broken.json").write_text(json.dumps(broken))
+    (folder / "loop.csv").write_text(called(EXPORTED.split(), folder).out)
+    (folder / "stuck.csv").write_text(STUCK)
+    names = ["embedding", *(f"block{i}" for i in range(4)), "head"]
+    gpt = replace(chain, name="gpt", layers=tuple(replace(chain.layers[1], name=x) for x in names), microbatch=2)
+    (folder / "gpt.json").write_text(profile_text(gpt))
+    (folder / "train.sh").write_text("--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 16")
+    of_a_model(folder)
+
+
+def of_a_model(folder: Path) -> None:
+    """Write an estimated profile, runs of it, and a run and its trace."""
+    from cases.measured import replayed, script_of
+    from cases.plans import quick_bound
+
+    from pipeplan.files.plans import plan_text
+    from pipeplan.plan import Schedule
+    from pipeplan.problem import Policy, Problem
+    from pipeplan.report.traces import measured_trace
+    from pipeplan.runtime.measure.report import TransferTime, make_report
+
+    done = called([*ESTIMATED.split(), "-q", "-o", "estimate.json"], folder)
+    assert (done.code, done.raised) == (0, None), done
+    (folder / "runs.csv").write_text("ms,batch,gb\n" + "".join(f"{n + n % 3},{2 * n},0.1\n" for n in range(1, 10)))
+    for name, steps in (("trace", 12), ("short", 2)):
+        script = script_of(Policy("2bw", 2), Schedule(), steps, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
+        found = replace(make_report(script, replayed(script, 3)), transfers=(TransferTime("F", 0, 1, 7 * 10**5, 1),))
+        (folder / f"{name}.json").write_text(measured_trace(script.plan, found))
+        bound = quick_bound(Problem(script.plan.chain, script.plan.platform, script.plan.policy))
+        (folder / "run.json").write_text(plan_text(replace(script.plan, lower_bounds=(bound,))))
 
 
 def printed(words: str, folder: Path) -> str:
-    """Return what a command prints, or the text of the page that it writes, without seconds and versions."""
-    done = called(words.split(), folder)
+    """Return what a command prints, or the text and the data of the page that it writes, without seconds and versions.
+
+    Of a document in JSON each entry is a line.
+    """
+    quiet, few = (
+        patch("pipeplan.cli.showing.QUIET_S", math.inf),
+        patch("pipeplan.report.tables.differences.MOST_ROWS", 5),
+    )
+    with quiet, few:  # no line of progress, and not very many of differences
+        done = called(words.split(), folder)
     assert done.raised is None, done
-    text = done.out + "".join(f"! {x}\n" for x in done.err.splitlines() if x.startswith("error"))
+    text = done.out + "".join(f"! {x}\n" for x in done.err.splitlines() if x.startswith(("error", "Error", "note")))
+    if text.startswith(("{", "[")):
+        text = entries(text)
+    if words.startswith("profile"):
+        text += done.err
     if (page := folder / "page.html").exists():
-        text = re.sub(r"(?s)<(style|script).*?</\1>", "", page.read_text())
-        text = "\n".join(
-            filter(None, (" ".join(x.split()) for x in html.unescape(re.sub(r"<[^>]+>", "\n", text)).splitlines()))
-        )
-        text += "\n" + "\n".join(re.findall(r"width:[\d.]+%", page.read_text())) + "\n"
+        whole = page.read_text()
+        data = json.loads(whole.partition("const DATA = ")[2].partition(";")[0])
+        told = re.sub(r"(?s)<(style|script).*?</\1>", "", whole)
+        cells = [[" ".join(html.unescape(x).split()) for x in re.split("<[^>]+>", line)] for line in told.splitlines()]
+        lines = ["|".join(filter(None, row)) for row in cells]
+        lines += map(json.dumps, [*data.pop("charts").items(), *data.items()])
+        lines += [" ".join(re.findall(x, whole)) for x in (r"width:[\d.]+%", r'[yh][^ ]*="[\d.]+"', r' d="[^"]*"')]
+        text += "\n".join(filter(None, lines)) + "\n"
         page.unlink()
+    text = text.replace(str(folder), "HERE")
     text = re.sub(r"\b\d+\.\d+ s\b|(?<=most CPU s).*", "_ s", text)
-    text = re.sub(r'("seconds": )[\d.e-]+', r"\1_", text)
+    text = re.sub(r"(?<=,)\d+\.\d+(?=,(?:True|False))", "_", text)
+    text = re.sub(r'("seconds"[:,] )[\d.e-]+', r"\1_", text)
     text = re.sub(r"0\.1\.0[.\w]*", "VERSION", text)
     return "\n".join(x.rstrip() for x in text.splitlines()) + "\n"
+
+
+def entries(text: str) -> str:
+    """Return a document in JSON with a line for each of its lists and objects, one for the rest; six digits."""
+    found = json.loads(text)
+    assert text in (json.dumps(found, indent=1) + "\n", json.dumps(found) + "\n"), "as documents are written"
+    found = json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"))
+    if isinstance(found, dict):
+        plain = {key: x for key, x in found.items() if not isinstance(x, dict | list)}
+        found = [plain, *({key: x} for key, x in found.items() if key not in plain)]
+    return "\n".join(map(json.dumps, found)) + "\n"
 
 
 def runs() -> dict[str, str]:
@@ -116,7 +319,7 @@ def runs() -> dict[str, str]:
     from pipeplan.plan import Schedule
     from pipeplan.problem import Policy
     from pipeplan.report.tables.run import print_report
-    from pipeplan.runtime.measure.report import DeviceMemory, DeviceState, ReadingTime, make_report
+    from pipeplan.runtime.measure.report import DeviceMemory, DeviceState, ReadingTime, TransferTime, make_report
 
     script = script_of(Policy("2bw", 2), Schedule(), 12, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
     other = script_of(Policy("flush", 2), Schedule("flush", 2), 12, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
@@ -138,8 +341,16 @@ def runs() -> dict[str, str]:
         skipped=(3,),
         evaluations={2: {"loss": 1.0}},
     )
+    away = replace(script.plan, chain=replace(script.plan.chain, device="a GPU"))
+    sent = (TransferTime("F", 0, 1, 7 * 10**5, 2 * 10**5), TransferTime("B", 1, 1, 9 * 10**5, 2 * 10**5))
+    small = script_of(Policy("2bw", 2), Schedule(), 1, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
+    short = make_report(small, replayed(small, 2))
+    driven = replace(script.plan, schedule=Schedule("message-driven", 2, 2), pattern=None)
     texts = {}
     for name, words in {
+        "run-away": (away, replace(plain, transfers=sent, hardware=("b", "a"), forgotten=3), False, False),
+        "run-short": (script.plan, short, False, False),
+        "run-driven": (driven, plain, False, False),
         "run": (script.plan, plain, False, False),
         "run-full": (script.plan, full, False, False, (other.plan, beside)),
         "run-json": (script.plan, plain, False, True),
@@ -147,7 +358,7 @@ def runs() -> dict[str, str]:
     }.items():
         with redirect_stdout(io.StringIO()) as told:
             print_report(*words)
-        texts[name] = told.getvalue()
+        texts[name] = entries(told.getvalue()) if name == "run-json" else told.getvalue()
     return {name: "\n".join(x.rstrip() for x in text.splitlines()) + "\n" for name, text in texts.items()}
 
 
@@ -171,7 +382,96 @@ def test_progress_is_told_of_the_first_and_the_last_update_and_each_evaluation(
     ]
 
 
-RUNS = ("run", "run-full", "run-json", "run-evaluate")
+def plans(folder: Path) -> str:
+    """Return what plans print of themselves: lines that none before has."""
+    from pipeplan.files.plans import load_plan
+    from pipeplan.plan import Alternative, Plan
+    from pipeplan.report.tables.plan import print_plan
+
+    names = ("plan", "zb", "loop", "replicas", "segments", "shifts", "parallel", "driven")
+    plan, zb, loop, replicas, segments, shifts, parallel, driven = (load_plan(str(folder / f"{x}.json")) for x in names)
+
+    def found(plan: Plan, fields: dict[str, Any] | None = None, **options: Any) -> Plan:
+        provenance = replace(plan.provenance, options=plan.provenance.options | options, **(fields or {}))
+        return replace(plan, provenance=provenance)
+
+    def of(plan: Plan, **fields: Any) -> Plan:
+        return replace(plan, chain=replace(plan.chain, **fields))
+
+    ms, others = 10**6, [Alternative(w, n, ns) for w, n, ns in CHANGES]
+    period = 10_312_500
+    cases = {
+        "plan": plan,
+        "solver": found(plan, {"solver_status": "interrupted", "claimed_period_ns": 9 * ms, "algorithm": "madpipe"}),
+        "limit": found(driven, {"solver_status": "time limit"}),
+        "alternatives": found(plan, {"alternatives": tuple(others)}),
+        "estimated": of(found(plan, {"alternatives": tuple(others)}, pipeline_ns=11 * ms), within=(0.8, 1.3)),
+        "zero": found(plan, zero={"0": 11 * ms, "1": None, "3": 0}),
+        "unpipelined": found(plan, unpipelined_ns=9 * ms),
+        "pipelined": found(plan, unpipelined_ns=11 * ms),
+        "orders": found(plan, layer_order={"orders": 3}),
+        "tensor": found(
+            of(plan, tensor=2, sequence_parallel=True, within=(0.9, 1.2)),
+            tensor={
+                "1": {"period_ns": 11 * ms, "bound_ns": 9 * ms},
+                "2": {"period_ns": period},
+                "4": {},
+                "8": {"bound_ns": ms},
+            },
+        ),
+        "experts": of(plan, experts=2, imbalance=1.5, context=2, selective=True, tensor=2, offloaded=10**9),
+        "even": of(plan, experts=2, context=2, by_heads=True),
+        "near": of(
+            found(plan, zero={"1": period + 9 * 10**4}, unpipelined_ns=period + 10**5, pipeline_ns=period + 2 * 10**5),
+            within=(0.9, 1.2),
+        ),
+        "grids": found(
+            of(plan, within=(0.9, 1.2)),
+            grid={"batch_ns": 100, "microbatch": 8},
+            grids=[{"inter": 1, "data": 2, "microbatch": 8, "batch_ns": 104}, {"inter": 2, "data": 1, "microbatch": 4}],
+        ),
+        "resumed": found(
+            plan,
+            resumed={
+                "held_bytes": 10**7,
+                "coming_bytes": 10**6,
+                "best_period_ns": 10 * ms,
+                "best_coming_bytes": 2 * ms,
+            },
+        ),
+        "came": found(replicas, resumed={"held_bytes": 10**7}),
+        "zb": zb,
+        "for": found(zb, **{"for": "torch", "price": {"any": 9 * ms, "1f1b": 10**8}, "binds": "memory"}),
+        "order": found(zb, order={"bound_ns": 10**7, "value_ns": 11 * ms}),
+        "proved": found(zb, order={"bound_ns": 10**7, "value_ns": 10**7}),
+        "policy": replace(
+            zb,
+            policy=replace(
+                zb.policy, zero=2, offload=True, clip=True, bytes_per_parameter=18, shared_bytes_per_parameter=12
+            ),
+        ),
+        "platform": replace(
+            plan, platform=replace(plan.platform, blocking=True, overhead_ns=500, reserved_bytes=10**6)
+        ),
+        "reading": of(plan, reading_ns=30 * ms, device="a GPU"),
+        "shifts": shifts,
+        "parallel": found(parallel, pipeline_ns=None),
+        "beside": of(found(parallel, pipeline_ns=13 * ms), within=(0.9, 1.2)),
+        "loop": loop,
+        "replicas": replicas,
+        "segments": segments,
+    }
+    parts, seen = [], set[str]()
+    for name, each in cases.items():
+        with redirect_stdout(io.StringIO()) as told:
+            print_plan(each, ("layers are made up",) if name == "plan" else (), verbose=name == "plan")
+        lines = [x.rstrip() for x in told.getvalue().splitlines()]
+        parts += [f"$ {name}", *(x for x in lines if x not in seen)]
+        seen.update(lines)
+    return "\n".join(parts) + "\n"
+
+
+RUNS = ("run", "run-full", "run-json", "run-evaluate", "run-away", "run-short", "run-driven")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -181,8 +481,24 @@ def test_a_run_s_report_is_what_is_kept(name: str, monkeypatch: pytest.MonkeyPat
     assert runs()[name] == (KEPT / f"{name}.txt").read_text()
 
 
+def test_what_plans_say_is_what_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert plans(folder) == (KEPT / "plans.txt").read_text()
+
+
+def refusals(folder: Path) -> str:
+    """Return what commands say that are refused."""
+    return "".join(f"{words}: {printed(words, folder)}" for words in REFUSED.split("\n")[1:-1])
+
+
+def test_what_is_refused_is_said_as_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert refusals(folder) == (KEPT / "refused.txt").read_text()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
     made = tmp_path_factory.mktemp("printed")
     files(made)
     return made
@@ -202,5 +518,7 @@ if __name__ == "__main__":
         files(Path(made))
         for name, words in COMMANDS.items():
             (KEPT / f"{name}.txt").write_text(printed(words, Path(made)))
+        (KEPT / "plans.txt").write_text(plans(Path(made)))
+        (KEPT / "refused.txt").write_text(refusals(Path(made)))
     for name, text in runs().items():
         (KEPT / f"{name}.txt").write_text(text)

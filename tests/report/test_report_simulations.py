@@ -147,53 +147,10 @@ def test_plan_window_shows_devices_in_order_then_links():
     assert (window.start_ns, window.end_ns) == (0, straight().pattern.period_ns)
 
 
-def test_simulate_compares_schedules_in_one_table(pipeplan, plan_file):
-    code, out, _ = pipeplan("simulate", plan_file, "--schedule", "all", "--microbatches", "16")
-    assert code == 0
-    names = [line.split()[0] for line in out.splitlines() if line.split() and line.split()[0] in schedules()]
-    assert set(names) == set(schedules())
-    code, out, err = pipeplan(
-        "simulate", plan_file, "--schedule", "gpipe", "--schedule", "zb1p", "--jitter", "5%", "--runs", "3", "--json"
-    )
-    assert code == 0
-    found = json.loads(out)
-    assert [row["schedule"] for row in found["schedules"]] == ["zb1p", "gpipe"]
-    assert all(row["jitter"]["runs"] == 3 for row in found["schedules"])
-    assert err == ""  # only a terminal shows how far it is
-
-
 def test_the_same_seed_prints_the_same(pipeplan, plan_file):
     shaken = ["simulate", plan_file, "--schedule", "1f1b", "--jitter", "10%", "--runs", "4"]
     outputs = [pipeplan(*shaken, "--seed", seed, "--json")[1] for seed in ("1", "1", "2")]
     assert outputs[0] == outputs[1] != outputs[2]
-
-
-def test_simulate_one_schedule_with_its_options(pipeplan, plan_file):
-    code, out, _ = pipeplan("simulate", plan_file, "--schedule", "zbv", "--weight-keeps", "40%", "--width", "80")
-    assert code == 0
-    assert "W weight gradient" in out
-    assert all(len(line) <= 80 for line in out.splitlines())
-    code, out, _ = pipeplan("simulate", plan_file, "--schedule", "pipedream", "--depth", "2", "--json")
-    assert json.loads(out)["devices"][0]["in_flight"] == {"0": 2}
-    code, out, _ = pipeplan("simulate", plan_file, "--schedule", "interleaved", "--microbatches", "2", "--text")
-    assert out.startswith("device 0: 0F0 0F1 4F0 4F1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--schedule", "nothing"], "'nothing' is not one of pattern"),
-        (["--jitter", "5"], "'5' is not a percentage, such as 5%"),
-        (["--jitter", "500%"], "'500%' is not between 0% and 100%"),
-        (["--jitter", "x%"], "'x%' is not a percentage"),
-        (["--schedule", "all", "--text"], "show one schedule; name only one"),
-        (["--schedule", "nf1b", "--microbatches", "7"], "7 microbatches are not a whole number of mini-batches"),
-    ],
-)
-def test_bad_arguments(pipeplan, plan_file, arguments, message):
-    code, _, err = pipeplan("simulate", plan_file, *arguments)
-    assert code == 2
-    assert message in " ".join(err.split())
 
 
 def test_check_proves_the_order_free_of_deadlock(pipeplan, plan_file, monkeypatch):

@@ -34,10 +34,14 @@ class Asked:
     def expressed(self, target: str) -> Expressed:
         """Return the stages in a target's terms; CannotExpress says what it has no words for."""
         found = express(self.plan.chain, self.stages, target)
-        unshared = TARGETS[target].unshared(self.plan.policy.zero, found.shape)
+        self.refuse_unshared(target, found.shape)
+        return found
+
+    def refuse_unshared(self, target: str, shape: Shape) -> None:
+        """Raise CannotExpress where replicas don't share there what those of the plan do."""
+        unshared = TARGETS[target].unshared(self.plan.policy.zero, shape)
         if unshared is not None:
             raise CannotExpress(f"{target}: {unshared}")
-        return found
 
     def kind(self, shape: Shape) -> ScheduleKind:
         """Return the schedule that a target with its own orders runs on stages of a shape: the plan's, or the usual."""

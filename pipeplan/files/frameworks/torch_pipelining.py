@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-from ...check.targets import refuse_parted
+from ...check.targets import Shape, refuse_chain, refuse_parted
 from ...check.units import CannotExpress, Unit, module_of, whole_blocks
 from ...names import shown
 from ...plan import ScheduleKind
@@ -26,6 +26,8 @@ def torch_csv(asked: Asked) -> str:
     """
     program = asked.run.program
     graph, pipelines = program.graph, _pipelines(asked)
+    refuse_chain(asked.plan.chain, "torch")
+    asked.refuse_unshared("torch", Shape(len({stage.devices for stage in asked.stages}), pipelines))
     refuse_parted(asked.plan.chain, asked.stages, "torch-csv")
     if asked.stages[-1].start >= whole_blocks(asked.plan.chain)[-1].modules_stop:
         raise CannotExpress("torch-csv: the last stage is the loss alone; there it is no part of the model")

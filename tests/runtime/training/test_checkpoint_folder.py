@@ -1,8 +1,10 @@
 """One run at a time writes to a folder of checkpoints, and leaves there nothing but checkpoints."""
 
 import errno
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
 from cases.patience import SECONDS
-from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, one_rank, plan, state_of, written
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, appear, one_rank, plan, state_of
+from cases.saved_runs import made as folder
 
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.engine.job import RunOptions
@@ -23,7 +26,20 @@ from pipeplan.runtime.processes.agreement import writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
 from pipeplan.runtime.training.state import lock
-from pipeplan.runtime.training.state.checkpoint import ABOUT, Peers, newest, tidy
+from pipeplan.runtime.training.state.checkpoint import (
+    ABOUT,
+    FileSum,
+    Peers,
+    about,
+    begin,
+    file_of,
+    finish,
+    folder_of,
+    newest,
+    plan_of,
+    remove_older,
+    tidy,
+)
 from pipeplan.runtime.training.state.lock import one_run
 from pipeplan.runtime.training.state.written import write
 
@@ -174,3 +190,124 @@ def test_processes_of_torchrun_look_for_a_checkpoint_together(folder):
     with writing_to(folder, Peers()):
         all_ranks(refused)
     assert found[0] == found[1] == found[2]
+
+
+# --- whole --------------------------------------------------------------------------------------------------------
+
+
+class Two(Peers):
+    """One of two processes, of which the other one finds nothing wrong, and lists what this one would."""
+
+    world = 2
+
+    def __init__(self, rank, listed=None):
+        self.rank, self.listed, self.asked = rank, listed, []
+
+    def gathered(self, mine, timeout_s=0.0):
+        self.asked.append((mine, timeout_s))
+        return [self.listed if mine is None and len(self.asked) == 1 else mine, None]
+
+
+def test_what_is_written_of_a_checkpoint_is_known_to_the_last_word(folder):
+    appear(folder, 6, ranks=1, size=3, plan="the plan")
+    text = (folder / "step-00000006" / ABOUT).read_text()
+    assert json.loads(text) == {
+        "format": "pipeplan-checkpoint/2", "position": {"step": 6, "microbatch": 24}, "model": "healthy", "seed": 7,
+        "files": {"rank-00000.pt": {"bytes": 3, "crc32": 1218912131}}, "crc32": 2305897815,
+    }  # fmt: skip
+    found = about(folder / "step-00000006")
+    assert (found.path, found.position, found.model, found.seed) == (
+        str(folder / "step-00000006"), Position(6, 24), "healthy", 7
+    )  # fmt: skip
+    assert newest(folder) == found
+    assert plan_of(str(folder)) == plan_of(str(folder / "step-00000006")) == str(folder / "step-00000006" / "plan.json")
+    assert sorted(x.name for x in folder.iterdir()) == ["step-00000002", LAST, "step-00000006"]
+    for place in (folder / LAST, folder / "nowhere"):
+        with pytest.raises(BadInput, match=f"^checkpoint: {place} has none with the plan of its run$"):
+            plan_of(str(place))
+    place.touch()
+    with pytest.raises(BadInput, match=f"^checkpoint: {place}/x cannot be read: Not a directory$"):
+        newest(place / "x")
+
+
+def test_each_process_sums_its_share_and_waits_for_the_slowest(folder):
+    first = Two(0)
+    assert newest(folder, None, first).position.step == 4
+    assert first.asked == [(f"step-00000002 {LAST}", 0.0), (None, 0.0), (None, 1000 / (2 * 10**7))]
+    (folder / LAST / FILES[2]).write_bytes(bytes(500))
+    assert newest(folder, None, Two(0)).position.step == 4
+    second = Two(1, LAST)
+    sums = "rank-00001.pt: its checksum is 0283b97a, not 9dd11c8f as when it was written"
+    with pytest.raises(BadInput, match=rf"^{folder}: no checkpoint is good: {folder}/{LAST}/{sums}$"):
+        newest(folder, None, second)
+    heard, told = [], []
+    assert newest(folder, heard.append, None, lambda path: told.append(path.name)).position.step == 2
+    assert len(heard) == 1
+    assert sorted(told) == ["rank-00000.pt"] * (told.count("rank-00000.pt")) + ["rank-00001.pt"]
+    with pytest.raises(BadInput, match=f"{folder}/{LAST}/rank-0.*; {folder}/step-00000002/rank-00000.pt: no$"):
+        newest(folder, None, None, lambda path: f"{path}: no")
+    for step in (6, 8):
+        (folder / folder_of(step)).mkdir()
+    with pytest.raises(
+        BadInput, match=r"good: .*8/run.json: .*; .*6/run.json: .*; .*4/rank-0000..pt: [^;]*; and 1 more$"
+    ):
+        newest(folder, None, None, lambda path: f"{path}: no")
+
+
+def test_a_file_that_is_not_there_as_it_was_written_lets_nothing_appear(folder):
+    partial = begin(folder, 6)
+    (partial / file_of(0)).write_bytes(b"abc")
+    place = Position(6, 24)
+    with pytest.raises(RunFailed, match=f"^{partial}/rank-00000.pt: has 3 bytes, not 2,000 as written$"):
+        finish(partial, place, "m", 0, [FileSum(2000, 0)])
+    gone = (
+        f"the file of rank 1 isn't there, so it has another folder: {partial}/rank-00001.pt: no such file or directory"
+    )
+    with pytest.raises(RunFailed, match=f"^{gone}$"):
+        finish(partial, place, "m", 0, [FileSum(3, 0), FileSum(3, 0)])
+    assert newest(folder).position.step == 4
+    tidy(folder)
+    assert sorted(x.name for x in folder.iterdir()) == ["step-00000002", LAST]
+
+
+@pytest.mark.parametrize(
+    ("step", "keep", "good", "left"),
+    [
+        (4, 1, {2, 4}, [4, 6]),
+        (4, 2, {2, 4}, [2, 4, 6]),
+        (6, 1, {6}, [6]),
+        (6, 1, {2}, [2, 4, 6]),
+        (6, 2, {4, 6}, [4, 6]),
+        (6, 2, {2, 6}, [2, 4, 6]),
+        (6, 1, {4, 6}, [6]),
+    ],
+)
+def test_the_newest_good_ones_are_kept_and_those_of_more_updates(step, keep, good, left, folder):
+    appear(folder, 6)
+    (folder / "step-00000001").mkdir()  # which isn't whole
+    remove_older(folder, step, keep, good)
+    assert sorted(x.name for x in folder.iterdir()) == ["step-00000001", *map(folder_of, left)]
+
+
+def test_who_has_a_folder_is_said_and_what_can_be_none(tmp_path):
+    with one_run(tmp_path):
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        assert (tmp_path / lock.LOCK).read_text() == f"{who}\n"
+        with (
+            pytest.raises(BadInput, match=f"^checkpoint: another run, {who}, writes to {tmp_path}$"),
+            one_run(tmp_path),
+        ):
+            pass
+        (tmp_path / lock.LOCK).write_text("whoever" * 50)
+        with pytest.raises(BadInput, match=f"^checkpoint: another run writes to {tmp_path}$"), one_run(tmp_path):
+            pass
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(BadInput, match=f"^checkpoint: {file} cannot be made: File exists$"), one_run(file):
+        pass
+    (tmp_path / lock.LOCK).mkdir()
+    with (
+        pytest.raises(BadInput, match=f"^checkpoint: {tmp_path} cannot be written to: Is a directory$"),
+        one_run(tmp_path),
+    ):
+        pass

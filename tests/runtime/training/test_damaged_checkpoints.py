@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cases.checkpoints import reworded
-from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, folder, passed_over, plan, written
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, passed_over, plan
+from cases.saved_runs import made as folder
 
 from pipeplan.errors import BadInput
 from pipeplan.runtime.engine.job import RunOptions

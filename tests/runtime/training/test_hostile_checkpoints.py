@@ -17,8 +17,8 @@ from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
-from pipeplan.runtime.training.state.checkpoint import ABOUT, newest
-from pipeplan.runtime.training.state.written import check_rates, read, write
+from pipeplan.runtime.training.state.checkpoint import ABOUT, FileSum, begin, crc_of, file_of, finish, newest
+from pipeplan.runtime.training.state.written import TrainingState, check_rates, read, unreadable, write
 from pipeplan.runtime.training.update.stepper import Rates
 
 
@@ -178,3 +178,42 @@ def test_tensors_are_written_without_what_lies_beside_them(tmp_path, one_rank):
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in weights.items()}
     read(newest(tmp_path), found, set())
     assert all(torch.equal(found[name], x) for name, x in weights.items())
+
+
+def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
+    """Of two ranks' files, here one rank's: no random state, and of what is in several the first."""
+    partial, sums, good = begin(tmp_path, 3), [], {1}
+    shared = {"shares": 2, "trial": (0.5, 2, 1), "rates": ([{"lr": 1.0}], {}), "scale": (4.0, 3)}
+    for rank, more in enumerate(({"shares": None}, shared)):
+        state = {"model": {f"w{rank}": torch.full((2,), 1.0 + rank)}, "random": torch.get_rng_state(), **more}
+        torch.save(
+            {**state, "optimizer": {f"w{rank}": {"step": rank, "sum": torch.ones(4)}, "x": {}}}, partial / file_of(rank)
+        )
+        sums.append(FileSum((partial / file_of(rank)).stat().st_size, crc_of(partial / file_of(rank))))
+    finish(partial, Position(3, 12), "m", 0, sums)
+    found = newest(tmp_path, unreadable=unreadable)
+    weights = {"w0": torch.zeros(2), "w1": torch.zeros(2)}
+    told = read(
+        found, weights, {"w0", "w1"}, lambda name, x: x[:2] if name == "w1" and isinstance(x, torch.Tensor) else x
+    )
+    assert [x.tolist() for x in weights.values()] == [[1, 1], [2, 2]]
+    assert {name: x["sum"].numel() for name, x in told.optimizer.items()} == {"w0": 4, "w1": 2}
+    assert (told.model, told.random, told.rates, told.scale, told.shares, told.trial) == (
+        {}, None, ([{"lr": 1.0}], {}), (4.0, 3), 2, (0.5, 2, 1),
+    )  # fmt: skip
+    place = f"{tmp_path}/step-00000003"
+    for name, size, words in (("w0", 3, "w0 has shape (2,)"), ("w2", 2, "w2 is not there")):
+        with pytest.raises(BadInput, match=re.escape(f"{place}: {words}; the model's has shape ({size},)") + "$"):
+            read(found, {name: torch.zeros(size)}, set())
+    state = TrainingState({"w": torch.ones(2)}, {}, torch.get_rng_state())
+    write(tmp_path, Position(5, 20), "m", 0, state, 1, good, "a plan")
+    assert good == {1, 5}
+    assert [x.name for x in tmp_path.iterdir()] == ["step-00000005"]
+    assert (tmp_path / "step-00000005" / "plan.json").read_text() == "a plan"
+    own = read(newest(tmp_path), {"w": torch.zeros(2)}, set())
+    assert torch.equal(own.random, torch.get_rng_state())
+    assert own.trial is own.shares is own.rates is own.scale is None
+    path = tmp_path / "step-00000005" / "rank-00000.pt"
+    assert unreadable(path) is None
+    path.write_bytes(b"no file of torch's")
+    assert unreadable(path).startswith(f"{path}: cannot be read: ")
