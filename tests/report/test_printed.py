@@ -119,7 +119,6 @@ calibrate a.json --gpu a100 --measured none.csv
 calibrate a.json --gpu a100
 list nothing
 schema nothing
-completion tcsh
 """
 COMMANDS = {
     "plan": f"plan a.json {ON} {STAGES} --weights 2bw --optimizer adam --precision mixed",
