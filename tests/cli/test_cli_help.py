@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import get_args
 
