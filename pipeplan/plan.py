@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .choices import ScheduleKind as ScheduleKind
 from .choices import TargetName
-from .problem import Chain, Checkpointing, Platform, Policy, Weights
+from .problem import Chain, Checkpointing, Platform, Policy, Way, Weights
 
 AllocationClass = Literal["contiguous", "one-special", "any", TargetName]  # the last are what targets can express
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
@@ -33,6 +33,12 @@ class Stage:
     checkpoint: tuple[tuple[int, int], ...] = ()
     tensor: int = 1
     selective: bool = False
+    offloaded: bool = False
+
+    @property
+    def way(self) -> Way:
+        """What it calls its variant of the chain, where that has some."""
+        return self.tensor, self.selective, self.offloaded
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -216,7 +216,7 @@ ROWS = f"""
     Of a zoo's GPT with attention=unfused: also with the core of attention again in the backward, where that is best.
 --offload-activations RATE
     Also look for plans whose activations wait in host memory, over a link of so much per GPU and direction, such as
-    50GB/s: all that layers save, or what they read, and they run again.
+    50GB/s: all that layers save, or what they read, and they run again. With --tensor each also of some stages alone.
 --engine NAME|TIME[,TIME]
     Of a model that is estimated: what issues operations: {", ".join(ENGINES)}, of which megatron has its bytes per
     parameter, too; or what one takes the host: 20us, or 20us,10us forward and backward.  [default: eager, or what the

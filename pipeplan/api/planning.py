@@ -29,7 +29,7 @@ from .profiles import Profile, is_name
 from .questions import Given, given_profiles, options_of, refuse_with_target, stated_of, timed
 from .result import PlanResult
 from .resuming import going_on, moving_least, plan_before
-from .tensor import EACH, OfDegree, Worth, best_degree, parts
+from .tensor import EACH, OfDegree, Worth, best_degree, for_each, parts
 
 DEFAULTS: Planning = defaults(Planning)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
@@ -154,8 +154,10 @@ def plan(
         "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
     )
     again = False if said["checkpointing"] == "none" else None
-    each = [given] if said["tensor"] == EACH else []  # behind all degrees: among its variants stages choose
-    if each and not given.chain.variants:
+    each = []  # behind all degrees: among its variants stages choose
+    if said["tensor"] == EACH:
+        each = [for_each(given, said["offload_activations"])]
+    if each and not each[0].chain.variants:
         raise BadInput("--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others")
     asked_for = parts(given, {**said, **({"tensor": None} if each else {})}, again)
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)

@@ -72,13 +72,19 @@ def problem_of(
     own_times = where.devices[0].times is not None
     granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
     chain = _merged(whole, merging(granularity, asked.get("blocks")))
-    if chain.offloaded and own_times:
+    if own_times and any(x.offloaded for x in chain.choices):
         raise BadInput("--offload-activations: of devices with times of their own it isn't known what hides")
     if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
-    chain = with_offloaded(chain) if chain.offloaded else chain
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
-    problem = Problem(chain, where, policy, not (asked.get("no_replicas") or chain.changed), allowed, deadline=deadline)
+    problem = Problem(
+        with_offloaded(chain),
+        where,
+        policy,
+        not (asked.get("no_replicas") or chain.changed),
+        allowed,
+        deadline=deadline,
+    )
     more = [chain.worth]
     if chain.changed and not asked.get("no_replicas"):
         more.append(f"no replicas: {chain.one_of_each}")

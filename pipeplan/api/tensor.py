@@ -4,7 +4,7 @@ every variant that a profile has, until a bound says that no other is better."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from ..check.bounds import proof
@@ -12,7 +12,7 @@ from ..check.units import CannotExpress
 from ..deadline import Deadline
 from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
 from ..planner.plan import Planned
-from ..problem import Problem
+from ..problem import Problem, Variant
 from ..status import Status
 from ..units import parse_bandwidth
 from .profiles import DEGREES, Profile, degrees
@@ -37,11 +37,25 @@ def parts(profile: Profile, asked_for: Mapping[str, Any], selective: bool | None
                     f"made by profile --estimate GPU --{name} 1,2,4,8"
                 )
         found = [x for x in found if getattr(x, name) in (asked or known)]
-    rate = asked_for.get("offload_activations")
-    if rate is not None:
-        link = parse_bandwidth(f"{rate}B/s" if isinstance(rate, int) else rate, "--offload-activations")
-        found += [replace(x, offloaded=link) for x in found]
+    link = _link(asked_for.get("offload_activations"))
+    found += [replace(x, offloaded=link) for x in found if link]
     return [replace(profile, chain=x) for x in found if selective in (None, x.selective)]
+
+
+def for_each(profile: Profile, offload_activations: int | str | None) -> Profile:
+    """Return the profile with all variants that stages choose among: of each it has also one with activations in host
+    memory, where a link to that is named."""
+    chain, link = profile.chain, _link(offload_activations)
+    more = ({x.name: getattr(part, x.name) for x in fields(Variant)} for part in chain.choices if link)
+    offloaded = (Variant(**{**x, "offloaded": link}) for x in more)
+    return replace(profile, chain=replace(chain, variants=(*chain.variants, *offloaded)))
+
+
+def _link(rate: int | str | None) -> int:
+    """Return the bandwidth in bytes/s that ``--offload-activations`` says, 0 where it says none."""
+    if rate is None:
+        return 0
+    return parse_bandwidth(f"{rate}B/s" if isinstance(rate, int) else rate, "--offload-activations")
 
 
 @dataclass(frozen=True)

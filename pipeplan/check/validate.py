@@ -135,7 +135,7 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
             )
             return found
         position = stage.stop
-        if (stage.tensor, stage.selective) not in chain.names:
+        if stage.way not in chain.names:
             found.append(f"stage {s} is of tensor degree {stage.tensor}; the profile has no such variant")
             return found
         found += _device_violations(s, stage, platform)
@@ -235,7 +235,7 @@ def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: S
     found = []
     for s, (stage, borrowed) in enumerate(zip(stages, borrowed_weights(chain, stages), strict=True)):
         known = [d for d in stage.devices if 0 <= d < len(platform)]
-        own = chain.of(stage.tensor, stage.selective)
+        own = chain.names[stage.way]
         timed = own.timed(platform.slowest(known).times) if known else own
         elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
         if time_model.work_ns(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere) == 0:

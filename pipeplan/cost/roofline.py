@@ -63,13 +63,15 @@ def _exchanged_ns(layer: Layer, backward: bool, chain: Chain, where: Platform, u
 
 
 def with_offloaded(chain: Chain) -> Chain:
-    """Return a chain whose layers keep nothing: what they save goes to host memory while the next layer runs, and comes
-    back in the backward; or what they read alone does, and they run again, if that takes less.
+    """Return a chain whose layers keep nothing, and those of its variants, where these are offloaded: what they save
+    goes to host memory while the next layer runs, and comes back in the backward; or what they read alone does, and
+    they run again, if that takes less.
 
     A pass takes as long as its bytes do by the link, if that is longer; two layers' bytes are on the device at a time.
     """
-    layers = []
-    for i, layer in enumerate(chain.layers):
+    variants = (replace(x, layers=with_offloaded(chain.part(x)).layers) for x in chain.variants)
+    chain, layers = replace(chain, variants=tuple(variants)), list[Layer]()
+    for i, layer in enumerate(chain.layers if chain.offloaded else ()):
         read, (f, b) = int(entering_bytes(chain, i, i + 1)), (layer.forward_ns, layer.backward_ns)
         saved = read if layer.saved_bytes is None else layer.saved_bytes
         ways = []
@@ -79,7 +81,7 @@ def with_offloaded(chain: Chain) -> Chain:
         forward, backward, working = min(ways, key=lambda way: way[0] + way[1])
         part = replace(layer, forward_ns=forward, backward_ns=backward, backward_weight_ns=layer.weight_part_ns)
         layers.append(replace(part, working_bytes=working, saved_bytes=0, saves=(), work=None))
-    return replace(chain, layers=tuple(layers))
+    return replace(chain, layers=tuple(layers) or chain.layers)
 
 
 NO_WORK = PassWork(0, 0, 0, 0)

@@ -41,7 +41,11 @@ PolicyFile = form(
     shared_bytes_per_parameter=Positive | None,
 )
 StageFile = form(
-    Stage, optional=("tensor", "selective"), brief=True, checkpoint=tuple[tuple[int, int], ...] | None, tensor=Positive
+    Stage,
+    optional=("tensor", "selective", "offloaded"),
+    brief=True,
+    checkpoint=tuple[tuple[int, int], ...] | None,
+    tensor=Positive,
 )
 ScheduleFile = form(
     Schedule,
@@ -131,7 +135,7 @@ def plan_form(plan: Plan, result: Evaluation | None = None) -> Any:
         "platform": platform_form(plan.platform.whole or plan.platform),
         "policy": replace(plan.policy, accumulate=plan.policy.accumulate or 1),
         "stages": [
-            StageFile(s.start, s.stop, gpus_of(plan.platform, s), s.checkpoint or None, s.tensor, s.selective)
+            StageFile(s.start, s.stop, gpus_of(plan.platform, s), s.checkpoint or None, *s.way)
             for s in plan.allocation.stages
         ],
         "schedule": plan.schedule,
@@ -174,7 +178,7 @@ def read_plan(path: str) -> tuple[Plan, list[str]]:
         allocation=Allocation(
             tuple(
                 replace(
-                    Stage(s.start, s.stop, (), s.checkpoint or (), s.tensor, s.selective),
+                    Stage(s.start, s.stop, (), s.checkpoint or (), s.tensor, s.selective, s.offloaded),
                     devices=_groups(platform, s.devices, s.tensor, f"{path}: $.stages[{k}]"),
                 )
                 for k, s in enumerate(form.stages)

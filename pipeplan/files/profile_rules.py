@@ -25,7 +25,7 @@ def check_variants(chain: Chain, place: str) -> None:
     for k, variant in enumerate(chain.variants):
         here = f"{place}: $.variants[{k}]"
         part = chain.part(variant)
-        if chain.width != 1 or chain.selective or part.degrees in seen or part.width > MOST_DEGREE:
+        if chain.width != 1 or chain.selective or chain.offloaded or part.degrees in seen or part.width > MOST_DEGREE:
             raise BadInput(
                 f"{here}.tensor: {part.variant} is a second time, or beside what is a part itself, or more than "
                 f"{MOST_DEGREE} GPUs"

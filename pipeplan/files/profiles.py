@@ -61,11 +61,12 @@ LayerFile = form(
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
 VariantFile = form(
     Variant,
-    optional=("selective", "experts", "context", "by_heads"),
+    optional=("selective", "experts", "context", "by_heads", "offloaded"),
     brief=True,
     tensor=Degree,
     experts=Degree,
     context=Degree,
+    offloaded=Count,
     layers=LayersFile,
 )
 SharedFile = form(SharedWeights, brief=True)

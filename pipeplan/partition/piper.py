@@ -172,7 +172,7 @@ def piper(problem: Problem) -> Iterator[Allocation]:
     """Yield Piper's stages, whose longest load is what it claims; nothing where it finds that nothing fits."""
     names = tuple(problem.chain.names)
     found = Piper(
-        [_variant(problem, width, problem.chain.of(width, x)) for width, x in names],
+        [_variant(problem, way[0], chain) for way, chain in problem.chain.names.items()],
         len(problem.platform),
         min(x.memory_bytes for x in problem.platform.devices),
         problem.platform.paths[-1][0] / 1e9,
@@ -184,9 +184,9 @@ def piper(problem: Problem) -> Iterator[Allocation]:
         return
     stages, at = dict[int, Stage](), 0
     for i, j, v, d, again in sorted(found[1], key=lambda x: (-names[x.variant][0], x.start)):  # none crosses servers
-        width, selective = names[v]
+        width = names[v][0]
         devices = tuple(range(at, at + d * width, width))
-        stages[i] = Stage(i, j, devices, tuple((x, x + 1) for x in again), width, selective)
+        stages[i] = Stage(i, j, devices, tuple((x, x + 1) for x in again), *names[v])
         at += d * width
     yield Allocation(tuple(stages[i] for i in sorted(stages)), round(found[0]))
 

@@ -20,13 +20,17 @@ CHANGED = "{name} trains by its buffer {buffer}, which its forwards change, and 
 AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 
 
+Way = tuple[int, bool, bool]  # what stages call a variant: its tensor degree, whether selective, whether offloaded
+
+
 @dataclass(frozen=True)
 class Variant:
     """A network's layers, in order, as one of ``tensor`` ranks has them that run each layer together.
 
     With ``sequence_parallel`` what is between products is spread along the sequence, too, and ``selective`` ones run
     the cores of their attention again (Korthikanti et al. 2022). So many ranks share the ``experts`` of each layer, and
-    ``context`` of them the tokens of a sequence (:attr:`Chain.by_heads`).
+    ``context`` of them the tokens of a sequence (:attr:`Chain.by_heads`). Activations of ``offloaded`` ones wait in
+    host memory (:class:`Chain`).
     """
 
     tensor: int
@@ -36,6 +40,7 @@ class Variant:
     experts: int = 1
     context: int = 1
     by_heads: bool = False
+    offloaded: int = 0
 
     @property
     def width(self) -> int:
@@ -115,9 +120,9 @@ class Chain:
         return self.microbatch // self.each
 
     @property
-    def degrees(self) -> tuple[int, int, bool, int, bool]:
+    def degrees(self) -> tuple[int, int, bool, int, bool, int]:
         """What it is among its variants."""
-        return self.tensor, self.context, self.by_heads, self.experts, self.selective
+        return self.tensor, self.context, self.by_heads, self.experts, self.selective, self.offloaded
 
     @property
     def one_of_each(self) -> str:
@@ -294,15 +299,11 @@ class Chain:
         """The network as it is without variants, and as each of these has it, one of which every stage takes."""
         return (replace(self, variants=()), *map(self.part, self.variants)) if self.variants else (self,)
 
-    def of(self, tensor: int, selective: bool) -> Chain:
-        """Return the one of the :attr:`choices` that a stage takes by its name; KeyError where there is none."""
-        return self.names[tensor, selective]
-
     @cached_property
-    def names(self) -> dict[tuple[int, bool], Chain]:
+    def names(self) -> dict[Way, Chain]:
         """The :attr:`choices` as stages name them; where there is but one, that is the first."""
-        alike = {(x.tensor, x.selective): x for x in self.choices if x.width == x.tensor}
-        return alike if self.variants else {(1, False): self}
+        alike = {(x.tensor, x.selective, x.offloaded > 0): x for x in self.choices if x.width == x.tensor}
+        return alike if self.variants else {(1, False, False): self}
 
     def extreme(self, pick: Callable[[Iterable[int]], int]) -> Chain:
         """Return the network whose layers take and send what ``pick`` (least, or most) picks of all its choices."""

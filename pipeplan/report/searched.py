@@ -111,8 +111,10 @@ def tensor_degree(plan: Plan) -> list[str]:
         along += f"; activations wait in host memory, over a link of {format_bandwidth(chain.offloaded)} per GPU"
     told = [f"tensor degree {chain.tensor}{along}"]
     if chain.variants:
-        each = (f"{x.tensor}{' selective' * x.selective}" for x in plan.allocation.stages)
-        told = [f"tensor degrees of their own: {', '.join(each)} by stage"]
+        each = [chain.names[x.way] for x in plan.allocation.stages]
+        link = max(x.offloaded for x in each)
+        over = f"; offloaded: activations wait in host memory, over {format_bandwidth(link)} per GPU" if link else ""
+        told = [f"tensor degrees of their own: {', '.join(x.variant for x in each)} by stage{over}"]
     if len(tried) > 1:
         told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")
         least = min((number_in(v, "bound_ns") or 0 for v in tried.values() if v.get("bound_ns") is not None), default=0)

@@ -68,6 +68,30 @@ def test_plans_are_the_best_of_both_ways(seed):
     assert pp.plan(tiny(seed), algorithm="contiguous", **words, **asked).period_ns == min(x.period_ns for x in best)
 
 
+def test_each_stage_may_keep_its_activations_or_let_them_wait(tmp_path, pipeplan):
+    """Two microbatches of the first half don't fit, whose bytes hide beside its passes; the other half's don't."""
+    ms, mb = 10**6, 10**6
+    layers = [Layer(f"a{i}", ms, ms, 100, 10, mb, working_bytes=0) for i in range(3)]
+    layers += [Layer(f"b{i}", 3 * ms // 4, 3 * ms // 4, 100, 10, 6 * mb // 5, working_bytes=0) for i in range(4)]
+    chain = Chain("halves", tuple(layers), 10)
+    words = {"gpus": 2, "mem": "5.5MB", "bandwidth": "10GB/s", "batch": 16, "weights": "flush", "checkpointing": "none"}
+    words["offload_activations"] = "1GB/s"
+    alike = pp.plan(chain, **words)
+    found = pp.plan(chain, tensor="each", **words)
+    assert found.bound_ns <= found.period_ns < alike.period_ns
+    assert [(x.stop, x.offloaded) for x in found.plan.allocation.stages] == [(3, True), (7, False)]
+    assert set(found.plan.provenance.options["tensor"]) == {"1", "1 offloaded", "each"}
+    told = tensor_degree(found.plan)[0]
+    assert "1 offloaded" in told
+    assert "activations wait in host memory, over 1 GB/s per GPU" in told
+    found.save(tmp_path / "plan.json")
+    again = pp.read_plan(tmp_path / "plan.json")
+    assert (again.plan.chain, again.period_ns) == (found.plan.chain, found.period_ns)
+    assert again.plan.allocation.stages == found.plan.allocation.stages
+    code, _, error = pipeplan("run", str(tmp_path / "plan.json"), "--model", "zoo:gpt-tiny", "--device", "cpu")
+    assert (code, "keeps activations in host memory, which run cannot do" in error) == (2, True)
+
+
 def test_it_makes_plans_fit_that_say_so_and_that_nothing_else_takes(tmp_path, pipeplan):
     chain = replace(tiny(1), layers=tuple(replace(x, saved_bytes=300_000) for x in tiny(1).layers))
     words = {"gpus": 2, "mem": "500KB", "batch": 16, "weights": "flush", "checkpointing": "none", "effort": "quick"}

@@ -101,13 +101,13 @@ def _mimo(asked: Asked) -> str:
     for module in modules:
         own = [x for x in asked.stages if module.start <= x.start < module.stop]
         gpus, first = [d for x in own for d in x.members], own[0].devices[0]
-        kinds = {(x.tensor, x.selective) for x in own}
+        kinds = {x.way for x in own}
         blocks = [[i for i in module.blocks if x.start <= i < x.stop] for x in own]
         again = {x.checkpoint == tuple((i, i + 1) for i in of) for x, of in zip(own, blocks, strict=True)}
         stored = not any(x.checkpoint for x in own)
         name = asked.renamed("megatron-bridge", module.name) if asked.renames else module.name
         uneven = len({len(x) for x in blocks}) > 1
-        if len(kinds) > 1 or gpus != list(range(first, first + len(gpus))) or world & set(gpus) or own[0].selective:
+        if len(kinds) > 1 or gpus != list(range(first, first + len(gpus))) or world & set(gpus) or any(own[0].way[1:]):
             raise refused(f"the stages of {shown(name)} aren't of one degree on neighbouring GPUs, in order")
         if not (stored or again == {True}) or not all(blocks):
             raise refused(f"{shown(name)} has a stage without blocks, or recomputes others than all of them")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...integers import NEVER, Ints
-from ...problem import Device, LayerTimes, Platform
+from ...problem import Device, LayerTimes, Platform, Way
 
 Flags = npt.NDArray[np.bool_]
 
@@ -131,7 +131,7 @@ class DeviceStates:
     order: tuple[int, ...]
     replicas: bool
     speed_of: tuple[Fraction, ...]  # of each device
-    variants: tuple[tuple[int, bool], ...] = ()  # degree, and whether selective, where each stage chooses
+    variants: tuple[Way, ...] = ()  # where each stage chooses
     single: bool = False  # whether each has one replica, where they choose
 
     @property
@@ -139,9 +139,9 @@ class DeviceStates:
         """Whether takes have a row for each number of devices that they may leave."""
         return self.replicas or bool(self.variants)
 
-    def named(self, take: int) -> tuple[int, bool]:
-        """Return the degree, and whether selective, of the stages that a take is for."""
-        return self.variants[self.takes[take].variant] if self.variants else (1, False)
+    def named(self, take: int) -> Way:
+        """Return the variant of the stages that a take is for."""
+        return self.variants[self.takes[take].variant] if self.variants else (1, False, False)
 
     @cached_property
     def left(self) -> Ints:
@@ -177,7 +177,7 @@ class DeviceStates:
         to the next stage. There is no group where the first or the last device isn't eligible.
         """
         if self.variants:
-            return tuple(Take(k, self._groups(x), self._spans, k) for k, (x, _) in enumerate(self.variants))
+            return tuple(Take(k, self._groups(x), self._spans, k) for k, (x, *_) in enumerate(self.variants))
         along = np.array([self.kinds.of[d] for d in self.order])
         found = []
         for floor, eligible in enumerate(self.kinds.eligible):

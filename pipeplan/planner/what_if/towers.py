@@ -92,7 +92,7 @@ def _in_order(problem: Problem, modules: Sequence[Tower]) -> Iterator[tuple[int,
                 return False
         return True
 
-    widths = [width for width, again in chain.names if not again]
+    widths = [width for width, *others in chain.names if not any(others)]
     again = (False,) if problem.checkpointing == "none" else (False, True)
     queue: list[tuple[int, tuple[Way, ...]]] = []
     for r in (x for x in range(1, gpus + 1) if count % x == 0 and (x == 1 or problem.replicas)):
@@ -119,7 +119,7 @@ def _split(problem: Problem, module: Tower, way: Way, even: bool) -> Iterator[St
     blocks, devices = len(module.blocks), tuple(range(0, width * replicas, width))
     if count > blocks or (even and blocks % count):
         return
-    passes = problem.chain.of(width, False).sums.passes_ns
+    passes = problem.chain.names[width, False, False].sums.passes_ns
     ends = [module.start, *module.blocks[1:], module.stop]
     times = [int(passes[b] - passes[a]) for a, b in pairwise(ends)]
     counts = [blocks // count] * count if even else _shares(times, count)

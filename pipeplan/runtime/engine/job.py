@@ -228,10 +228,10 @@ class Job:
             check_decay(options.no_decay, self.make_optimizer)
         if policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
-        chains = [self.plan.chain.of(x.tensor, x.selective) for x in self.plan.allocation.stages]
+        chains = [self.plan.chain.names[x.way] for x in self.plan.allocation.stages]
         if any(chain.selective for chain in chains):
             _ = self.model.selective  # or refuses it
-        if self.plan.chain.offloaded:
+        if any(chain.offloaded for chain in chains):
             raise BadInput(
                 "the plan keeps activations in host memory, which run cannot do; plan without --offload-activations"
             )

@@ -102,7 +102,7 @@ class LoweredRun:
     def chain_of(self, rank: int) -> Chain:
         """Return the plan's chain as a process of a rank has it."""
         stage = self.plan.allocation.stages[self.stages_of(rank)[0]]
-        return self.plan.chain.of(stage.tensor, stage.selective)
+        return self.plan.chain.names[stage.way]
 
     def of_place(self, place: int) -> LoweredRun:
         """Return the run among the processes at ``place``, of the ranks that have one, in a row; others' messages to
