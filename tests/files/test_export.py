@@ -323,6 +323,7 @@ def cases() -> dict[str, tuple[Plan, str, dict[str, Any]]]:
     def renamed(*names):
         return {"rename": names}
 
+    one_by_one = tuple((i, i + 1) for i in range(10))
     every_form, torch_forms = " ".join(WRITERS), "torch-split torch-csv"
     return {
         "plain": (planned(THREE), every_form, {}),
@@ -364,7 +365,10 @@ def cases() -> dict[str, tuple[Plan, str, dict[str, Any]]]:
         "between": (planned([(0, 5, (0,))], ["e", "block0", "pool", "block1", "head"]), "megatron", {}),
         "no start": (planned([(0, 2, (0,))], ["block0", "head"]), "megatron", {}),
         "inside": (planned([(0, 1, (0,)), (1, 4, (1,))], ["tokens", "positions", "block0", "head"]), "megatron", {}),
-        "traced": (chained(planned(THREE), edges=tuple((i, i + 1) for i in range(10))), "deepspeed torch-split", {}),
+        "traced": (chained(planned(THREE), edges=one_by_one), "deepspeed torch-split", {}),
+        "traced beside": (chained(planned(THREE), edges=one_by_one), "torch-csv", {"beside": True}),
+        "traced again": (chained(planned(first), edges=one_by_one), "torch-csv", {"beside": True}),
+        "ordered": (chained(planned(THREE), edges=one_by_one, order=(1, 0, *range(2, 11))), "torch-split", {}),
         "again": (planned([(0, 1, (0,), (0, 1)), (1, 2, (1,), (1, 2))], ["a", "b"]), torch_forms, {}),
         "calls": (planned(halves, ["b", "b#2"]), "torch-split", {"rename": ()}),
         "called": (planned(halves, ["b", "b#2"]), "torch-split", renamed("b#2=c.d")),

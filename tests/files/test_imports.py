@@ -179,6 +179,7 @@ OTHERWISE = [  # of other chains, on other GPUs
     ("megatron", FOUR.replace("12", "13"), decoder(), 4),
     ("megatron", TWO + "--mtp-num-layers 2", decoder(2), 4),
     ("megatron", LAYOUT + "'Et*8|t*4mmL'", decoder(2), 2),
+    ("megatron", LAYOUT + "'Et*4|t*4|t*4mm|L'", decoder(2), 2),
     ("megatron", LAYOUT + "'Et*8m|t*4mL'", decoder(2), 2),
     ("megatron", TWO + "--context-parallel-size 2 --cp-comm-type a2a", replace(decoder(), context=2), 8),
     ("megatron", HIGH + "--recompute-granularity selective", replace(decoder(), selective=True), 1),

@@ -409,6 +409,8 @@ def plans(folder: Path) -> str:
         "unpipelined": found(plan, unpipelined_ns=9 * ms),
         "pipelined": found(plan, unpipelined_ns=11 * ms),
         "orders": found(plan, layer_order={"orders": 3}),
+        "one order": found(plan, layer_order={"orders": 1}),
+        "another": of(plan, order=(1, 0, 2, 3, 4)),
         "tensor": found(
             of(plan, tensor=2, sequence_parallel=True, within=(0.9, 1.2)),
             tensor={

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def test_without_a_signal_everything_may_begin():
     assert all(stop.may_begin(m) for m in range(1000))
     stop.close()
     assert stop.limit == messages.NEVER
+    assert not stop._thread.is_alive(), "or it would ask the store until the process ends"
 
 
 OOM = "; CUDA, NCCL and fragments take memory beside a plan's, which --reserve leaves to them"
@@ -159,23 +161,36 @@ def test_ranks_in_a_sentence_and_looks_in_time(monkeypatch):
     assert [listed(range(n)) for n in (1, 2, 9)] == ["rank 0", "ranks 0, 1", "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."]
     now, slept = [100.0], []
     monkeypatch.setattr(messages.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(messages.time, "sleep", lambda s: (slept.append(round(s, 6)), now.__setitem__(0, now[0] + s)))
+
+    def sleep(seconds):
+        slept.append(round(seconds, 6))
+        assert len(slept) < 99, "it never ends"
+        now[0] += seconds
+
+    monkeypatch.setattr(messages.time, "sleep", sleep)
     assert len([*looks(0)]) == 1
     assert len([*looks(0.3)]) == 10
     assert slept == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.1, 0.073]
 
 
-def test_what_ranks_wait_for_names_those_that_have_not_said_anything():
+def impatient():
+    """A store in which nobody waits for what isn't there."""
     store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def test_what_ranks_wait_for_names_those_that_have_not_said_anything():
+    store = impatient()
     for rank, wait in ((1, 0.02), (0, 0.01)):
         others = [x for x in range(3) if x != rank and (x != 1 or rank == 1)]
         with pytest.raises(PeerLost, match=r"^the agreement .* meet: timed out after 0.03 s") as caught:
             StorePeers(store, rank, 3, 0.03 - wait).gathered("a", wait)
         assert list(caught.value.peers) == others
     assert store.get("told/0/1") == b'"a"'
-    first, second = (StorePeers(HashStore(), 0, 1, 1) for _ in range(2))
+    first, second = (StorePeers(impatient(), 0, 1, 1) for _ in range(2))
     assert [first.gathered("a"), first.gathered(None), second.gathered(None)] == [["a"], [None], [None]]
-    assert failure_told(HashStore(), 0) is None
+    assert failure_told(impatient(), 0) is None
     told(Failure(1, "died", "it died", peers=(2,)), store, 3, 0.0, 2)
     assert store.check(["heard/2"])
     assert not store.check(["heard/1"])
@@ -186,10 +201,10 @@ def test_what_ranks_wait_for_names_those_that_have_not_said_anything():
 
 
 def test_who_may_have_been_lost_is_kept_with_a_failure():
-    store = HashStore()
+    store = impatient()
     one = told(Failure(1, "lost", "lost", peers=(2,)), store, 3, 0.0)
     assert json.loads(store.get("failed/1")) == [2]
     assert one == Failure(1, "lost", "rank 2 doesn't answer: lost", peers=(2,))
-    alone = HashStore()
+    alone = impatient()
     alone.set("failed/0", "[1]")
     assert told(Failure(1, "lost", "mine", peers=(0,)), alone, 2, 0.0).message == "mine", "all were heard of"

@@ -111,6 +111,13 @@ def test_file_systems_without_locks_serve_too(tmp_path, monkeypatch):
         pass
 
 
+def test_what_cannot_be_removed_stays(folder, monkeypatch):
+    (folder / ".step-00000006.01234567.partial").mkdir()
+    monkeypatch.setattr(os, "rmdir", lambda *_, **__: os.close(-1))
+    tidy(folder)
+    assert len([*folder.glob(".step*")]) == 1
+
+
 def test_what_killed_runs_left_is_removed(folder):
     """But for a good checkpoint that was to be replaced."""
     left = [".step-00000006.01234567.partial", ".step-00000002.01234567.removed", ".step-00000006.partial"]

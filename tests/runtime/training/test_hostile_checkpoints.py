@@ -18,7 +18,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, FileSum, begin, crc_of, file_of, finish, newest
-from pipeplan.runtime.training.state.written import TrainingState, check_rates, read, unreadable, write
+from pipeplan.runtime.training.state.written import TrainingState, _alone, check_rates, read, unreadable, write
 from pipeplan.runtime.training.update.stepper import Rates
 
 
@@ -178,6 +178,7 @@ def test_tensors_are_written_without_what_lies_beside_them(tmp_path, one_rank):
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in weights.items()}
     read(newest(tmp_path), found, set())
     assert all(torch.equal(found[name], x) for name, x in weights.items())
+    assert _alone(shared).data_ptr() == shared.data_ptr(), "without a copy"
 
 
 def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
