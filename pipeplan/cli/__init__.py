@@ -41,6 +41,7 @@ COMMANDS = {
     "list": ("about:listing", "List the names of GPUs, models, schedules and algorithms."),
     "schema": ("about:schema", "Print the JSON Schema of a file."),
     "doctor": ("doctor:command", "Show what this machine has for planning and training, and what is missing."),
+    "completion": ("about:completion", "Print or install shell completion."),
 }
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "highspy": "highs"}  # package -> the extra that brings it
 INTERRUPTED = 130

@@ -79,9 +79,14 @@ RUN = """
 --eval-every N              Updates between two evaluations, also after the last.  [default: an epoch's]
 --eval-batches N            Microbatches of an evaluation.  [default: those that the data have]
 --metrics MODULE:FUNCTION   metrics(output, target) -> a number, or a dict of them: their means.
+--monitor NAME|max:NAME = loss
+    What makes an evaluation the best: its checkpoint goes to best/ among --checkpoint's.
+--patience N                End after N evaluations without a new best.
+--ema X                     Keep a running average of the weights with this decay, such as 0.999.
 --delay-correction none|sc|predict|both
     What to do about late gradients: compensate in the optimizer (sc), predict weights, both, or none.  [default: both,
     and sc where the copy of fp32 weights doesn't fit or gradients are late by more than an update]
+--averaged                  Save and evaluate that average.
 --callback MODULE:FUNCTION  callback(step, metrics) after every update and every evaluation.
 --vertical-sync             With weights stash or latest: the same version on all stages.
 --schedule NAME|FILE.csv
@@ -110,6 +115,8 @@ RUN = """
     After every N updates as well.  [default with --epochs: after every epoch]
 --keep-checkpoints N (keep) Keep the newest N good ones, remove older ones.  [default: keep all]
 --resume                    Resume from the newest good checkpoint, if one exists.
+--max-restarts N = 0 {0..1000000000}
+    Restarts after failures.
 --log-dir DIR               Write loss, time per microbatch and memory here, for TensorBoard.
 --trace OUT                 Write every operation's times for ui.perfetto.dev and pipeplan diff.
 --no-compare (compares)     Don't compare the first microbatch of a traced model with plain training before it trains.
@@ -172,6 +179,7 @@ def _heard_by_others() -> Iterator[None]:
     clip_norm=Number(above=True),
     schedule=RUN_SCHEDULE,
     loss_scale=Number(above=True),
+    ema={"metavar": "DECAY"},
     coarsening=CountOr("K|all", "all", 0),
     timeout=Time(above=True),
     link_delay=Time(),

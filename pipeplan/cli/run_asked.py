@@ -38,7 +38,7 @@ def refuse_together(
     if log_dir is not None and given["evaluates"]:
         raise click.UsageError("--log-dir is told of updates, and an evaluation makes none")
     refuse_without("epochs", "epoch_length")
-    refuse_without("eval_data", "eval_every", "eval_batches", "metrics")
+    refuse_without("eval_data", "eval_every", "eval_batches", "metrics", "patience")
 
 
 def model_of(typed: str | None, data: str | None, plan: str, named: str) -> ModelSpec:
@@ -107,14 +107,16 @@ def plan_to_run(name: str, given: dict[str, Any]) -> Plan:
 def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
     """Return what is asked of a run; ``given`` are its options as typed."""
     from ..runtime.engine.asked import held_out_of, in_epochs
-    from ..runtime.engine.job import RunOptions
+    from ..runtime.engine.job import HeldOutOptions, RunOptions
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.update.optimizers import parse_choice
 
     steps, epochs, length, timeout, delay = (
         given.pop(x) for x in ("steps", "epochs", "epoch_length", "timeout", "link_delay")
     )
-    data, every, batches, metrics = (given.pop(x) for x in ("eval_data", "eval_every", "eval_batches", "metrics"))
+    data, every, batches, metrics, monitor, patience = (
+        given.pop(x) for x in ("eval_data", "eval_every", "eval_batches", "metrics", "monitor", "patience")
+    )
     for name in ("optimizer", "scheduler"):
         given[name] = None if given[name] is None else parse_choice(given[name], f"--{name}")
     options = RunOptions(
@@ -129,4 +131,5 @@ def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions
     if data is None:
         return options
     usual = None if options.epoch is None else options.epoch // plan.interval
-    return replace(options, held_out=held_out_of(plan, data, every or usual, batches, metrics))
+    about = HeldOutOptions(data, 1, 1, metrics, patience=patience, averaged=options.averaged)
+    return replace(options, held_out=held_out_of(plan, about, every or usual, batches, monitor))

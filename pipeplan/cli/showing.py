@@ -140,7 +140,7 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Platform": "gpus gpu engine mem reserve bandwidth network latency overhead platform blocking-transfers tensor "
     "sequence-parallel experts context selective",
     "Training": "weights accumulate batch samples tokens price optimizer no-decay groups lr scheduler warmup "
-    "clip-norm clipped delay-correction predicted precision half loss-scale loss-scale-window "
+    "clip-norm clipped ema delay-correction predicted averaged precision half loss-scale loss-scale-window "
     "vertical-sync no-replicas zero offload offload-activations bytes-per-parameter checkpointing bucket-size "
     "coarsening",
     "Search": "for data-parallel overlap algorithm algorithms option effort solver schedule limit time-limit",
@@ -149,8 +149,8 @@ GROUPS = {  # heading -> options, in the order of --help; what is listed nowhere
     "Simulation": "",
     "The order": "",
     "Run": "",
-    "Evaluation": "eval-data eval-every eval-batches metrics",
-    "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume save load",
+    "Evaluation": "eval-data eval-every eval-batches metrics monitor patience",
+    "Checkpoints": "checkpoint checkpoint-every keep-checkpoints resume max-restarts save load",
     "Target": "",
     OTHERS: "",
     "Output": "output best json csv trace text width links all recalibrated debug quiet dry-run verbose help help-all",

@@ -190,8 +190,8 @@ class Policy:
     ``engine``: whose runtime holds what goes between drained stages, None for pipeplan's own. That of torch has buffers
     to receive every microbatch of a mini-batch.
     With ``clip`` gradients are clipped by the total norm over all stages: no update begins before every stage has its
-    gradient and they have summed one number. With ``predict`` passes read predicted weights if gradients are late, and
-    fp32 weights are kept beside them.
+    gradient and they have summed one number. With ``ema`` a running average of the weights is part of the optimizer's
+    state. With ``predict`` passes read predicted weights if gradients are late, and fp32 weights are kept beside them.
     """
 
     weights: Weights = "2bw"
@@ -208,6 +208,7 @@ class Policy:
     engine: Engine | None = None
     pipelines: int = 1
     clip: bool = False
+    ema: bool = False
     predict: bool = False
 
     def sharers(self, replicas: int) -> int:
@@ -223,7 +224,7 @@ class Policy:
     def state_eighths(self) -> int:
         """The optimizer's state over the fp32 weights, in eighths, and these where passes read predicted ones."""
         apart = self.predict and self.precision != "mixed" and not self.drains
-        return OPTIMIZERS[self.optimizer].eighths + 8 * apart
+        return OPTIMIZERS[self.optimizer].eighths + 8 * self.ema + 8 * apart
 
     @property
     def predictable(self) -> bool:

@@ -179,6 +179,23 @@ def test_a_shell_completes_names(words: str, wanted: list[str]) -> None:
     assert [item.value for item in found] == wanted
 
 
+def test_completion_is_installed_once_by_one_command(tmp_path, monkeypatch, pipeplan: Command) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    monkeypatch.setenv("SHELL", "/bin/zsh")
+    (tmp_path / ".zshrc").write_text("autoload -U compinit; compinit")
+    for _ in range(2):
+        assert pipeplan("completion", "--install")[0] == 0
+    assert (tmp_path / ".zshrc").read_text().count("\neval") == 1
+    for shell, text in {"bash": "COMP_WORDBREAKS//:", "fish": "complete --no-files --command pipeplan"}.items():
+        code, out, _ = pipeplan("completion", shell, "--install")
+        assert code == 0
+        assert text in Path(out.split()[2].rstrip(";")).read_text()
+        assert text in pipeplan("completion", shell)[1]
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert "name one" in pipeplan("completion")[2]
+
+
 def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Command) -> None:
     monkeypatch.setattr("pipeplan.runtime.surroundings._driven", list)
     torch = fake_torch()

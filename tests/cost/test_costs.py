@@ -377,6 +377,7 @@ def test_memory_is_the_same_beyond_the_counts_of_replicas_that_are_looked_at(see
         zero=rng.choice((0, 1)),
         offload=own is None and rng.random() < 0.3,
         bucket_parameters=rng.choice((1, 2, 3, 5, 10**6)),
+        ema=rng.random() < 0.3,
         pipelines=rng.choice((1, 1, 3)),
         bytes_per_parameter=None if own is None or shared is None else own + shared,
         shared_bytes_per_parameter=shared,

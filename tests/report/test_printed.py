@@ -339,6 +339,8 @@ def runs() -> dict[str, str]:
         loss_scale=1024.0,
         skipped=(3,),
         evaluations={2: {"loss": 1.0}},
+        best_step=2,
+        ended_early=True,
     )
     away = replace(script.plan, chain=replace(script.plan.chain, device="a GPU"))
     sent = (TransferTime("F", 0, 1, 7 * 10**5, 2 * 10**5), TransferTime("B", 1, 1, 9 * 10**5, 2 * 10**5))
@@ -373,11 +375,11 @@ def test_progress_is_told_of_the_first_and_the_last_update_and_each_evaluation(
     tell = progress_printer(straight(), False, True)
     for step in range(1, 5):
         tell(StepProgress(step, 4, 1 / step, 10**6, 8.0, None if step < 4 else 2.0))
-    tell(StepProgress(4, 4, 0.25, None, None, None, evaluation={"loss": 0.5, "accuracy": 0.75}))
+    tell(StepProgress(4, 4, 0.25, None, None, None, evaluation={"loss": 0.5, "accuracy": 0.75}, best=True))
     assert capsys.readouterr().err.splitlines() == [
         "update 1 of 4: loss 1.0000, 1.000 ms per microbatch",
         "update 4 of 4: loss 0.2500, gradient norm 2, 1.000 ms per microbatch",
-        "update 4 of 4: on held-out data loss 0.5000, accuracy 0.7500",
+        "update 4 of 4: on held-out data loss 0.5000, accuracy 0.7500, the best so far",
     ]
 
 

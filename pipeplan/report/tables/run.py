@@ -87,7 +87,8 @@ def progress_printer(plan: Plan, as_json: bool, away: bool) -> Callable[[StepPro
         nonlocal silent_ns
         if step.evaluation is not None:
             found = ", ".join(f"{name} {value:.4f}" for name, value in step.evaluation.items())
-            print(f"update {step.step} of {step.steps}: on held-out data {found}", file=sys.stderr, flush=True)
+            best = ", the best so far" if step.best else ""
+            print(f"update {step.step} of {step.steps}: on held-out data {found}{best}", file=sys.stderr, flush=True)
             return
         silent_ns += (step.period_ns or 0.0) * plan.interval
         if silent_ns < QUICK_NS and step.step < step.steps:
@@ -282,8 +283,8 @@ def _devices(report: RunReport) -> Iterator[str]:
 
 def _training(report: RunReport) -> Iterator[str]:
     if report.evaluations:
-        best = min(report.evaluations, key=lambda step: report.evaluations[step]["loss"])
-        yield f"evaluations: {len(report.evaluations)}, the least loss after update {best}"
+        early = "; it got no better, so the run ended" if report.ended_early else ""
+        yield f"evaluations: {len(report.evaluations)}, the best after update {report.best_step}{early}"
     norms = [norm for norm in report.gradient_norms if norm is not None]
     if norms:
         yield (

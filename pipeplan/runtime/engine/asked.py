@@ -42,6 +42,9 @@ def job_of(plan: Plan, model: ModelSpec, options: RunOptions) -> Job:
     if options.bucket_size is not None:
         plan = replace(plan, policy=replace(plan.policy, bucket_parameters=options.bucket_size))
     plan = clipping(plan, options.clip_norm is not None and not options.evaluates)
+    if options.ema is not None and not plan.policy.ema:
+        plan = replace(plan, policy=replace(plan.policy, ema=True))
+        check(plan)  # it holds more
     plan, correction, note = _corrected(plan, options)
     options = replace(options, delay_correction=correction)
     job = Job(plan, model, options.from_anywhere(), notes=() if note is None else (f"late gradients: {note}",))
@@ -149,13 +152,19 @@ def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, le
     return replace(options, steps=epochs * epoch // interval, epoch=epoch, every=every)
 
 
-def held_out_of(plan: Plan, data: str, every: int | None, batches: int | None, metrics: str | None) -> HeldOutOptions:
-    """Return how a run evaluates its model; by default each evaluation takes all of the data."""
+def held_out_of(
+    plan: Plan, about: HeldOutOptions, every: int | None, batches: int | None, monitor: str
+) -> HeldOutOptions:
+    """Return ``about`` with what is asked of it: by default each evaluation takes all of the data. ``monitor`` names a
+    metric, or ``max:`` and one."""
     if every is None:
         raise BadInput("--eval-every: say after how many updates the model is evaluated")
     if batches is None:
-        batches = _length(named_data(data, plan.chain.microbatch), data, "--eval-batches")
-    return HeldOutOptions(data, every, batches, metrics)
+        batches = _length(named_data(about.data, plan.chain.microbatch), about.data, "--eval-batches")
+    most, _, watched = monitor.rpartition(":")
+    if most not in ("", "max") or not watched:
+        raise BadInput(f"--monitor: {monitor!r} is neither the name of a metric nor max:NAME")
+    return replace(about, every=every, count=batches, watched=watched, highest=most == "max")
 
 
 def _length(data: Any, name: str, option: str) -> int:

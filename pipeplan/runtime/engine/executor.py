@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 check_savable, training_state, write = (
     Late(f"runtime.training.state.{name}") for name in ("state:check_savable", "state:training_state", "written:write")
 )
+BEST: Final = "best"  # the folder, among the checkpoints, with that of the best evaluation
 
 
 class OperationFailed(Exception):
@@ -184,8 +185,11 @@ class MiniBatchEnd:
         job, rank, stages = run.job, run.rank, run.stages
         self._run, self._job, self._rank, self._stages, self._held_out = run, job, rank, stages, held_out
         self.at = run.launcher.at
+        if held_out is not None:
+            held_out.trial = stages.trial
         self._saved = rank.lowered.first.step  # the newest checkpoint is of so many updates
         self._good = {self._saved}  # checkpoints that were written, or found good, by this run
+        self._best: set[int] = set()  # the same of those in the folder for the best
         self._begun = rank.lowered.first.step - 1
         self._refused: int | None = None
         if job.folder is not None:
@@ -206,8 +210,8 @@ class MiniBatchEnd:
 
     def save_if_refused(self) -> None:
         """Write a checkpoint of what there is if the run was asked to stop, unless there is one already."""
-        if self._refused is not None and self._refused != self._saved and self._job.folder is not None:
-            self._write(self._job.folder, self._refused)
+        if self._refused not in (None, self._saved) and self._job.folder is not None:
+            self._write(self._job.folder, self._refused, self._job.options.keep)
 
     def scale_losses(self) -> None:
         """Let the passes to come use the loss scale that is agreed on."""
@@ -228,16 +232,20 @@ class MiniBatchEnd:
     def pause(self, step: int) -> None:
         """Evaluate after ``step`` updates, and write a checkpoint, as far as that is asked for, with all ranks."""
         folder, options, last = self._job.folder, self._job.options, self._rank.lowered.last.step
-        asked = options.held_out
+        asked, best = options.held_out, False
         if self._held_out is not None and asked is not None and (step % asked.every == 0 or step == last):
-            means = self._held_out.judge(step, self._run)
+            means, best = self._held_out.judge(step, self._run)
             last_of = self._rank.first_of if self._rank.leads else []
             if len(self._rank.lowered.plan.allocation.stages) - 1 in last_of:
-                self._run.launcher.done(StepDone(step, (), time.monotonic_ns(), metrics=means))
+                self._run.launcher.done(StepDone(step, (), time.monotonic_ns(), metrics=means, best=best))
+            if self._held_out.ends and step < last:
+                self._refused = step
+        if folder is not None and best:
+            self._write(folder / BEST, step, 1)
         if folder is not None and (step == last or (options.every is not None and step % options.every == 0)):
-            self._write(folder, step)
+            self._write(folder, step, options.keep)
 
-    def _write(self, folder: Path, step: int) -> None:
+    def _write(self, folder: Path, step: int, keep: int | None) -> None:
         job, rank, stages, meeting = self._job, self._rank, self._stages, self._run.meeting
         options = job.options
         meeting.recorder.settle()
@@ -245,12 +253,13 @@ class MiniBatchEnd:
             if s in stages.runners:  # replicas see different microbatches; the first one's statistics are kept
                 buffers = [buffer for module in rank.modules(s) for buffer in module.buffers()]
                 share_from(rank.lowered.ranks_of(s)[0], group, buffers)
-        state = training_state(rank, stages.updates, stages.scaling)
+        trial = None if self._held_out is None else self._held_out.trial
+        state = training_state(rank, stages.updates, stages.scaling, trial)
+        good = self._good if folder == job.folder else self._best
         if rank.leads:
             plan = job.plan_text if rank.number == 0 else None
-            about = job.plan.chain.name, options.seed, state, options.keep, self._good, plan
-            write(folder, rank.lowered.at(step), *about)
-        self._saved = step
+            write(folder, rank.lowered.at(step), job.plan.chain.name, options.seed, state, keep, good, plan)
+        self._saved = step if folder == job.folder else self._saved
 
     def updated(self, stage: int, version: int) -> None:
         """Note that ``stage`` has made ``version``; the last one's losses are told when they are there."""

@@ -1,8 +1,8 @@
 """How good is the model, while it trains, on data that it doesn't train on? Forward alone, between two mini-batches.
 
-The pipeline is empty then. The first replica of each stage runs all microbatches with the newest weights, as the module
-does in evaluation; what it trains on, its random numbers and statistics stay as they are. Messages go through the
-hosts, in one order for all ranks, so that none waits for another in a circle.
+The pipeline is empty then. The first replica of each stage runs all microbatches with the newest weights, or their
+running average, as the module does in evaluation; what it trains on, its random numbers and statistics stay as they
+are. Messages go through the hosts, in one order for all ranks, so that none waits for another in a circle.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ...errors import BadInput
 from ..device import random_state, set_random_state, settle
 from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import NOBODY
+from ..measure.progress import Trial
 from ..measure.recorder import HeldBytes
 from ..model.build.spec import find
 from ..model.contract import Span
@@ -29,7 +30,7 @@ from ..model.structure import mapped
 from ..model.user_code import user_code
 from ..training.rank import Rank
 from ..training.repeatable import Draws
-from ..training.state.state import assembled
+from ..training.state.state import assembled, averaged
 from ..training.weights.gradients import Gradients
 from ..training.weights.versions import Versions
 from .job import Job, Launcher
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class HeldOut:
-    """One rank's part in the evaluations of a run, and what has come of them.
+    """One rank's part in the evaluations of a run, and what has come of them: ``trial`` is the best so far.
 
     It is made before anything else, as building a model draws random numbers.
     """
@@ -64,10 +65,12 @@ class HeldOut:
         self._runners = {s: runner_of(self._rank, s, *about) for s in self._rank.first_of}
         for module in (module for s in self._rank.first_of for module in self._rank.modules(s)):
             module.eval()
+        self.trial = Trial()
         self.found: dict[int, Mapping[str, float]] = {}  # by update
+        self.ends = False
 
-    def judge(self, step: int, run: RankRun) -> Mapping[str, float]:
-        """Evaluate after ``step`` updates, all ranks together; return the means."""
+    def judge(self, step: int, run: RankRun) -> tuple[Mapping[str, float], bool]:
+        """Evaluate after ``step`` updates, all ranks together; return the means, and whether they are the best yet."""
         rank, stages, patient = run.rank, run.stages, run.meeting.patient
         kept, flags = random_state(rank.device), {}
         for s in rank.stages:
@@ -80,11 +83,21 @@ class HeldOut:
             module.training = training
         set_random_state(kept, rank.device)
         self.found[step] = means
-        return means
+        value, most = means.get(self._asked.watched), self._asked.highest
+        if value is None:
+            there = ", ".join(means)
+            raise BadInput(f"--monitor: an evaluation gives {there}, and no {self._asked.watched!r}")
+        self.trial, best = self.trial.after(step, -value if most else value)
+        patience = self._asked.patience
+        self.ends = patience is not None and self.trial.since >= patience
+        for update in stages.updates.values():
+            update.stepper.rates.observe(value)
+        return means, best
 
     def _take_weights(self, rank: Rank, stages: OwnStages) -> None:
-        """Let the modules that evaluate have the tensors of those that train."""
+        """Let the modules that evaluate have the tensors of those that train, or averages."""
         with assembled(stages.updates):
+            average = averaged(rank, stages.updates) if self._asked.averaged else {}
             trained = [layer for s in rank.first_of for layer in rank.layers(s)]
             state = {
                 layer.names[key]: x
@@ -97,7 +110,7 @@ class HeldOut:
                     name = mine.names.get(key)
                     if name is None or name in rank.model.unused or not isinstance(x, Tensor):
                         continue
-                    found = state.get(name)
+                    found = average.get(rank.model.first_names.get(name, name), state.get(name))
                     if not isinstance(found, Tensor):
                         raise BadInput(
                             f"model: in evaluation its layer {mine.name} has {name}, which another rank trains: its "

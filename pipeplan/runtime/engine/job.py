@@ -25,7 +25,7 @@ from ..model.build.spec import ModelSpec, find
 from ..model.loaded import LoadedModel
 from ..training.half import AS_PROFILED, HalfOptions, half_type
 from ..training.rank import check_decay
-from ..training.update.optimizers import Choice, MakeOptimizer, optimizer_maker, rates_maker
+from ..training.update.optimizers import PLATEAU, Choice, MakeOptimizer, averaging, optimizer_maker, rates_maker
 from ..training.update.stepper import check_elementwise, is_elementwise
 
 if TYPE_CHECKING:
@@ -42,13 +42,19 @@ class HeldOutOptions:
     """How a run evaluates its model while it trains: after ``every`` so many updates, on the first ``count``
     microbatches of ``data``.
 
-    ``metrics`` is ``module:function(output, target)``, a number or a dict of numbers, of which means are told.
+    ``metrics`` is ``module:function(output, target)``, a number or a dict of numbers, of which means are told. The best
+    evaluation is that with the least loss, or ``watched`` metric, or the ``highest``; the run ends after ``patience``
+    evaluations that are no better. ``averaged``: with the running average of the weights.
     """
 
     data: str
     every: int
     count: int
     metrics: str | None = None
+    watched: str = "loss"
+    highest: bool = False
+    patience: int | None = None
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,10 @@ class RunOptions:
     groups: str | None = None  # ``module:function`` that makes the optimizer's parameter groups of all named parameters
     scheduler: Choice | None = None  # changes the learning rate after each update
     warmup: int = 0  # updates in which the learning rate rises, before the schedule begins
+    ema: float | None = None  # of the running average of the weights that is kept, the share that stays at each update
     delay_correction: DelayCorrection | None = None
     """What is done about late gradients; None: sc, and both with mixed precision, as far as the optimizer can be."""
+    averaged: bool = False  # whether what is saved, or evaluated, is the running average of the weights
     held_out: HeldOutOptions | None = None  # how the model is evaluated while it trains
     clip_norm: float | None = None  # the total norm that gradients are clipped to; None: they aren't
     evaluates: bool = False  # whether the model is run forward alone
@@ -90,6 +98,8 @@ class RunOptions:
     resume: bool = False  # whether to go on from the folder's newest good checkpoint, if there is one
     traced: bool = False
     """Whether a report is wanted of a run that a signal ends, too: it then ends as one with checkpoints does."""
+    max_restarts: int = 0
+    """How often a run that fails for other reasons than its input begins again, from the newest checkpoint."""
     device: DeviceChoice = "auto"
     """CPUs over gloo, or GPUs over NCCL, or through the host where ranks share one; ``auto`` takes GPUs if torch sees
     any and the plan's profile isn't of a CPU."""
@@ -97,6 +107,15 @@ class RunOptions:
     timeout_s: float | None = None  # longest wait for another rank; None: from the plan
     link_delay_s: float = 0.0
     """How much later than they could messages between ranks come, to see what a slow network would do."""
+
+    @property
+    def rates(self) -> Choice | None:
+        """The scheduler; one that follows evaluations takes the highest for the best where they do."""
+        found = self.scheduler
+        highest = self.held_out is not None and self.held_out.highest
+        if found is None or found.name != PLATEAU or not highest or "mode" in dict(found.options):
+            return found
+        return replace(found, options=(*found.options, ("mode", "max")))
 
     def check(self) -> None:
         """Raise BadInput for what cannot be done, whatever the plan."""
@@ -114,7 +133,14 @@ class RunOptions:
         if self.optimizer is not None:
             optimizer_maker(self.optimizer, self.lr)  # what is wrong with it shows before any process starts
         if not self.evaluates:
-            rates_maker(self.scheduler, self.warmup, self.steps)
+            rates_maker(self.rates, self.warmup, self.steps)
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise BadInput(f"ema: {self.ema} isn't a share of an average from 0 to below 1")
+        if self.averaged and self.ema is None and not self.evaluates:
+            raise BadInput("averaged: pass --ema, the share that the average keeps")
+        follows = self.scheduler is not None and self.scheduler.name == PLATEAU
+        if follows and self.held_out is None and not self.evaluates:
+            raise BadInput(f"scheduler: {PLATEAU} follows evaluations; say --eval-data and --eval-every")
         if self.groups is not None:
             find(self.groups)
             if self.no_decay:
@@ -158,7 +184,8 @@ class Job:
     @property
     def make_optimizer(self) -> MakeOptimizer:
         """What makes the optimizers of stages."""
-        return optimizer_maker(self.options.optimizer or self.plan.policy.optimizer, self.options.lr)
+        make = optimizer_maker(self.options.optimizer or self.plan.policy.optimizer, self.options.lr)
+        return make if self.options.ema is None else averaging(make, self.options.ema)
 
     @property
     def chunk_buckets(self) -> int | None:

@@ -15,6 +15,7 @@ from ...registry import Late
 from ..device import CPU
 from ..exchange.collective import any_rank
 from ..exchange.transport import Group
+from ..measure.progress import Trial
 from ..measure.recorder import HeldBytes, StateBytes
 from ..model.loaded import LoadedModel
 from ..training.half import first_scale, half_type
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ..training.split_stage import SplitStage
 
 splitting = Late("runtime.training.split_stage:SplitStage")
-restore = Late("runtime.training.state.state:restore")
+restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class OwnStages:
     """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
 
     ``tied_sums`` adds up the gradients of weights that stages share; ``clipping`` is None where gradients aren't
-    clipped.
+    clipped. ``trial`` is the best evaluation before the run.
     """
 
     runners: Mapping[int, StageModule]
@@ -55,6 +56,7 @@ class OwnStages:
     activations: HeldBytes
     states: StateBytes
     clipping: Clipping | None = None
+    trial: Trial = Trial()  # noqa: RUF009 -- it is frozen
 
     def split(self, s: int) -> SplitStage:
         """Return a stage whose backwards come in two parts."""
@@ -88,14 +90,17 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     draws, common = Draws(options.seed, rank.device), (building.activations, meeting.recorder.later, rank.model)
     runners = {s: runner_of(rank, s, draws, updates[s].gradients, *common) for s in rank.stages}
     masters.clear()
+    trial = Trial()
     torch.manual_seed(options.seed + 1 + rank.number)
     if job.resume is not None:
-        restore(job.resume, rank, updates, building.scaling)
+        trial = restore(job.resume, rank, updates, building.scaling)
+    if options.evaluates and options.averaged:
+        take_averages(rank, updates, meeting.groups)
     for layer in rank.model.layers if options.evaluates else ():
         layer.module.eval()
     tied_sums = TiedSums(rank.model, ties, updates, meeting.tied_groups, meeting.recorder, building.scaling)
     held, clipping = (building.activations, building.states), building.clipping
-    return OwnStages(runners, updates, tied_sums, building.scaling, *held, clipping)
+    return OwnStages(runners, updates, tied_sums, building.scaling, *held, clipping, trial)
 
 
 class _Building:
@@ -198,7 +203,7 @@ class _Building:
         make = job.make_optimizer
         if any(how.delays) and options.delay_correction != "predict":
             make = partial(_compensated, make)
-        rates = rates_maker(options.scheduler, options.warmup, options.steps)
+        rates = rates_maker(options.rates, options.warmup, options.steps)
         versions = self._gradients[s].versions
         kind: Callable[..., Stepper] = stepper_kind(versions, how)
         return kind(versions, make, rates, how, self._masters, partial(rank.parted, s))

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 make_report = Late("runtime.measure.report:make_report")
 save_config, save_model = (Late(f"runtime.training.state.saved_model:save_{what}") for what in ("config", "model"))
-assembled, trained_state, wholes = (
-    Late(f"runtime.training.state.state:{name}") for name in ("assembled", "trained_state", "wholes")
+assembled, averaged, trained_state, wholes = (
+    Late(f"runtime.training.state.state:{name}") for name in ("assembled", "averaged", "trained_state", "wholes")
 )
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
 threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
@@ -79,7 +79,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     found = report(run, times, reading)
     if found is None or held_out is None:
         return found
-    return replace(found, evaluations=held_out.found)
+    return replace(found, evaluations=held_out.found, best_step=held_out.trial.step, ended_early=held_out.ends)
 
 
 # --- the training ---------------------------------------------------------------------------------------------------
@@ -175,6 +175,8 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
     if job.options.save is not None:
         with assembled(stages.updates):
             trained = trained_state(rank, rank.first_of, stages.updates)
+            if job.options.averaged and not job.options.evaluates:
+                trained |= averaged(rank, stages.updates)
             if together is not None:
                 trained = wholes(trained, rank.model.shards, together)
             if rank.leads:

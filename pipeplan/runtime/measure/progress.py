@@ -1,9 +1,9 @@
-"""How far is a run? Where the last stage is, and what its replicas tell of every update."""
+"""How far is a run? Where the last stage is, what its replicas tell of every update, and the best evaluation so far."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ...status import Status
@@ -17,7 +17,7 @@ class StepProgress:
 
     ``gradient_norm`` is that of all gradients before they are clipped; None where they aren't. ``learning_rate`` is
     that of the update, of the first of several groups; None where the last stage trains nothing. An ``evaluation``
-    after the update is told apart, with its loss.
+    after the update is told apart, with its loss, and whether it is the ``best`` so far.
     """
 
     step: int
@@ -28,6 +28,7 @@ class StepProgress:
     gradient_norm: float | None
     learning_rate: float | None = None
     evaluation: Mapping[str, float] | None = None
+    best: bool = False
 
 
 def metrics_of(progress: StepProgress) -> dict[str, float]:
@@ -69,7 +70,8 @@ class Progress:
         """Take one replica's word."""
         if done.metrics is not None:
             loss = done.metrics["loss"]
-            self._listener(StepProgress(done.step, self._steps, loss, None, None, None, evaluation=done.metrics))
+            told = StepProgress(done.step, self._steps, loss, None, None, None, evaluation=done.metrics, best=done.best)
+            self._listener(told)
             return
         heard = self._open.setdefault(done.step, [])
         heard.append(done)
@@ -115,3 +117,20 @@ class StepDone:
     norm: float | None = None
     learning_rate: float | None = None
     metrics: Mapping[str, float] | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The best evaluation so far: its ``value``, the less the better, the update ``step`` that it came after, and how
+    many there have been ``since``."""
+
+    value: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def after(self, step: int, value: float) -> tuple[Trial, bool]:
+        """Return what it is behind another evaluation, and whether that is the best; NaN never is."""
+        if value == value and (self.value is None or value < self.value):
+            return Trial(value, step), True
+        return replace(self, since=self.since + 1), False

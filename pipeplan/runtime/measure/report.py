@@ -150,8 +150,8 @@ class RunReport:
     ``times``, and so the figures, are those of its begin and its end: ``forgotten`` operations are left out. ``notes``
     say what the author's module gave up to be run by stages, ``reading`` is that of loaders. What stages wait for it is
     in ``calibrated_period_ns``. Where gradients are clipped ``gradient_norms`` has that of each update before, None
-    where it was skipped. ``evaluations`` on held-out data are by update. Of ``width`` GPUs that run each
-    layer together bytes are the most.
+    where it was skipped. ``evaluations`` on held-out data are by update, that after ``best_step`` is the best; the run
+    has ``ended_early`` where they got no better. Of ``width`` GPUs that run each layer together bytes are the most.
     ``bracket`` has by what the planned period is to be multiplied with the layers' times right before the run and right
     after it, where these were measured; the rank that lacked a core most did so for the share ``kept_off`` of the run.
     """
@@ -182,6 +182,8 @@ class RunReport:
     reading: tuple[ReadingTime, ...] = ()
     gradient_norms: tuple[float | None, ...] = ()
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    best_step: int | None = None
+    ended_early: bool = False
     width: int = 1
     bracket: tuple[float, float] | None = None
     kept_off: float = 0.0

@@ -166,6 +166,9 @@ class TorchrunLaunch:
             met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
             self._peers = StorePeers(met, start.rank, start.world, timeout_s)
             self._watch.look(_Elsewhere(start))
+        if options.max_restarts:
+            again = "it is torchrun that starts ranks again: torchrun --max-restarts, with --resume"
+            raise BadInput(f"--max-restarts: {again}")
         return self._peers
 
     def run(self, job: Job, hears: Audience) -> RunReport | None:
@@ -274,11 +277,17 @@ def _run(launch: Launch, plan: Plan, model: ModelSpec, options: RunOptions, hear
         everybodys = compare(run_items(plan, model, options), peers, START_S)
         _say_where(everybodys, hears.note)
     with writing_to(job.folder, peers):
-        if options.resume or launch.again:
-            job = replace(job, resume=resume_point(job, hears.note, peers))
-            if peers.world > 1:
-                compare(checkpoint_items(job.resume), peers)
-        return launch.run(job, hears)
+        for attempt in range(options.max_restarts + 1):
+            if options.resume or launch.again or attempt:
+                job = replace(job, resume=resume_point(job, hears.note, peers))
+                if peers.world > 1:
+                    compare(checkpoint_items(job.resume), peers)
+            try:
+                return launch.run(job, hears)
+            except RunFailed:
+                if attempt == options.max_restarts:
+                    raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _say_where(everybodys: Sequence[Statement], note: Callable[[str], None] | None) -> None:

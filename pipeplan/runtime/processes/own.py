@@ -87,7 +87,7 @@ class OwnLaunch:
                 hears.status.say(f"ending {len(processes)} processes")
                 _stop(processes, end)
                 hears.status.say("report")
-        if report.steps < lowered.steps:
+        if report.steps < lowered.steps and not report.ended_early:
             raise stopped_after(lowered.first.step + report.steps, job.folder, report)
         return report
 

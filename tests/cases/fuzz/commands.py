@@ -99,7 +99,7 @@ FILE_OPTIONS = {
 }
 
 
-FREE = {("profile", "--name")}  # any text may be meant
+FREE = {("profile", "--name"), ("run", "--monitor")}  # any text may be meant
 
 
 def without_usual_values() -> list[tuple[str, str]]:
@@ -161,6 +161,8 @@ class Commands:
         rng.shuffle(words)
         if name == "run":
             words.append(["--dry-run"])
+        if name == "completion":  # of the user who runs this
+            words = [word for word in words if not word[0].startswith("--install")]
         if name == "calibrate":
             words.append(["--gpu", rng.choice(AMOUNTS["GPU"])])
         if name == "profile":

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from ....errors import BadInput
 from ...device import random_state, set_random_state
+from ...exchange.collective import share_from
+from ...exchange.transport import Group
+from ...measure.progress import Trial
 from ...model.contract import Batches
 from ..rank import Rank
 from ..update.factors import Scaling
+from ..update.optimizers import AVERAGE
 from ..update.stepper import Rates
 from ..update.update import StageUpdate
 from ..weights.buckets import is_large
@@ -69,9 +73,42 @@ def assembled(updates: Mapping[int, StageUpdate]) -> Iterator[None]:
         update.stepper.part()
 
 
-def training_state(rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scaling | None) -> TrainingState:
-    """Return what ``rank`` writes to a checkpoint, with whole tensors of what those who run its layers have parts of;
-    all ranks together."""
+def averaged(rank: Rank, updates: Mapping[int, StageUpdate]) -> dict[str, Tensor]:
+    """Return the running averages of the weights that ``rank`` answers for, by their names; none before an update.
+
+    What replicas share must have been assembled before.
+    """
+    return {
+        name: found
+        for s in rank.first_of
+        for name, index in _weights(rank, s, updates[s])
+        if (found := updates[s].stepper.state_of(index).get(AVERAGE)) is not None
+    }
+
+
+def take_averages(rank: Rank, updates: Mapping[int, StageUpdate], groups: Mapping[int, Group]) -> None:
+    """Let the weights be their running averages, of an evaluation that updates nothing; BadInput if there are none."""
+    with assembled(updates):
+        found = averaged(rank, updates)
+        for s, update in updates.items():
+            for name, index in _weights(rank, s, update):
+                if s in rank.first_of and name not in found:
+                    raise BadInput(f"--averaged: there is no running average of {name}; --ema keeps one while training")
+                weight = update.versions.installed[index]
+                if s in rank.first_of:
+                    weight.data.copy_(found[name])
+                if s in groups:
+                    share_from(rank.lowered.ranks_of(s)[0], groups[s], [weight.data])
+
+
+def training_state(
+    rank: Rank,
+    updates: Mapping[int, StageUpdate],
+    scaling: Scaling | None,
+    trial: Trial | None = None,
+) -> TrainingState:
+    """Return what ``rank`` writes to a checkpoint, with whole tensors of what those who run
+    its layers have parts of; all ranks together."""
     with assembled(updates):
         model = trained_state(rank, rank.first_of, updates)
         optimizer = {
@@ -87,6 +124,8 @@ def training_state(rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scal
                 large = {key: x for key, x in optimizer[name].items() if is_large(x)}
                 optimizer[name] |= wholes(large, dict.fromkeys(large, shards[name]), together)
     state = TrainingState(model, optimizer, random_state(rank.device), shares=_shares(rank))
+    if trial is not None and rank.number == 0:
+        state = replace(state, trial=(trial.value, trial.step, trial.since))
     rates = _own_rates(rank, updates)
     if rates is None:
         return state
@@ -118,8 +157,9 @@ def _own_rates(rank: Rank, updates: Mapping[int, StageUpdate]) -> Rates | None:
     return updates[first].stepper.rates if first in rank.first_of else None
 
 
-def restore(checkpoint: Checkpoint, rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scaling | None) -> None:
-    """Take up training where ``checkpoint`` left it, whichever plan wrote it; BadInput when it doesn't fit."""
+def restore(checkpoint: Checkpoint, rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scaling | None) -> Trial:
+    """Take up training where ``checkpoint`` left it, whichever plan wrote it, and return the best evaluation so far;
+    BadInput when it doesn't fit."""
     trained = {name for s, update in updates.items() for name, _ in _weights(rank, s, update)}
     for update in updates.values():
         update.stepper.make_room()
@@ -146,6 +186,7 @@ def restore(checkpoint: Checkpoint, rank: Rank, updates: Mapping[int, StageUpdat
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         what = "has another optimizer's or schedule's state than this run's, or none"
         raise BadInput(f"{checkpoint.path}: {what}: {type(error).__name__}: {error}") from error
+    return Trial(*(loaded.trial or ()))
 
 
 def _take_up(loaded: TrainingState, rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scaling | None) -> None:

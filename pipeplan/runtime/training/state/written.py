@@ -37,7 +37,7 @@ class TrainingState:
 
     ``rates`` are the optimizer's options and the state of its schedule, ``scale`` is the loss scale and its count of
     updates without overflow; they are the same on all ranks, and one writes them. ``shares`` is that of the data's
-    loader (:attr:`...model.contract.Batches.shares`).
+    loader (:attr:`...model.contract.Batches.shares`), ``trial`` the best evaluation, as its fields.
     """
 
     model: dict[str, Tensor]
@@ -46,6 +46,7 @@ class TrainingState:
     rates: tuple[Any, Any] | None = None
     scale: tuple[float, int] | None = None
     shares: int | None = None
+    trial: tuple[float | None, int, int] | None = None
 
 
 def write(
@@ -181,7 +182,7 @@ def read(
     missing = dict(model)
     optimizer: dict[str, dict[str, Any]] = {}
     shapes: dict[str, torch.Size] = {}
-    random, rates, scale, shares = None, None, None, None
+    random, rates, scale, shares, trial = None, None, None, None, None
     own = file_of(dist.get_rank()) if len(checkpoint.files) == dist.get_world_size() else None
     for name in checkpoint.files:
         path = Path(checkpoint.path, name)
@@ -195,14 +196,14 @@ def read(
             for key in (trained & there.optimizer.keys()) - optimizer.keys():
                 optimizer[key] = _own({entry: part(key, x) for entry, x in there.optimizer[key].items()})
             rates, scale = rates or _own(there.rates), scale or there.scale
-            shares = there.shares if shares is None else shares
+            shares, trial = there.shares if shares is None else shares, trial or there.trial
             random = _own(there.random) if name == own else random
         except Exception as error:  # whatever the loader raises for bytes that it doesn't know
             raise BadInput(f"{path}: cannot be read: {loaders_words(error)}") from error
     for key, tensor in missing.items():
         said = f"has shape {tuple(shapes[key])}" if key in shapes else "is not there"
         raise BadInput(f"{checkpoint.path}: {key} {said}; the model's has shape {tuple(tensor.shape)}")
-    return TrainingState({}, optimizer, random, rates, scale, shares)
+    return TrainingState({}, optimizer, random, rates, scale, shares, trial)
 
 
 def _own(value: Any) -> Any:

@@ -41,7 +41,9 @@ for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         setattr(_plain, "__dynamo_disable", _plain)
 
 MakeOptimizer = Callable[[list[nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
-MakeSchedule = Callable[[torch.optim.Optimizer], LRScheduler]
+PLATEAU = ReduceLROnPlateau.__name__
+Schedules = LRScheduler | list[LRScheduler]  # several: each changes the rate
+MakeSchedule = Callable[[torch.optim.Optimizer], Schedules]
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # by default they take 4 bytes more of each weight
 RATE = 0.1  # at which SGD learns if nobody says another
 LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps"}  # how schedules call the updates until their end
@@ -118,6 +120,33 @@ def _fused_on_gpus(make: Callable[..., torch.optim.Optimizer], parameters: list[
     return make(parameters, fused=True) if fused else make(parameters)
 
 
+AVERAGE = "average"  # of a weight, in the optimizer's state
+
+
+def averaging(make: MakeOptimizer, decay: float) -> MakeOptimizer:
+    """Return what makes optimizers that keep a running average of each weight as part of their state.
+
+    It begins as the weight after its first step; then each step takes 1 - ``decay`` of the new weight, as torch's
+    AveragedModel does with ``get_ema_multi_avg_fn``.
+    """
+
+    def average(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        weights = [x for group in optimizer.param_groups for x in group["params"]]
+        begun = [x for x in weights if AVERAGE in optimizer.state.get(x, ())]
+        for weight in weights:
+            if weight.grad is not None and AVERAGE not in optimizer.state[weight]:
+                optimizer.state[weight][AVERAGE] = weight.detach().clone()
+        if begun:
+            torch._foreach_lerp_([optimizer.state[x][AVERAGE] for x in begun], [x.data for x in begun], 1 - decay)
+
+    def optimizer(parameters: list[nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = make(parameters)
+        made.register_step_post_hook(average)
+        return made
+
+    return optimizer
+
+
 class MuonForMatrices(torch.optim.Optimizer):
     """Torch's Muon for weights of two dimensions, which are all that it takes, and AdamW for all others.
 
@@ -166,9 +195,13 @@ def rates_maker(choice: Choice | None, warmup: int, updates: int) -> MakeSchedul
     if warmup < 2:
         return then
 
-    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    def schedule(optimizer: torch.optim.Optimizer) -> Schedules:
         rising = LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1)
-        return rising if then is None else SequentialLR(optimizer, [rising, then(optimizer)], [warmup])
+        if then is None:
+            return rising
+        both: list[Any] = [rising, then(optimizer)]
+        follows = isinstance(both[1], ReduceLROnPlateau)  # evaluations, which may get no better
+        return both if follows else SequentialLR(optimizer, both, [warmup])
 
     return schedule
 
@@ -180,8 +213,6 @@ def schedule_maker(choice: Choice, updates: int | None = None) -> MakeSchedule:
     One that ends takes ``updates``, if nothing else is said. BadInput when it doesn't take these options.
     """
     make = _named(choice, torch.optim.lr_scheduler, LRScheduler, "scheduler")
-    if make is ReduceLROnPlateau:
-        raise BadInput("scheduler: ReduceLROnPlateau follows evaluations; take one that follows updates")
     options = dict(choice.options)
     if updates is not None and choice.name in LENGTHS and not options.keys() & {LENGTHS[choice.name], "epochs"}:
         options[LENGTHS[choice.name]] = updates

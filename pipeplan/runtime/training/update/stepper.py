@@ -15,7 +15,7 @@ from warnings import catch_warnings
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ....choices import OPTIMIZERS
 from ....errors import BadInput
@@ -97,7 +97,8 @@ class Rates:
     ) -> None:
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(list(masters) if groups is None else groups) if masters else None
-        self._schedule: LRScheduler | None = make_schedule(self.optimizer) if self.optimizer and make_schedule else None
+        made = make_schedule(self.optimizer) if self.optimizer and make_schedule else []
+        self._schedules: list[Any] = made if isinstance(made, list) else [made]
         self.used: float | None = None  # the rate of the last update
         self.group_of = {
             x: g
@@ -116,24 +117,32 @@ class Rates:
         return predicted(self.optimizer, self.optimizer.param_groups[group], weight, self._coming[group])
 
     def _next_rates(self) -> list[float]:
-        """Return the rates of the next update."""
+        """Return the rates of the next update; a schedule that follows evaluations is taken to stay."""
         assert self.optimizer is not None, "otherwise there are no rates"
         groups = self.optimizer.param_groups
         now, before = deepcopy(self.groups), deepcopy(self.schedule)
         with catch_warnings(action="ignore"):
-            if self._schedule is not None:
-                self._schedule.step()
+            self._step_schedules()
         found = [float(group["lr"]) for group in groups]
         self.restore(now, before)
         return found
+
+    def _step_schedules(self, *values: float) -> None:
+        """Let those that follow evaluations hear the values of one, or the others go on."""
+        for schedule in self._schedules:
+            if isinstance(schedule, ReduceLROnPlateau) == bool(values):
+                schedule.step(*values)
 
     def advance(self) -> None:
         """Let the schedule go on after an update."""
         self._coming = None
         if self.optimizer is not None:
             self.used = float(self.optimizer.param_groups[0]["lr"])
-        if self._schedule is not None:
-            self._schedule.step()
+        self._step_schedules()
+
+    def observe(self, value: float) -> None:
+        """Let a schedule that follows evaluations hear what one gave."""
+        self._step_schedules(value)
 
     @property
     def groups(self) -> list[dict[str, Any]] | None:
@@ -143,17 +152,18 @@ class Rates:
         return [{key: x for key, x in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
     @property
-    def schedule(self) -> dict[str, Any]:
-        """The state of the learning-rate schedule, empty where there is none."""
-        return {} if self._schedule is None else self._schedule.state_dict()
+    def schedule(self) -> list[dict[str, Any]]:
+        """The states of the learning-rate schedules."""
+        return [schedule.state_dict() for schedule in self._schedules]
 
-    def restore(self, groups: Sequence[Mapping[str, Any]] | None, state: dict[str, Any]) -> None:
+    def restore(self, groups: Sequence[Mapping[str, Any]] | None, states: Sequence[dict[str, Any]]) -> None:
         """Go on with the options and the schedule of another run's optimizer, but for how its device stepped."""
         if self.optimizer is not None and groups is not None:
             for group, before in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({key: x for key, x in before.items() if key != "fused"})
-        if self._schedule is not None and state:
-            self._schedule.load_state_dict(state)
+        if self._schedules and states:
+            for schedule, state in zip(self._schedules, states, strict=True):
+                schedule.load_state_dict(state)
 
     def steps_on(self, device: torch.device) -> None:
         """Step as an optimizer of weights on ``device`` does by itself, where they come from elsewhere."""
