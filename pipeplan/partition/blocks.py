@@ -184,6 +184,13 @@ class Pipe:
             allowed = [up_to(longest, table) for table in self.fitting]
             yield from filter(None, (first_split(allowed, True), first_split(allowed, False)))
 
+    def work_ns(self, split: Sequence[int]) -> int:
+        """Return what the busiest group computes in a mini-batch of a split: less takes none."""
+        loads = dict.fromkeys(self.groups, 0)
+        for group, table, (i, j) in zip(self.groups, self.times, pairwise(split), strict=True):
+            loads[group] += int(table[i, j])
+        return self.microbatches * max(loads.values())
+
     def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
         """Return the stages of a split."""
         cuts = self._cuts.tolist()

@@ -20,7 +20,7 @@ from math import inf, lcm
 
 from ...cost import memory_model
 from ...cost.group_bound import device_bytes, group_counts
-from ...cost.stage_cost import StageCost, stage_cost
+from ...cost.stage_cost import Known, StageCost, stage_cost
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import ceil_div, extend
 from ...plan import Allocation, Stage
@@ -47,18 +47,21 @@ class Misfits:
         self._stages: dict[tuple[object, ...], StageCost] = {}
         self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
         self._weights: dict[tuple[object, ...], int] = {}
+        self._known: Known = {}
 
     def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
         """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
 
         What is more than ``enough`` need not be all.
         """
-        if len(self._stages) > MOST_KNOWN:
-            self._stages.clear()
+        for known in (self._stages, self._known):
+            if len(known) > MOST_KNOWN:
+                known.clear()
         if self._apart:
             return self._of_stages(stages, period, enough)
         problem = self.problem
-        return _of_graph(stage_graph(problem.chain, problem.platform, problem.policy, stages), period)
+        graph = stage_graph(problem.chain, problem.platform, problem.policy, stages, known=self._known)
+        return _of_graph(graph, period)
 
     def _of_stages(self, stages: Sequence[Stage], period: int, enough: float) -> float:
         chain, policy = self.problem.chain, self.problem.policy
@@ -180,6 +183,7 @@ HOT = 0.1  # of what there is: by how much a step at the start may add to what i
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 8)  # layers by which an end moves
 MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 SCHEDULED = 20  # steps that can be made in the time that scheduling an allocation takes
+FEW_STAGES = 16  # of each so many more, where they share devices, that time grows with the square
 REFUTED = 0.02  # what an allocation counts as missing that may reach the period by its bound, and cannot
 
 
@@ -195,9 +199,9 @@ def wander(
 ) -> Allocation:
     """Walk about ``budget`` steps from ``start``; return the last allocation that ``try_`` made the best, or ``start``.
 
-    One that is scheduled counts as :data:`SCHEDULED`. A step may add so much, ``hot``, to what is missing at first.
-    ``misfit`` says what an allocation misses of the period to beat, or that it is more than a limit; ``try_`` schedules
-    one and says whether it is the best so far, which shortens the period to beat.
+    One that is scheduled counts as :data:`SCHEDULED`, more with many stages. A step may add so much, ``hot``, to what
+    is missing at first. ``misfit`` says what an allocation misses of the period to beat, or that it is more than a
+    limit; ``try_`` schedules one and says whether it is the best so far, which shortens the period to beat.
     """
     rng, changes = random.Random(seed), _Changes(problem)
     best = current = start.stages
@@ -213,7 +217,8 @@ def wander(
         there = misfit(changed, worst)
         if there == 0:
             if changed not in refuted:
-                step += SCHEDULED
+                shared = len({stage.devices for stage in changed}) < len(changed)
+                step += SCHEDULED * (max(1, len(changed) // FEW_STAGES) ** 2 if shared else 1)
                 if try_(Allocation(changed)):
                     best = current = changed
                     here = misfit(current, inf)

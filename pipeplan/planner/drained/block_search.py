@@ -117,19 +117,21 @@ class BlockSearch:
     # --- the search ---
 
     def run(self, moves: int, first: Callable[[], None] = lambda: None) -> str | None:
-        """Search all configurations; return why it ended early, or None. ``first`` is called behind the even splits."""
+        """Search all configurations, without ``moves`` those few whose even splits are soonest; return why it ended
+        early, or None. ``first`` is called behind the even splits."""
 
         def search() -> None:
             self.settings.status.phase = "even splits"
             self._try_even()
             first()
             self.settings.status.phase = "search"
-            for config in self.configs:
+            even = [x.config for x in self._sooner()]
+            for config in self.configs if moves or not even else even:
                 if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
-                    break
+                    continue
                 if self.cutoff_ns is None or self._bounded(config) < self.cutoff_ns:
                     self._probe(config)
-            for config in self.configs if self.best is not None else ():  # those that came before the first plan
+            for config in self.configs if moves and self.best else ():  # those that came before the first plan
                 if self.cutoff_ns is not None and config.bound_ns < self.cutoff_ns:
                     self._bounded(config)
             self._improve(moves)
@@ -177,7 +179,8 @@ class BlockSearch:
         """Try the splits of a configuration that promise most, for every way to recompute that may pay; even ones of
         one that splits backwards, where nothing is recomputed."""
         if KINDS[config.kind].splits:
-            self._try_all(config, Recompute(), self._pipe(config, Recompute()).even())
+            pipe = self._pipe(config, Recompute())
+            self._try_all(config, Recompute(), pipe, pipe.even())
             return
         bound: int | None = None
         spent: str | None = None  # a rule whose other ways take as long or longer than the best
@@ -192,7 +195,7 @@ class BlockSearch:
                     spent = way.rule
                 continue
             bound = least[0] if bound is None else min(bound, least[0])
-            self._try_all(config, way, [least[1], *pipe.even()])
+            self._try_all(config, way, pipe, [least[1], *pipe.even()])
             better = config in self.finals and self.finals[config].recompute == way
             free = pipe.least(fit=False)
             if better and free is not None and free[0] == least[0]:
@@ -235,9 +238,10 @@ class BlockSearch:
         held = held_at_most(config.kind, shape.ranks, shape.chunks, count)
         return Pipe(self._tables, self._activations[way], groups, count, held, share=shape.chunks)
 
-    def _try_all(self, config: Config, way: Recompute, splits: Iterable[tuple[int, ...]]) -> None:
+    def _try_all(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> None:
         for split in splits:
-            self._try_split(config, way, split)
+            if config not in self.finals or pipe.work_ns(split) < self.finals[config].makespan_ns:
+                self._try_split(config, way, split)
 
     def _try_split(self, config: Config, way: Recompute, split: tuple[int, ...]) -> Found | None:
         """Simulate a split; return it if it became the best of its configuration."""
@@ -282,8 +286,12 @@ class BlockSearch:
                 splits = takewhile(lambda _: self.steps < end, near_splits(here.split, 2, False))
                 yield from filter(None, (self._try_split(config, here.recompute, split) for split in splits))
 
-        for found in sorted(self.finals.values(), key=lambda x: x.makespan_ns)[:FINALISTS]:
+        for found in self._sooner():
             climbed(found, near)
+
+    def _sooner(self) -> list[Found]:
+        """Return the soonest of the best of each configuration."""
+        return sorted(self.finals.values(), key=lambda x: x.makespan_ns)[:FINALISTS]
 
     # --- where there is none ---
 

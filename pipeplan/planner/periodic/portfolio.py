@@ -54,7 +54,7 @@ class SearchEffort:
     @property
     def again(self) -> SearchEffort:
         """The same for a second search of nearly the same problem."""
-        return replace(self, rounds=min(self.rounds, 1), walks=min(self.walks, 2))
+        return replace(self, periods=min(self.periods, 1), rounds=min(self.rounds, 1), walks=min(self.walks, 2))
 
 
 EFFORTS = {

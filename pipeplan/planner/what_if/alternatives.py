@@ -19,6 +19,7 @@ from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ..least_late import found_quickly
 from ..periodic.incumbent import Incumbent, Settings
 from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
+from ..periodic.special import one_special
 from ..plan import Planned, make_plan
 
 COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
@@ -32,8 +33,8 @@ def with_alternatives(
 ) -> Planned:
     """Return the plan with what others take with weights kept otherwise, at the same interval: of those that drain by
     a quick search, unless without ``drained`` that was made before; of others the plan's own stages and the best
-    contiguous ones, and where there are none, or these take longer than the plan and that doesn't drain, what ``find``,
-    the search that it is from, finds.
+    contiguous ones, and where there are none, or these take longer than the plan, what ``find``, the search that it is
+    from, finds; beside a plan that drains, where there are none, MadPipe's or those of a quick search.
 
     Left out are what the plan names already, all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
@@ -110,9 +111,12 @@ def _alternative(
         if not plan.policy.drains:
             incumbent.try_(Allocation(plan.allocation.stages))
         incumbent.try_all(propose_contiguous(incumbent))
+        if plan.policy.drains and incumbent.best is None:
+            incumbent.try_all(one_special(incumbent, 1))
         periods += [] if incumbent.best is None else [incumbent.best.cost]
         longer = not plan.policy.drains and periods > [planned.evaluation.period_ns]
         if find is not None and (longer or not periods):
             with suppress(BadInput, Infeasible):
-                periods.append(find(here).evaluation.period_ns)
+                other = found_quickly(here, settings) if plan.policy.drains else find(here)
+                periods += [] if other is None else [other.evaluation.period_ns]
     return [Alternative(weights, plan.interval, min(periods, default=None), drains or plan.policy.drains)]

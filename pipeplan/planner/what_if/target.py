@@ -148,14 +148,14 @@ def what_binds(problem: Problem, planned: Planned, name: str) -> str | None:
     price = planned.plan.provenance.options.get("price", {}).get(DRAINED, own)
     if own < MUCH * price:
         return None
-    best, sentence = own - (own - price) // 2, _only(TARGETS[name])
+    count, best, sentence = problem.policy.accumulate or 1, own - (own - price) // 2, _only(TARGETS[name])
     for text, lifted, target in _lifted(as_run_by(problem, name), name):
         with suppress(BadInput):
             search = BlockSearch(lifted, name, target, target.kinds, Settings())
+            search.cutoff_ns = (best - 1) * count + 1  # others round up to no less
             search.run(0)
-            period = ceil_div(search.cutoff_ns or 10**18, problem.policy.accumulate or 1)
-            if period < best:
-                best, sentence = period, text
+            if search.best is not None:
+                best, sentence = ceil_div(search.best.makespan_ns, count), text
     return sentence
 
 

@@ -14,7 +14,7 @@ from math import ceil, lcm
 
 from ...cost.group_bound import device_bytes, group_counts
 from ...cost.stage_graph import StageGraph
-from ...integers import ceil_div
+from ...integers import ceil_div, smallest
 from ...plan import Pattern
 from ..pattern import make_pattern
 
@@ -152,7 +152,10 @@ def _most_in_flight(graph: StageGraph, stage: int, fewest: list[int], limit: int
     resource = graph.stages[stage].resource
     memory = graph.resources[resource].memory_bytes
     assert memory is not None, "stages are on devices"
-    counts = [*fewest]
-    while counts[stage] < limit and device_bytes(graph, resource, counts) <= memory:
-        counts[stage] += 1
-    return counts[stage] if device_bytes(graph, resource, counts) <= memory else max(counts[stage] - 1, fewest[stage])
+    low, most = fewest[stage], max(limit, fewest[stage])
+
+    def too_many(count: int) -> bool | None:
+        return device_bytes(graph, resource, [*fewest[:stage], count, *fewest[stage + 1 :]]) > memory or None
+
+    found = smallest(too_many, low, most, low)
+    return most if found is None else max(found[0] - 1, low)

@@ -10,12 +10,13 @@ period below what can be reached is refuted at once, which takes the integer pro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import lcm
 
 import numpy as np
 
 from ...cost.stage_graph import StageGraph
-from ...integers import Ints
+from ...integers import Ints, smallest
 from ...plan import Pattern
 from ..pattern import memory_fits, starts_of
 from .retime import height_bounds, order_of, retime
@@ -89,20 +90,39 @@ class _State:
     most: Ints
 
 
+def _closed(after: Ints) -> bool:
+    """Make of steps the longest ways; return whether none comes back later than it began."""
+    for i in range(len(after)):
+        np.maximum(after, after[:, i, None] + after[i], out=after)
+    return not after.diagonal().any()
+
+
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """At one instant a device holds ``weigh @ k + fixed`` bytes and its versions at most; ``own`` are the pairs whose
-    k count them, one less than what is in flight."""
+    """At one instant a device has ``room`` for ``of_more`` bytes times the k of the pairs ``more``, those ``of_less``
+    times the k of ``less`` taken off, and for its versions; ``own`` are the pairs whose k count them, one less than
+    what is in flight, with ``of_own`` bytes each."""
 
-    weigh: Ints
+    more: Ints
+    of_more: Ints
+    less: Ints
+    of_less: Ints
     room: int
     own: tuple[tuple[int, int], ...]  # (pair, stage)
+    of_own: tuple[int, ...]
+
+    @staticmethod
+    def of(weigh: Ints, room: int, own: tuple[tuple[int, int], ...]) -> _Room:
+        """Return it for what ``weigh`` says of every pair."""
+        more, less = np.flatnonzero(weigh > 0), np.flatnonzero(weigh < 0)
+        return _Room(more, weigh[more], less, -weigh[less], room, own, tuple(int(weigh[pair]) for pair, _ in own))
 
 
 class _Search:
     def __init__(self, graph: StageGraph, period: int, budget: int, held: int | None) -> None:
         self.graph, self.period, self.budget, self.nodes, self.spent = graph, period, budget, 0, False
         self.held = held
+        self.weights = cache(lambda s, k: graph.weights_bytes(s, graph.versions(s, k + 1, 1)))
 
     def run(self, ways: dict[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], int] | None:
         """Return the heights of a pattern; None where there is none, or the budget is ``spent``."""
@@ -121,7 +141,7 @@ class _Search:
         if self.held is not None:
             weigh = np.zeros(len(pairs), dtype=np.int64)
             weigh[[self.index[pair] for pair in _stays(graph)]] = 1
-            self.rooms.append(_Room(weigh, self.held, ()))
+            self.rooms.append(_Room.of(weigh, self.held, ()))
         count = len(length)
         after = np.full((count, count), FAR, dtype=np.int64)
         np.fill_diagonal(after, 0)
@@ -135,7 +155,7 @@ class _Search:
             after[-1, 0] = max(after[-1, 0], length[-1] - graph.policy.most_lifetime * period)
         least = np.array([-ways[pair][1] for pair in pairs], dtype=np.int64)
         most = np.array([-ways[pair][0] for pair in pairs], dtype=np.int64)
-        found = self._solve(_State(after, least, most))
+        found = self._solve(_State(after, least, most)) if _closed(after) else None
         return None if found is None else {pair: -int(found.least[i]) for pair, i in self.index.items()}
 
     def _solve(self, state: _State) -> _State | None:
@@ -167,11 +187,7 @@ class _Search:
         """Narrow the bounds until nothing changes; return whether anything is left."""
         u, v, turn, after = self.u, self.v, self.turn, state.after
         while True:
-            after[u, v] = np.maximum(after[u, v], state.least * turn + self.of_u)
-            after[v, u] = np.maximum(after[v, u], self.of_v - (state.most + 1) * turn)
-            for i in range(len(after)):
-                np.maximum(after, after[:, i, None] + after[i], out=after)
-            if after.diagonal().any():
+            if not self._lengthen(after, (state.least * turn + self.of_u, self.of_v - (state.most + 1) * turn)):
                 return False
             least = np.maximum(state.least, -((-after[u, v] - self.of_v) // turn) - 1)
             most = np.minimum(state.most, (-after[v, u] - self.of_u) // turn)
@@ -181,33 +197,45 @@ class _Search:
                 return True
             state.least, state.most = least, most
 
+    def _lengthen(self, after: Ints, own: tuple[Ints, Ints]) -> bool:
+        """Let u and v of each pair start at least ``own`` after each other; return whether all ways may be so long.
+
+        ``after`` has the longest ways, one step at a time where few get longer.
+        """
+        ends = np.concatenate([self.u, self.v]), np.concatenate([self.v, self.u])
+        risen = np.flatnonzero((ns := np.concatenate(own)) > after[ends])
+        if len(risen) < len(after):
+            for i, j, most in zip(*(x[risen].tolist() for x in (*ends, ns)), strict=True):
+                if most > after[i, j]:
+                    if most + after[j, i] > 0:
+                        return False
+                    np.maximum(after, after[:, i, None] + (most + after[j]), out=after)
+            return True
+        after[ends] = np.maximum(after[ends], ns)
+        return _closed(after)
+
     def _fit(self, least: Ints, most: Ints) -> bool:
         """Narrow the bounds by what devices hold; return whether they can hold it."""
         for held in self.rooms:
-            weigh, room = held.weigh, held.room
-            up = weigh > 0
-            left = room - int(weigh @ np.where(up, least, most))
-            left -= sum(self._weights(s, int(least[pair])) for pair, s in held.own)
+            more, less, own = held.more, held.less, held.own
+            left = held.room - int(held.of_more @ least[more] - held.of_less @ most[less])
+            left -= sum(self.weights(s, int(least[pair])) for pair, s in own)
             if left < 0:
                 return False
-            many = np.flatnonzero(weigh)
-            step = left // np.abs(weigh[many])
-            rising = up[many]
-            more, less = many[rising], many[~rising]
-            most[more] = np.minimum(most[more], least[more] + step[rising])
-            least[less] = np.maximum(least[less], most[less] - step[~rising])
-            for pair, s in held.own:
-                here = int(least[pair])
-                base = self._weights(s, here)
-                while most[pair] > here:
-                    top = int(most[pair])
-                    if self._weights(s, top) - base + int(weigh[pair]) * (top - here) <= left:
-                        break
-                    most[pair] = top - 1
-        return not (least > most).any()
+            most[more] = np.minimum(most[more], least[more] + left // held.of_more)
+            least[less] = np.maximum(least[less], most[less] - left // held.of_less)
+            for (pair, s), each in zip(own, held.of_own, strict=True):
+                here, top = int(least[pair]), int(most[pair])
+                enough = left + self.weights(s, here) + each * here
 
-    def _weights(self, s: int, k: int) -> int:
-        return self.graph.weights_bytes(s, self.graph.versions(s, k + 1, 1))
+                def too_many(k: int, s: int = s, each: int = each, enough: int = enough) -> bool | None:
+                    return self.weights(s, k) + each * k > enough or None
+
+                if top > here and too_many(top):
+                    found = smallest(too_many, here + 1, top, here + 1)
+                    assert found is not None, "it is too many"
+                    most[pair] = found[0] - 1
+        return not (least > most).any()
 
     def _rooms(self, device: int) -> list[_Room]:
         graph, memory = self.graph, self.graph.resources[device].memory_bytes
@@ -225,7 +253,7 @@ class _Search:
                 weigh, room = np.zeros(len(self.u), dtype=np.int64), memory - more
                 for q in stages:
                     room -= self._hold(weigh, q, at)
-                found.append(_Room(weigh, room, own))
+                found.append(_Room.of(weigh, room, own))
         return found
 
     def _hold(self, weigh: Ints, q: int, at: int) -> int:
