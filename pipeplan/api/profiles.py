@@ -29,7 +29,6 @@ from .asked import Parts
 if TYPE_CHECKING:
     from ..runtime.model.build.spec import ModelSpec
     from ..runtime.profiler.measure import MeasuredModel
-    from ..runtime.profiler.steps import MeasureOptions
 
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
@@ -291,25 +290,37 @@ def _made(
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of one model costs."""
+    from ..runtime.model.autocast import Autocast
     from ..runtime.profiler.estimate import estimate_model
-    from ..runtime.profiler.measure import measure_model
+    from ..runtime.profiler.measure import measure_model, measured_again
+    from ..runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
+    from ..runtime.training.update.optimizers import optimizer_maker
 
-    merge = merging(granularity, blocks)
+    merge, by_names = merging(granularity, blocks), granularity in (AUTO, "block") or blocks is not None
     batches = source.batches if data is None else data_to_read(data, source.batch)
-    options = _measuring(source, batches, gpu, device, dtype, optimizer, beside, measuring)
-    about: dict[str, Any] = {
-        "name": name or source.name,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "data": batches,
-    }
-    if gpu is not None:
+    where = "cpu" if gpu is not None else chosen_device(device)
+    if beside > 1 and where != "cpu":
+        raise BadInput("--beside: processes that share CPUs slow each other; on GPUs leave it out, or say --device cpu")
+    half = None if dtype is None else dtype_of(dtype.removeprefix(AUTOCAST))
+    casts = dtype is not None and dtype.startswith(AUTOCAST)
+    options = MeasureOptions(
+        dtype=None if casts else half,
+        autocast=Autocast(half, where) if half is not None and casts else None,
+        optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
+        device=where,
+        read=None if batches is None or gpu is not None else Late("runtime.engine.reading:repeatedly")(batches),
+        others=None if beside == 1 else Others(beside - 1, partial(measured_again, source.elsewhere, source.batch)),
+        merge=merge if by_names and gpu is None else None,
+        **{"steps": STEPS, "seconds": SECONDS, **measuring},
+    )
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about: dict[str, Any] = {"name": name or source.name, "date": date, "data": batches}
+    if gpu is None:
+        measured = measure_model(source.build, source.batch, options, **about)
+    else:
         target = accelerator(gpu)
         constants = constants_of(target, engine)
         measured = estimate_model(source.build, source.batch, target, options, **about, constants=constants)
-    else:
-        by_names = granularity in (AUTO, "block") or blocks is not None
-        options = replace(options, merge=merge if by_names else None)
-        measured = measure_model(source.build, source.batch, options, **about)
     return Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
 
 
@@ -349,38 +360,6 @@ def _refuse(gpu: str | None, engine: str | None, device: str, beside: int, measu
         raise BadInput(f"--beside: {beside} isn't a number of processes from 1 to {MOST_BESIDE}")
     if gpu is None and engine is not None:
         raise BadInput("--engine goes with --estimate")
-
-
-def _measuring(
-    source: _Source,
-    batches: Any,
-    gpu: str | None,
-    device: Literal["auto", "cpu", "cuda"],
-    dtype: str | None,
-    optimizer: str,
-    beside: int,
-    measuring: Mapping[str, Any],
-) -> MeasureOptions:
-    """Return how a model is measured, or what is estimated of it."""
-    from ..runtime.model.autocast import Autocast
-    from ..runtime.profiler.measure import measured_again
-    from ..runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
-    from ..runtime.training.update.optimizers import optimizer_maker
-
-    where = "cpu" if gpu is not None else chosen_device(device)
-    if beside > 1 and where != "cpu":
-        raise BadInput("--beside: processes that share CPUs slow each other; on GPUs leave it out, or say --device cpu")
-    half = None if dtype is None else dtype_of(dtype.removeprefix(AUTOCAST))
-    casts = dtype is not None and dtype.startswith(AUTOCAST)
-    return MeasureOptions(
-        dtype=None if casts else half,
-        autocast=Autocast(half, where) if half is not None and casts else None,
-        optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
-        device=where,
-        read=None if batches is None or gpu is not None else Late("runtime.engine.reading:repeatedly")(batches),
-        others=None if beside == 1 else Others(beside - 1, partial(measured_again, source.elsewhere, source.batch)),
-        **{"steps": STEPS, "seconds": SECONDS, **measuring},
-    )
 
 
 def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blocks: str | None) -> Chain:
