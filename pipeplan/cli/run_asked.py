@@ -131,5 +131,5 @@ def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions
     if data is None:
         return options
     usual = None if options.epoch is None else options.epoch // plan.interval
-    about = HeldOutOptions(data, 1, 1, metrics, patience=patience, averaged=options.averaged)
+    about = HeldOutOptions(data, 1, 1, metrics, patience=patience)
     return replace(options, held_out=held_out_of(plan, about, every or usual, batches, monitor))

@@ -100,7 +100,7 @@ def test_a_resumed_run_has_the_same_average_plateau_and_patience(tmp_path):
     options = uncorrected(
         steps=STEPS, lr=0.05, ema=0.8, averaged=True, save=tmp_path / "one.pt", checkpoint=tmp_path / "c",
         scheduler=parse_choice("ReduceLROnPlateau,patience=0,factor=0.5,threshold=0.5", ""), warmup=2,
-        held_out=replace(ASKED, averaged=True, metrics=None),
+        held_out=replace(ASKED, metrics=None),
     )  # fmt: skip
     heard = []
     whole = run_plan(plan, model, options, heard.append)

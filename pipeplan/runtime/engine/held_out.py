@@ -54,7 +54,7 @@ class HeldOut:
         spec = replace(job.model, data=asked.data)
         forward = replace(job.options, evaluates=True, held_out=None, checkpoint=None, every=None, keep=None)
         self._rank, _, _ = build_model(Job(job.plan, spec, forward, place=job.place), number, launcher)
-        self._asked, self._seed = asked, job.options.seed
+        self._asked, self._seed, self._averaged = asked, job.options.seed, job.options.averaged
         self._metrics: list[dict[str, float]] = []
         self._later: list[Callable[[], None]] = []  # what reads losses once they are there
         model = self._rank.model
@@ -97,7 +97,7 @@ class HeldOut:
     def _take_weights(self, rank: Rank, stages: OwnStages) -> None:
         """Let the modules that evaluate have the tensors of those that train, or averages."""
         with assembled(stages.updates):
-            average = averaged(rank, stages.updates) if self._asked.averaged else {}
+            average = averaged(rank, stages.updates) if self._averaged else {}
             trained = [layer for s in rank.first_of for layer in rank.layers(s)]
             state = {
                 layer.names[key]: x

@@ -44,7 +44,7 @@ class HeldOutOptions:
 
     ``metrics`` is ``module:function(output, target)``, a number or a dict of numbers, of which means are told. The best
     evaluation is that with the least loss, or ``watched`` metric, or the ``highest``; the run ends after ``patience``
-    evaluations that are no better. ``averaged``: with the running average of the weights.
+    evaluations that are no better.
     """
 
     data: str
@@ -54,7 +54,6 @@ class HeldOutOptions:
     watched: str = "loss"
     highest: bool = False
     patience: int | None = None
-    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from ..randomness import OwnRandomness, others
 from ..structure import OF_MODULES, PLAIN, attributes_kept, leaves_of, mapped, tensors_in
 from ..user_code import RAISED, code_failed, user_code
 from .adapted import no_reentry, run_uncompiled
-from .author import Attributes, Author, Ran, Step, named
-from .differences import GRADIENT, alike, first_difference
+from .author import GRADIENT, Attributes, Author, Ran, Step, alike, first_difference, named
 from .exported import OF_MODULE, refuse_changed
 
 KEY: Final = 20  # of the random numbers that both draw
