@@ -6,6 +6,7 @@ something that nobody asked for, without any error.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
@@ -34,7 +35,6 @@ from ..exchange.collective import this_machine
 from ..model.build.spec import ModelSpec, builder_of
 from ..model.loaded import LoadedModel
 from ..training.state.checkpoint import Checkpoint, Peers, newest, tidy
-from ..training.state.lock import one_run
 from ..training.state.written import unreadable
 from .messages import looks
 
@@ -47,6 +47,7 @@ INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 UNKNOWN: Final = "?"  # the address of a host whose name stands for none, which gloo takes for the loopback's
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of libraries, whose versions tell enough
 STANDARD: Final = Path(sysconfig.get_path("stdlib"))
+LOCK: Final = ".lock"
 CHUNK: Final = 2**20  # bytes that are read at once
 SAMPLES: Final = 256  # pieces of a state that are compared, so much apart
 SHARED_S: Final = 5.0  # in which a folder that is shared shows on every node what one of them has written
@@ -130,6 +131,54 @@ def _own_address() -> str:
 
 
 # --- the checkpoints --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_run(folder: Path) -> Iterator[None]:
+    """Make ``folder``, and let no other run write to it meanwhile; BadInput when that fails, or one does.
+
+    The lock is the kernel's, on a file in the folder, so a run that is killed leaves none behind. On a file system
+    without locks nothing is kept out.
+    """
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"checkpoint: {folder} cannot be made: {error.strerror}") from error
+    try:
+        handle = _locked(path)
+    except OSError as error:
+        raise BadInput(f"checkpoint: {folder} cannot be written to: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()  # while it is locked: whoever opened it before sees that it has gone
+        os.close(handle)
+
+
+def _locked(path: Path) -> int:
+    """Return the handle of the file ``path`` with its lock; BadInput when another process has it."""
+    while True:
+        here = False  # whether the open file still has this name
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = re.match(rb"process \d{1,9} on [\w.-]{1,64}\n", os.pread(handle, 100, 0))
+            os.close(handle)
+            who = f", {owner[0].decode().strip()}," if owner else ""
+            raise BadInput(f"checkpoint: another run{who} writes to {path.parent}") from None
+        except OSError:  # no locks here
+            return handle
+        with suppress(OSError):
+            here = os.path.samestat(os.fstat(handle), os.lstat(path))
+        if here:
+            with suppress(OSError):  # who has it is no more than a help
+                os.truncate(handle, 0)
+                os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            return handle
+        os.close(handle)  # its owner has just removed it
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from cases.saved_runs import made as folder
 from pipeplan.errors import BadInput, RunFailed
 from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
-from pipeplan.runtime.processes.agreement import writing_to
+from pipeplan.runtime.processes import agreement
+from pipeplan.runtime.processes.agreement import one_run, writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
-from pipeplan.runtime.training.state import lock
 from pipeplan.runtime.training.state.checkpoint import (
     ABOUT,
     FileSum,
@@ -40,7 +40,6 @@ from pipeplan.runtime.training.state.checkpoint import (
     remove_older,
     tidy,
 )
-from pipeplan.runtime.training.state.lock import one_run
 from pipeplan.runtime.training.state.written import write
 
 
@@ -57,7 +56,7 @@ def test_a_second_run_is_refused(folder, plan, tmp_path):
 
 def test_a_killed_run_leaves_no_lock_behind(folder):
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.training.state.lock import one_run\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.processes.agreement import one_run\n"
         "with one_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(10**6)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
@@ -65,10 +64,10 @@ def test_a_killed_run_leaves_no_lock_behind(folder):
         with pytest.raises(BadInput, match=f"another run, process {process.pid} on"), one_run(folder):
             pass
         process.kill()
-    assert (folder / lock.LOCK).exists()
+    assert (folder / agreement.LOCK).exists()
     with one_run(folder):
         pass
-    assert not (folder / lock.LOCK).exists()
+    assert not (folder / agreement.LOCK).exists()
 
 
 def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
@@ -96,7 +95,7 @@ def test_of_many_runs_one_at_a_time_has_the_folder(tmp_path):
 
 
 def test_a_lock_that_is_something_else_is_bad_input(tmp_path):
-    (tmp_path / lock.LOCK).symlink_to(tmp_path / "target")
+    (tmp_path / agreement.LOCK).symlink_to(tmp_path / "target")
     with pytest.raises(BadInput, match=rf"{tmp_path} cannot be written to: "), one_run(tmp_path):
         pass
     assert not (tmp_path / "target").exists()
@@ -106,7 +105,7 @@ def test_file_systems_without_locks_serve_too(tmp_path, monkeypatch):
     def refuse(handle, operation):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(agreement.fcntl, "flock", refuse)
     with one_run(tmp_path), one_run(tmp_path):
         pass
 
@@ -299,20 +298,20 @@ def test_the_newest_good_ones_are_kept_and_those_of_more_updates(step, keep, goo
 def test_who_has_a_folder_is_said_and_what_can_be_none(tmp_path):
     with one_run(tmp_path):
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        assert (tmp_path / lock.LOCK).read_text() == f"{who}\n"
+        assert (tmp_path / agreement.LOCK).read_text() == f"{who}\n"
         with (
             pytest.raises(BadInput, match=f"^checkpoint: another run, {who}, writes to {tmp_path}$"),
             one_run(tmp_path),
         ):
             pass
-        (tmp_path / lock.LOCK).write_text("whoever" * 50)
+        (tmp_path / agreement.LOCK).write_text("whoever" * 50)
         with pytest.raises(BadInput, match=f"^checkpoint: another run writes to {tmp_path}$"), one_run(tmp_path):
             pass
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(BadInput, match=f"^checkpoint: {file} cannot be made: File exists$"), one_run(file):
         pass
-    (tmp_path / lock.LOCK).mkdir()
+    (tmp_path / agreement.LOCK).mkdir()
     with (
         pytest.raises(BadInput, match=f"^checkpoint: {tmp_path} cannot be written to: Is a directory$"),
         one_run(tmp_path),
