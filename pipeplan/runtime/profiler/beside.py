@@ -72,7 +72,8 @@ def measured_together(measure: Callable[[LayerGroup], Any], ranks: int, kind: Ki
                     elif said is not None:
                         found = said
     if failures:
-        raise type(failures[-1])(f"--tensor {ranks}: {failures[-1]}")
+        root = min(failures, key=lambda x: isinstance(x, PeerLost))
+        raise type(root)(f"--tensor {ranks}: {root}")
     return found
 
 
