@@ -116,8 +116,8 @@ class BlockSearch:
 
     # --- the search ---
 
-    def run(self, moves: int, first: Callable[[], None] = lambda: None) -> str | None:
-        """Search all configurations, without ``moves`` those few whose even splits are soonest; return why it ended
+    def run(self, moves: int, first: Callable[[], None] = lambda: None, few: bool = False) -> str | None:
+        """Search all configurations, or those ``few`` whose even splits are soonest; return why it ended
         early, or None. ``first`` is called behind the even splits."""
 
         def search() -> None:
@@ -126,12 +126,12 @@ class BlockSearch:
             first()
             self.settings.status.phase = "search"
             even = [x.config for x in self._sooner()]
-            for config in self.configs if moves or not even else even:
+            for config in even if few and even else self.configs:
                 if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
                     continue
                 if self.cutoff_ns is None or self._bounded(config) < self.cutoff_ns:
                     self._probe(config)
-            for config in self.configs if moves and self.best else ():  # those that came before the first plan
+            for config in self.configs if self.best and not few else ():  # those that came before the first plan
                 if self.cutoff_ns is not None and config.bound_ns < self.cutoff_ns:
                     self._bounded(config)
             self._improve(moves)
