@@ -1,7 +1,7 @@
 """Put small faults into the rooms that decide, one at a time, and say which ones no test notices.
 
     python scripts/checks/mutation.py [--seed N] [--mutants 300] [--rooms cost,schedule,check,partition,planner]
-                                      [--at MODULE:LINE,...] [--jobs 2] [--seconds 300]
+                                      [--at MODULE:LINE,...] [--jobs 2] [--seconds 600]
 
 A seeded sample of the faults of :mod:`mutants`, which changes only where the source does, is tried in copies of the
 checkout. Which tests reach which lines is found out first (by ``pip install coverage``), of those files that import a
@@ -32,13 +32,13 @@ from types import CodeType
 from typing import Any
 
 from mutants import Mutant, mutants_of
+from mutation_tests import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, HERE = ROOT / "pipeplan", str(Path(__file__).parent)
 ROOMS = ("cost", "schedule", "check", "partition", "planner")
 ELSEWHERE = ("runtime", "zoo")  # below tests/: torch, processes
 ENOUGH = 0.95
-LONG_S = 60  # without a test's end: it hangs
 BEGINNING = """
 import os, pathlib, coverage
 coverage.process_startup()
@@ -177,7 +177,7 @@ def main() -> int:
     )
     parser.add_argument("--reached", type=Path, default=ROOT / "out" / "reached.json", help="what is known of lines")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=300, help="that a mutant meets tests, at most")
+    parser.add_argument("--seconds", type=float, default=600, help="that a mutant meets tests, at most")
     arguments = parser.parse_args()
     known = equivalents()
     every = [

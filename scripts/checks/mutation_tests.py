@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 RECORD, FAULTS = os.environ.get("MUTATION_TEST"), os.environ.get("MUTATION_FAULTS")
-LONG_S = 60  # without a test's end: it hangs
+LONG_S = 240  # without a test's end: it hangs
 ABSENT, PASSED = 3, b"passed"
 took: dict[str, float] = {}
 telling: list[int] = []  # where a fork says what fails

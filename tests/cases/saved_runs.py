@@ -65,14 +65,14 @@ def made(tmp_path):
     return made
 
 
-def appear(folder, step, ranks=2, size=500, plan=None):
+def appear(folder, step, ranks=2, size=500, plan=None, seed=7):
     """Let a checkpoint appear in a folder, with so many bytes of each rank."""
     partial, files = begin(folder, step), []
     for rank in range(ranks):
         data = random.Random(10 * step + rank).randbytes(size)
         (partial / file_of(rank)).write_bytes(data)
         files.append(FileSum(size, zlib.crc32(data)))
-    finish(partial, Position(step, 4 * step), "healthy", 7, files, plan)
+    finish(partial, Position(step, 4 * step), "healthy", seed, files, plan)
 
 
 @pytest.fixture(scope="module")

@@ -171,3 +171,22 @@ def test_parts_of_layers_that_are_none_are_refused(place, value, words, tmp_path
     assert read_profile(written(tmp_path, json.dumps(PARTS))).variants[1].tensor == 4
     with pytest.raises(BadInput, match=re.escape(words)):
         read_profile(written(tmp_path, json.dumps(edited(PARTS, place, value))))
+
+
+def test_inputs_are_layers_without_weights_that_read_nothing(tmp_path):
+    free = edited(edited(PROFILE, ("tied",), []), ("layers", 0, "weight_bytes"), 0)
+    free = edited(edited(free, ("layers", 1, "weight_bytes"), 0), ("edges",), [[1, 2], [0, 2], [2, 3]])
+    assert read_profile(written(tmp_path, json.dumps(edited(free, ("inputs",), [0, 1])))).inputs == (0, 1)
+    heavy, lone = edited(free, ("layers", 1, "weight_bytes"), 5), {x: y for x, y in free.items() if x != "edges"}
+    for form, inputs, n, i in (
+        (free, [0, 4], 1, 4),
+        (free, [-1], 0, -1),
+        (free, [2], 0, 2),
+        (heavy, [1], 0, 1),
+        (lone, [0], 0, 0),
+    ):
+        with pytest.raises(BadInput, match=rf"\$\.inputs\[{n}\]: layer {i} has weights or reads another layer, so it"):
+            read_profile(written(tmp_path, json.dumps(edited(form, ("inputs",), inputs))))
+    assert read_profile(written(tmp_path, json.dumps(edited(free, ("order",), [1, 0, 2, 3])))).order == (1, 0, 2, 3)
+    with pytest.raises(BadInput, match=r"\$\.order: is not each number from 0 to 3 once"):
+        read_profile(written(tmp_path, json.dumps(edited(free, ("order",), [1, 1, 2, 3]))))

@@ -274,6 +274,11 @@ def test_a_file_that_is_not_there_as_it_was_written_lets_nothing_appear(folder):
     assert newest(folder).position.step == 4
     tidy(folder)
     assert sorted(x.name for x in folder.iterdir()) == ["step-00000002", LAST]
+    finish(begin(folder, 6), place, "m", 2**64 - 1, [])
+    with pytest.raises(BadInput, match=r"files: has other names than those of ranks, from rank-00000\.pt on"):
+        about(folder / "step-00000006")
+    appear(folder, 6, seed=2**64 - 1)
+    assert newest(folder).seed == 2**64 - 1
 
 
 @pytest.mark.parametrize(
