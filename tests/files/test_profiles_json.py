@@ -10,8 +10,9 @@ from cases.chains import PUBLISHED, published, random_chain
 from cases.files import CHAIN, assert_refused, edited, written
 
 from pipeplan.errors import BadInput
+from pipeplan.files.piper_json import AGAIN, KEPT
 from pipeplan.files.profiles import digest, profile_text, read_profile
-from pipeplan.problem import Variant
+from pipeplan.problem import Layer, Variant
 
 
 def test_profiles_come_back_byte_for_byte(tmp_path):
@@ -190,3 +191,37 @@ def test_inputs_are_layers_without_weights_that_read_nothing(tmp_path):
     assert read_profile(written(tmp_path, json.dumps(edited(free, ("order",), [1, 0, 2, 3])))).order == (1, 0, 2, 3)
     with pytest.raises(BadInput, match=r"\$\.order: is not each number from 0 to 3 once"):
         read_profile(written(tmp_path, json.dumps(edited(free, ("order",), [1, 1, 2, 3]))))
+
+
+def test_piper_s_inputs_are_read_wherever_a_profile_is(tmp_path):
+    def ways(*times):
+        return [{"id": x, "timePerSample": t, "parameterSize": 30.4, "memoryUsageA": 20.6} for x, t in times]
+
+    plain, both = ways((KEPT, 3e-6)), ways((KEPT, 3e-6), (AGAIN, 4e-6))
+    nodes = [
+        {"id": 7, "name": "a", "TMPCs": {"1": both, "2": plain}},
+        {"id": 3, "TMPCs": {"1": plain, "2": plain, "4": plain}},
+    ]
+    edges = [{"sourceId": 7, "destId": 3, "communicationCost": 5.4}]
+    found = read_profile(written(tmp_path, json.dumps({"nodes": nodes, "edges": edges}), "net.x.json"))
+    assert (found.name, found.edges, found.input_bytes, found.source) == (
+        "net", ((0, 1),), 0, f"Piper input {tmp_path}/net.x.json",
+    )  # fmt: skip
+    wanted = (Layer("a-7", 1000, 2000, 30, 5, 21), Layer("layer-3", 1000, 2000, 30, 0, 21))
+    assert found.layers == wanted
+    assert [(x.tensor, x.selective, x.layers) for x in found.variants] == [(2, False, wanted)]
+    for change, words in (
+        (
+            {"edges": [*edges, {"sourceId": 3, "destId": 7, "communicationCost": 1}]},
+            "don't make an acyclic graph of the",
+        ),
+        ({"edges": [{"sourceId": 7, "destId": 4, "communicationCost": 1}]}, "they don't make an acyclic graph"),
+        ({"nodes": [*nodes, nodes[0]]}, "they don't make an acyclic graph of the nodes, each once"),
+        (
+            {"nodes": [{"id": 7, "TMPCs": {"2": plain}}, nodes[1]]},
+            "$.nodes: not all of them have ways to run on one GPU",
+        ),
+        ({"nodes": [nodes[0], {"id": 3, "TMPCs": {"1": ways((AGAIN, 1e-6))}}]}, f"node 3 has no '{KEPT}' of degree 1"),
+    ):
+        with pytest.raises(BadInput, match=re.escape(words)):
+            read_profile(written(tmp_path, json.dumps({"nodes": nodes, "edges": edges, **change})))

@@ -419,7 +419,7 @@ def plans(folder: Path) -> str:
                 "1": {"period_ns": 11 * ms, "bound_ns": 9 * ms},
                 "2": {"period_ns": period},
                 "4": {},
-                "8": {"bound_ns": ms},
+                "8": {"bound_ns": 1},
             },
         ),
         "experts": of(plan, experts=2, imbalance=1.5, context=2, selective=True, tensor=2, offloaded=10**9),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -139,6 +140,24 @@ def test_a_checkpoint_replaces_one_of_as_many_updates(folder, one_rank):
     assert newest(folder).model == "new"
     assert good == {2, 4}
     assert [path.name for path in folder.iterdir()] == [LAST]
+
+
+def test_all_is_sure_to_survive_a_power_cut_before_it_appears(folder, one_rank, monkeypatch):
+    """Files with what is in them, then their folder, then the folder's name."""
+    sync, rename, events = os.fsync, os.replace, []
+
+    def synced(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        events.append((re.sub(r"\.\w{8}\.", ".", path.name), path.stat().st_size > 0))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda one, other: (events.append(Path(other).name), rename(one, other)))
+    before = len(os.listdir("/proc/self/fd"))
+    write(folder, Position(6, 24), "m", 0, state_of(), None, set())
+    files, partial = [("rank-00000.pt", True), ("run.json", True)], ".step-00000006.partial"
+    assert events == [*files, (partial, True), "step-00000006", ("c", True)]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_full_disk_is_one_sentence(folder, one_rank, monkeypatch):

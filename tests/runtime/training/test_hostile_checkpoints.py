@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, FileSum, begin, crc_of, file_of, finish, newest
+from pipeplan.runtime.training.state.state import _take_up
 from pipeplan.runtime.training.state.written import TrainingState, _alone, check_rates, read, unreadable, write
 from pipeplan.runtime.training.update.stepper import Rates
 
@@ -218,3 +220,12 @@ def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
     assert unreadable(path) is None
     path.write_bytes(b"no file of torch's")
     assert unreadable(path).startswith(f"{path}: cannot be read: ")
+
+
+def test_a_loss_scale_is_taken_up_where_there_is_one_and_somebody_who_scales():
+    taken = []
+    scaling = SimpleNamespace(resume=lambda *scale: taken.append(scale))
+    for scale, who in ((None, scaling), ((4.0, 3), None), ((4, 3.0), scaling)):
+        _take_up(TrainingState({}, {}, None, scale=scale), SimpleNamespace(), {}, who)
+    assert taken == [(4.0, 3)]
+    assert [type(x) for x in taken[0]] == [float, int]
