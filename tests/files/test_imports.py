@@ -185,6 +185,12 @@ OTHERWISE = [  # of other chains, on other GPUs
     ("megatron", HIGH + "--recompute-granularity selective", replace(decoder(), selective=True), 1),
     ("torchtitan", f"{PAIR}{P}context_parallel_degree 2 {SHARDS}", replace(decoder(), context=2), 4),
     ("torchtitan", TOML.replace("ism]", "ism]\ncontext_parallel_degree = 2"), replace(decoder(), context=2), 4),
+    (
+        "torchtitan",
+        TOML.replace("ism]", "ism]\nexpert_parallel_degree = 2"),
+        replace(decoder(), experts=2, microbatch=4),
+        4,
+    ),
     ("torchtitan", f"{P}pipeline_parallel_degree 1", replace(decoder(), layers=decoder().layers[:1]), 1),
     ("torchtitan", LOOPED.replace("interleaved1f1b", "ZBVZeroBubble"), decoder(), 2),
     ("torchtitan", PAIR, replace(decoder(), layers=tuple(replace(x, name="m." + x.name) for x in decoder().layers)), 2),
