@@ -7,7 +7,7 @@ run is set beside it. Passes on the critical path are counted by layer, to fit t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -65,7 +65,8 @@ class Costed:
 def costed(chain: Chain, platform: Platform, policy: Policy, asked: Configuration) -> Costed:
     """Return the iteration of a stated run, drained; BadInput says what in the configuration cannot be.
 
-    ``policy`` says how weights are kept; the batch decides how many microbatches an update has.
+    ``policy`` says how weights are kept; the batch decides how many microbatches an update has. Steps come behind it:
+    when the norm of all gradients is known, or without a barrier when a GPU's own are summed.
     """
     batch = chain.microbatch * asked.pipelines if asked.batch is None else asked.batch
     if batch % (chain.microbatch * asked.pipelines):
@@ -79,7 +80,7 @@ def costed(chain: Chain, platform: Platform, policy: Policy, asked: Configuratio
         drained = ", ".join(name for name, x in known.items() if x.drains and x.build is not None)
         raise BadInput(f"schedule: {asked.schedule!r} doesn't drain; those that do are {drained}")
     microbatches = batch // chain.microbatch
-    drained_policy = policy.drained(microbatches)
+    drained_policy = replace(policy.drained(microbatches), clip=asked.barrier, coarsening=None if asked.barrier else 1)
     problem = Problem(chain, platform, drained_policy, checkpointing="segments")
     split = asked.split or str(len(chain))
     replicas = None if asked.on is not None else replicated(split, asked.pipelines)
@@ -138,8 +139,10 @@ def critical_passes(run: Run, constants: Constants) -> Passes:
     predicted = run.costed(constants)
     chain = run.timed(constants)
     counts = _PathCounts(chain, predicted.stages, predicted.timeline.program)
-    for step in _critical_path(predicted.timeline, predicted.barrier):
+    path = list(_critical_path(predicted.timeline, predicted.barrier))
+    for step in path:
         counts.add(step)
+    counts.add_steps(path[0])
     sums = chain.layers
     known = (
         counts.forward @ np.array([x.forward_ns for x in sums], dtype=np.float64)
@@ -166,7 +169,6 @@ class _PathCounts:
             return
         stage = self.stages[work.stage]
         own = slice(stage.start, stage.stop)
-        policy = self.program.graph.policy
         if work.kind == "F":
             self.forward[own] += 1
         elif work.kind == "R":
@@ -180,9 +182,13 @@ class _PathCounts:
         if work.kind == ("R" if work.stage in self.program.apart else "B"):
             for first, last in stage.checkpoint:
                 self.forward[first:last] += 1
-        if work.kind == ("W" if self.program.split else "B") and policy.coarsening is None:
-            interval = policy.update_interval(stage.replicas) * policy.sharers(stage.replicas)
-            self.optimizer[own] += stage.replicas / interval
+
+    def add_steps(self, last: Step) -> None:
+        """Count the optimizer's steps on the device that makes the ``last`` pass."""
+        graph = self.program.graph
+        for s in graph.stages_on(graph.stages[self.program.operations[last.position].stage].resource):
+            stage = self.stages[s]
+            self.optimizer[stage.start : stage.stop] += 1 / graph.policy.sharers(stage.replicas)
 
 
 def _critical_path(timeline: Timeline, barrier: bool) -> Iterable[Step]:
