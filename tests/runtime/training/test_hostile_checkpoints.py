@@ -186,7 +186,7 @@ def test_tensors_are_written_without_what_lies_beside_them(tmp_path, one_rank):
 def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
     """Of two ranks' files, here one rank's: no random state, and of what is in several the first."""
     partial, sums, good = begin(tmp_path, 3), [], {1}
-    shared = {"shares": 2, "rates": ([{"lr": 1.0}], {}), "scale": (4.0, 3)}
+    shared = {"shares": 2, "trial": (0.5, 2, 1), "rates": ([{"lr": 1.0}], {}), "scale": (4.0, 3)}
     for rank, more in enumerate(({"shares": None}, shared)):
         state = {"model": {f"w{rank}": torch.full((2,), 1.0 + rank)}, "random": torch.get_rng_state(), **more}
         torch.save(
@@ -201,8 +201,8 @@ def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
     )
     assert [x.tolist() for x in weights.values()] == [[1, 1], [2, 2]]
     assert {name: x["sum"].numel() for name, x in told.optimizer.items()} == {"w0": 4, "w1": 2}
-    assert (told.model, told.random, told.rates, told.scale, told.shares) == (
-        {}, None, ([{"lr": 1.0}], {}), (4.0, 3), 2,
+    assert (told.model, told.random, told.rates, told.scale, told.shares, told.trial) == (
+        {}, None, ([{"lr": 1.0}], {}), (4.0, 3), 2, (0.5, 2, 1),
     )  # fmt: skip
     place = f"{tmp_path}/step-00000003"
     for name, size, words in (("w0", 3, "w0 has shape (2,)"), ("w2", 2, "w2 is not there")):
@@ -215,7 +215,7 @@ def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
     assert (tmp_path / "step-00000005" / "plan.json").read_text() == "a plan"
     own = read(newest(tmp_path), {"w": torch.zeros(2)}, set())
     assert torch.equal(own.random, torch.get_rng_state())
-    assert own.shares is own.rates is own.scale is None
+    assert own.trial is own.shares is own.rates is own.scale is None
     path = tmp_path / "step-00000005" / "rank-00000.pt"
     assert unreadable(path) is None
     path.write_bytes(b"no file of torch's")
