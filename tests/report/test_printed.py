@@ -148,6 +148,7 @@ COMMANDS = {
     "bill": f"plan a.json {ON} {STAGES} --weights 2bw --tokens 3e6/100 --price 2.5 --verbose",
     "estimate": f"estimate zoo:gpt-tiny,blocks=2 --gpus 2 --gpu a100 {BILL}",
     "estimate-json": "estimate zoo:gpt-tiny,blocks=2 --gpus 2 --gpu a100 --samples 1e6 --json",
+    "estimate-tensor": "estimate zoo:gpt-tiny,blocks=2 --gpus 4 --gpu h100 --tensor 2 --json",
     "profile": f"{ESTIMATED} -o estimated.json",
     "profile-engine": "profile zoo:gpt-tiny,blocks=1 --microbatch 2 --estimate a100 --engine compiled -o e.json",
     "calibrate": "calibrate estimate.json --gpu a100 --measured runs.csv",
