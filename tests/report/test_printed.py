@@ -304,10 +304,10 @@ def printed(words: str, folder: Path) -> str:
 
 
 def entries(text: str) -> str:
-    """Return a document in JSON with a line for each of its lists and objects, one for the rest; six digits."""
+    """Return a document in JSON with a line for each of its lists and objects, one for the rest; four digits."""
     found = json.loads(text)
     assert text in (json.dumps(found, indent=1) + "\n", json.dumps(found) + "\n"), "as documents are written"
-    found = json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"))
+    found = json.loads(text, parse_float=lambda x: float(f"{float(x):.4g}"))
     if isinstance(found, dict):
         plain = {key: x for key, x in found.items() if not isinstance(x, dict | list)}
         found = [plain, *({key: x} for key, x in found.items() if key not in plain)]
