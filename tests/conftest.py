@@ -32,8 +32,7 @@ forkserver.set_forkserver_preload = lambda modules: preload([*modules, "tests.ca
 
 Command = Callable[..., tuple[int, str, str]]
 LONG = (  # with which one process of scripts/test each begins, so that none is left with them at the end
-    "test_docs.py", "test_softgpu.py", "test_like_blocks.py", "test_processes.py", "test_traced_runs.py",
-    "test_layers_together.py",
+    "test_docs.py", "test_softgpu.py", "test_processes.py", "test_layers_together.py",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_heads_and_tokens_that_ranks_do_not_share_evenly_are_refused():
     assert [x.chain.variant for x in parts(found, {})] == ["1", "1 context 8"]  # 4 groups of heads aren't shared by 8
     with pytest.raises(BadInput, match="3 ranks don't share 4096 tokens evenly in two parts per rank"):
         estimated(context=3)
-    gpt = f"zoo:gpt2-small,blocks=4,{SIZES}"
+    gpt = f"zoo:gpt2-small,blocks=2,{SIZES}"
     assert "2 context 2" in {x.chain.variant for x in parts(estimated(gpt, tensor="2", context="2"), {})}
     with pytest.raises(BadInput, match="share the sequences of fused attention"):
         estimated(f"{gpt},attention=unfused", context=2)
@@ -174,7 +174,7 @@ def test_plans_say_who_shares_sequences_and_are_written_for_frameworks(profiled,
 
 
 def test_transformers_models_are_parted_along_the_sequence():
-    model = "hf:LlamaForCausalLM,num_hidden_layers=4,hidden_size=256,intermediate_size=512,num_attention_heads=8"
+    model = "hf:LlamaForCausalLM,num_hidden_layers=2,hidden_size=256,intermediate_size=512,num_attention_heads=8"
     try:
         found = estimated(f"{model},num_key_value_heads=4,vocab_size=1000,sequence=1024", context="1,2",
                           granularity="block")  # fmt: skip
@@ -184,7 +184,7 @@ def test_transformers_models_are_parted_along_the_sequence():
         pytest.skip(str(error))
     ring, heads = (of(found, x) for x in ("1 context 2", "1 context 2 by heads"))
     one, sent, traded = (
-        next(x for x in own.layers if x.name == "model.layers.2") for own in (found.chain, ring, heads)
+        next(x for x in own.layers if x.name == "model.layers.1") for own in (found.chain, ring, heads)
     )
     keys = 2 * 512 * 4 * 32 * 2  # bytes of keys and values of 512 tokens, of 4 heads of 32 numbers
     assert [(x.kind, x.bytes, x.count) for x in sent.exchanges if not x.update and not x.backward] == [

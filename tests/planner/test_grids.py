@@ -73,7 +73,7 @@ def test_the_choice_is_the_best_of_all_grids_splits_segments_and_limits(seed):
 @pytest.mark.parametrize("speed", [Fraction(1, 2), Fraction(3)])
 def test_the_bound_by_work_holds_on_devices_of_any_speed(speed):
     bounded = 0
-    for seed in range(8):
+    for seed in range(4):
         asked = instance(seed)
         devices = tuple(replace(device, speed=speed) for device in asked.problem.platform.devices)
         platform = replace(asked.problem.platform, devices=devices)
@@ -83,7 +83,7 @@ def test_the_bound_by_work_holds_on_devices_of_any_speed(speed):
             bound = min(work_bound(asked, config) for config in configs(asked))
             assert bound <= least
             bounded += 2 * bound > least
-    assert bounded >= 4
+    assert bounded >= 2
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 7))

@@ -39,7 +39,7 @@ def small_problem(rng: random.Random, full: bool) -> Problem:
 def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
     rng = random.Random(3 + full)
     compared = reached = 0
-    while compared < 60:
+    while compared < 30:
         problem = small_problem(rng, full)
         best = optimum(problem)
         try:
@@ -55,7 +55,7 @@ def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
             continue  # updates wait, which the optimum of patterns doesn't know
         compared += 1
         reached += found == best
-    assert reached >= 57
+    assert reached >= 28
 
 
 def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:

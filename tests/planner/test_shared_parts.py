@@ -50,7 +50,7 @@ def instance(seed: int, zero: int) -> Problem:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_plan_is_sooner(seed, zero):
     problem = instance(seed, zero)
     count, times = problem.policy.accumulate, soonest(problem)

@@ -146,8 +146,13 @@ def test_ranks_of_several_widths_skip_an_update_together():
 NO_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
 
 
-@pytest.mark.parametrize("widths", [(2, 2), (2, 1, 1), (1, 2, 1)])
-@pytest.mark.parametrize("name", [GPT, LLAMA, pytest.param(QWEN, marks=NO_TRANSFORMERS)])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        *((name, widths) for name in (GPT, LLAMA) for widths in ((2, 2), (2, 1, 1))),
+        *(pytest.param(QWEN, widths, marks=NO_TRANSFORMERS) for widths in ((2, 2), (1, 2, 1))),
+    ],
+)
 def test_gradients_are_those_of_one_process(tmp_path, name, widths):
     """Each weight's, which are what one update by plain SGD at rate 1 takes off it. In stages of one width the GPT's
     embedding and head are one table, and so are Qwen's, whose norms of heads are whole and used by every part."""

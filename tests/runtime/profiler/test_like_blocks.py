@@ -16,8 +16,6 @@ from pipeplan.files.profiles import profile_text
 from pipeplan.planner.periodic.incumbent import Status
 from pipeplan.runtime.profiler import estimate
 
-MOE = "num_experts=2,num_experts_per_tok=1,moe_intermediate_size=8"
-SMALL = "hidden_size=16,intermediate_size=24,num_attention_heads=4,num_key_value_heads=2,vocab_size=29,sequence=8"
 WITH_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
 
 
@@ -40,6 +38,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
         turns = kind == "by turns"
         self.blocks = nn.ModuleList(Block(i, 16 if turns and i % 2 else 8) for i in range(10 if turns else 7))
+        self.more = nn.ModuleList(Block() for _ in range(6 if kind == "two lists" else 0))
         if kind == "other width":
             self.blocks[6] = Block(6, 16)
         if kind == "tied":
@@ -53,6 +52,9 @@ class Net(nn.Module):
             seen.append(x)
             if self.kind == "skips" and len(seen) > 3:
                 x = x + seen[-4]
+        encoded = x.tanh()
+        for block in self.more:  # reads what all blocks before have made, too
+            x = block(x, encoded)
         return self.last(x + seen[2] if self.kind == "read late" else x)
 
 
@@ -73,7 +75,10 @@ def both(monkeypatch, make):
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [("", True), ("by turns", True), ("skips", False), ("read late", False), ("other width", True), ("tied", False)],
+    [
+        *(("", True), ("by turns", True), ("skips", False), ("read late", False), ("other width", True)),
+        *(("tied", False), ("two lists", True)),
+    ],
 )
 def test_few_blocks_of_an_own_model_tell_all(monkeypatch, kind, told):
     inputs = torch.randn(2, 4, 8)
@@ -91,18 +96,11 @@ def test_few_blocks_of_a_zoo_model_tell_all(monkeypatch, name):
 
 
 @WITH_TRANSFORMERS
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("hf:GPT2LMHeadModel,n_layer=5,n_embd=16,n_head=2,vocab_size=29,sequence=8", True),
-        (f"hf:Qwen3MoeForCausalLM,num_hidden_layers=5,{MOE},{SMALL}", True),
-        ("hf:T5ForConditionalGeneration,num_layers=6,d_model=16,d_ff=24,d_kv=4,num_heads=4,vocab_size=29,sequence=8",
-         True),
-    ],
-)  # fmt: skip
-def test_few_blocks_of_a_transformers_model_tell_all(monkeypatch, name, told):
+def test_few_blocks_of_a_transformers_model_tell_all(monkeypatch):
+    name = "hf:GPT2LMHeadModel,n_layer=5,n_embd=16,n_head=2,vocab_size=29,sequence=8"
     few, whole, by_few = both(monkeypatch, lambda: profile(name, gpu="h100", microbatch=1, dtype="bfloat16"))
-    assert (few == whole, by_few) == (True, told)
+    assert few == whole
+    assert by_few
 
 
 def test_the_time_limit_leaves_out_what_an_estimate_takes(monkeypatch):
