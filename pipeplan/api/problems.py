@@ -102,7 +102,8 @@ def on_groups(chain: Chain, where: Platform, each: bool = False) -> tuple[Chain,
         chain = replace(chain, variants=tuple(replace(x, layers=own) for x, own in layers))
         unsaid = unsaid_of_variants(chain, where)
         if unsaid is not None or not chain.variants:
-            raise BadInput(f"--tensor each: {unsaid or 'the profile has degree 1 alone that servers have groups of'}")
+            advice = f"{unsaid}; --tensor any finds the best degree for all" if unsaid else None
+            raise BadInput(f"--tensor each: {advice or 'the profile has degree 1 alone that servers have groups of'}")
         return chain, where
     chain = replace(chain, variants=()) if chain.variants else chain
     if chain.width == 1:

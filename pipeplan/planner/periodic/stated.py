@@ -167,7 +167,9 @@ def _groups(text: str, stages: int, platform: Platform) -> list[tuple[int, ...]]
             raise BadInput(f"--on: stage {s} uses GPU {beyond}; the platform has GPUs 0 to {len(platform) - 1}")
         groups.append(tuple(device for first, last in ranges for device in range(first, last + 1)))
     if len(groups) != stages:
-        raise BadInput(f"--on: {shown(text)} names GPUs for {len(groups)} of the stages, --split says {stages}")
+        raise BadInput(
+            f"--on: {shown(text)} names GPUs for {len(groups)} of the stages, --split says {stages}; / separates them"
+        )
     return groups
 
 
