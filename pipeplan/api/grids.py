@@ -17,10 +17,11 @@ from ..status import Status
 from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, defaults, part_of
 from .problems import ANY, deadline_of, on_groups, problem_of
-from .profiles import DEGREES, Profile, is_name
+from .profiles import Profile, is_name
 from .questions import Given, given_profiles, timed
 from .result import PlanResult
 from .tensor import OfDegree, Worth, best_degree, parts
+from .variants import DEGREES
 
 GRID_DEFAULTS: Grids = defaults(Grids)
 

@@ -8,23 +8,22 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ..errors import BadInput
 from ..files.machines.accelerators import accelerator, constants_of
-from ..files.profile_rules import MOST_DEGREE
 from ..files.profiles import PREFIX, located, profile_text
 from ..files.profiles import read_profile as read_chain
 from ..files.text import write_text
 from ..names import shown
 from ..partition.granularity import AUTO, merging
-from ..problem import AUTOCAST, Chain, Layer, Variant
+from ..problem import AUTOCAST, Chain, Layer
 from ..registry import Late
 from ..units import format_bytes, format_ns
-from ..zoo import AGAIN, HUGGING_FACE, UNFUSED, ZOO
+from ..zoo import HUGGING_FACE, UNFUSED, ZOO
 from .asked import Parts
+from .variants import degrees, with_variants
 
 if TYPE_CHECKING:
     from ..runtime.model.build.spec import ModelSpec
@@ -33,13 +32,7 @@ if TYPE_CHECKING:
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
 SECONDS = 30.0
-DEGREES = {
-    "tensor": (2, 4, 8),
-    "experts": (4, 8, 16, 32, 64),
-    "context": (2, 4, 8, 16),
-}  # those above 1 where any may be
 HEARERS = ("say", "note", "begun")  # of what is measured, in this process alone
-OPTIONS = {"tensor": "tensor", "experts": "expert_ranks", "context": "context"}  # of models, for these
 MOST_BESIDE = 256
 HALF = {
     "fp32": "float32",
@@ -231,16 +224,23 @@ def profile(
         "blocks": blocks,
         "beside": beside,
     }
-    found = _made(source, name, **same, **measuring)
-    if not said:
-        return found
     unmeasured = [x for x in said if x not in ("tensor", "selective")] + ["sequence_parallel"] * sequence_parallel
-    if not isinstance(model, str) or (gpu is None and unmeasured):
+    if said and (not isinstance(model, str) or (gpu is None and unmeasured)):
         which = (unmeasured or said)[0].replace("_", "-")
         raise BadInput(f"--{which}: parts of layers are estimated, of models by their name; say --estimate")
+    if selective and UNFUSED not in model:
+        raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
     ways = {name: degrees(1 if value is None else value, f"--{name}") for name, value in asked.items()}
     if gpu is None and None in ways.values():
         raise BadInput("--tensor any: which degrees are there to be measured? Say them, such as 1,2")
+    if gpu is None and said:
+        from ..runtime.model.build.spec import ModelSpec
+
+        for degree in (x for x in ways["tensor"] or () if x > 1):  # what has no such part is refused at once
+            _named(str(model), source.batch, ModelSpec(str(model), None, degree, 0))
+    found = _made(source, name, **same, **measuring)
+    if not said:
+        return found
 
     def made(named: str, options: str, degree: int) -> Chain:
         if gpu is not None:
@@ -261,7 +261,8 @@ def profile(
             layers[i] = replace(layers[i], forward_ns=layers[i].forward_ns + reading)
         return replace(part, layers=tuple(layers))
 
-    return with_variants(found, model, ways, sequence_parallel, selective, made)
+    chain = with_variants(found.chain, model, source.build, ways, sequence_parallel, selective, made)
+    return replace(found, chain=chain)
 
 
 def _measured_part(model: str, batch: int, asked: dict[str, Any], together: Any) -> Chain:
@@ -371,69 +372,6 @@ def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blo
     # blocks first: what takes no time may stand between two
     blocked = granularity == "block" or blocks is not None or (granularity == AUTO and like_blocks(chain))
     return merge_zero_time(merge(chain)) if blocked else merge(merge_zero_time(chain))
-
-
-def with_variants(
-    found: Profile,
-    model: str,
-    ways: Mapping[str, tuple[int, ...] | None],
-    sequence_parallel: bool,
-    selective: bool,
-    made: Callable[[str, str, int], Chain],
-) -> Profile:
-    """Return the profile of a named model with variants of the degrees that ``ways`` has by :data:`DEGREES`, None: any,
-    those of sequences both ways that there are, and ``selective`` ones of each, each ``made`` by a name, options
-    behind it, and the tensor degree."""
-    if selective and UNFUSED not in model:
-        raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
-    variants, other = [], (False, True) if selective else (False,)
-    for *of, again, by_heads in product(*(ways[x] or (1, *DEGREES[x]) for x in DEGREES), other, (False, True)):
-        own = dict(zip(DEGREES, of, strict=True))
-        if (max(of) == 1 and not again) or (by_heads and own["context"] == 1):
-            continue
-        along = sequence_parallel and own["tensor"] > 1
-        named = model.replace(UNFUSED, AGAIN) if again else model
-        options = "".join(f",{OPTIONS[x]}={n}" for x, n in own.items() if n > 1)
-        options += ",sequence_parallel=true" * along + ",by_heads=true" * by_heads
-        try:
-            layers = made(named, options, own["tensor"]).layers
-        except BadInput as error:
-            if None in ways.values() or by_heads:
-                continue
-            missing = next((x for x in reversed(DEGREES) if own[x] > 1), "tensor")
-            if "no option is named" in str(error):
-                which = "mixtures" if missing == "experts" else "GPT and Llama"
-                raise BadInput(
-                    f"--{missing}: {shown(model)} is not written by parts; zoo models of {which}, and hf:, are"
-                ) from None
-            raise
-        if [x.name for x in layers] != [x.name for x in found.layers]:
-            raise BadInput(f"--tensor {max(of)}: a rank's layers are others than the model's; say --granularity block")
-        variants.append(
-            Variant(own["tensor"], along, layers, bool(again), own["experts"], own["context"], bool(by_heads))
-        )
-    build: Any = named_model(model, found.microbatch)[0]
-    uneven = float(getattr(getattr(build, "config", None), "imbalance", 1.0))
-    more: dict[str, Any] = {"variants": tuple(variants), "head_groups": _head_groups(build), "imbalance": uneven}
-    return replace(found, chain=replace(found.chain, **more))
-
-
-def _head_groups(build: Any) -> int | None:
-    """Return how many heads of keys and values a named model has, by its configuration; None where nothing says it."""
-    config = getattr(build, "config", None)
-    config = getattr(config, "get_text_config", lambda: config)()
-    names = "groups", "heads", "num_key_value_heads", "num_attention_heads"
-    return next((getattr(config, x) for x in names if getattr(config, x, None)), None)
-
-
-def degrees(said: str | int, option: str = "--tensor") -> tuple[int, ...] | None:
-    """Return the degrees that ``"1,2,4"`` says, None for ``"any"``; BadInput for what is neither."""
-    if said == "any":
-        return None
-    parts = str(said).split(",")
-    if not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_DEGREE for x in parts):
-        raise BadInput(f"{option}: '{shown(str(said), 40)}' is neither degrees such as 1,2,4,8 nor any")
-    return tuple(sorted(set(map(int, parts))))
 
 
 # --- models by their names: only what is typed is imported, never what a file names -----------------------------------

@@ -15,7 +15,8 @@ from ..planner.plan import Planned
 from ..problem import Problem, Variant
 from ..status import Status
 from ..units import parse_bandwidth
-from .profiles import DEGREES, Profile, degrees
+from .profiles import Profile
+from .variants import DEGREES, degrees
 
 EACH = "each"  # stage has a degree of its own
 
