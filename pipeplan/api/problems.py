@@ -77,14 +77,8 @@ def problem_of(
     if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
-    problem = Problem(
-        with_offloaded(chain),
-        where,
-        policy,
-        not (asked.get("no_replicas") or chain.changed),
-        allowed,
-        deadline=deadline,
-    )
+    replicas = not (asked.get("no_replicas") or chain.changed)
+    problem = Problem(with_offloaded(chain), where, policy, replicas, allowed, deadline=deadline)
     more = [chain.worth]
     if chain.changed and not asked.get("no_replicas"):
         more.append(f"no replicas: {chain.one_of_each}")
@@ -101,9 +95,10 @@ def on_groups(chain: Chain, where: Platform, each: bool = False) -> tuple[Chain,
         layers = ((x, with_exchanges(chain.part(x), where).layers) for x in fitting)
         chain = replace(chain, variants=tuple(replace(x, layers=own) for x, own in layers))
         unsaid = unsaid_of_variants(chain, where)
-        if unsaid is not None or not chain.variants:
-            advice = f"{unsaid}; --tensor any finds the best degree for all" if unsaid else None
-            raise BadInput(f"--tensor each: {advice or 'the profile has degree 1 alone that servers have groups of'}")
+        if unsaid is not None:
+            raise BadInput(f"--tensor each: {unsaid}; --tensor any finds the best single degree")
+        if not chain.variants:
+            raise BadInput("--tensor each: the profile has degree 1 alone that servers have groups of")
         return chain, where
     chain = replace(chain, variants=()) if chain.variants else chain
     if chain.width == 1:

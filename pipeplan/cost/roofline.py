@@ -69,6 +69,8 @@ def with_offloaded(chain: Chain) -> Chain:
 
     A pass takes as long as its bytes do by the link, if that is longer; two layers' bytes are on the device at a time.
     """
+    if not any(x.offloaded for x in chain.choices):
+        return chain
     variants = (replace(x, layers=with_offloaded(chain.part(x)).layers) for x in chain.variants)
     chain, layers = replace(chain, variants=tuple(variants)), list[Layer]()
     for i, layer in enumerate(chain.layers if chain.offloaded else ()):
