@@ -217,6 +217,7 @@ def main() -> int:
             command += ["-p", "no:cacheprovider", *chosen]
             workers.append(subprocess.Popen(command, cwd=copy, env=about, stdout=subprocess.DEVNULL, pass_fds=[write]))
         os.close(write)
+        done = 0
         with os.fdopen(read) as lines:
             for done, line in enumerate(lines, start=1):
                 number, killer = json.loads(line)
