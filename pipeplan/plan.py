@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .choices import ScheduleKind as ScheduleKind
 from .choices import TargetName
-from .problem import Chain, Checkpointing, Platform, Policy, Way, Weights
+from .problem import Chain, Checkpointing, Platform, Policy, VariantName, Weights
 
 AllocationClass = Literal["contiguous", "one-special", "any", TargetName]  # the last are what targets can express
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
@@ -36,7 +36,7 @@ class Stage:
     offloaded: bool = False
 
     @property
-    def way(self) -> Way:
+    def way(self) -> VariantName:
         """What it calls its variant of the chain, where that has some."""
         return self.tensor, self.selective, self.offloaded
 

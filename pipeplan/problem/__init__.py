@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, Way, connected
+from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, VariantName, connected
 from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
@@ -60,7 +60,7 @@ __all__ = [
     "SharedWeights",
     "Sums",
     "Variant",
-    "Way",
+    "VariantName",
     "WeightNeeds",
     "WeightRules",
     "Weights",

@@ -20,7 +20,7 @@ CHANGED = "{name} trains by its buffer {buffer}, which its forwards change, and 
 AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 
 
-Way = tuple[int, bool, bool]  # what stages call a variant: its tensor degree, whether selective, whether offloaded
+VariantName = tuple[int, bool, bool]  # as stages have it: tensor degree, whether selective, whether offloaded
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Chain:
         return (replace(self, variants=()), *map(self.part, self.variants)) if self.variants else (self,)
 
     @cached_property
-    def names(self) -> dict[Way, Chain]:
+    def names(self) -> dict[VariantName, Chain]:
         """The :attr:`choices` as stages name them; where there is but one, that is the first."""
         alike = {(x.tensor, x.selective, x.offloaded > 0): x for x in self.choices if x.width == x.tensor}
         return alike if self.variants else {(1, False, False): self}

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...plan import Stage
-from ...problem import Way
+from ...problem import VariantName
 from ..devices.states import Flags, Step
 from ..tables.device_counts import Counts, device_counts
 from ..tables.stages import Ranges, SearchTables, carried, largest_synced_gradients, longest_delay
@@ -228,7 +228,7 @@ class _Sweep:
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of a placement of the whole chain, found again from the tables."""
         cuts, last = self.tables.cuts, len(self.tables.cuts) - 1
-        i, steps, ranges = 0, list[Step](), list[tuple[int, int, Ranges, Way]]()
+        i, steps, ranges = 0, list[Step](), list[tuple[int, int, Ranges, VariantName]]()
         state, level, size = map(int, np.unravel_index(int(self.least[0].argmin()), self.least[0].shape))
         while i < last:
             step, column = self._step(i, state, level, size)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...integers import NEVER, Ints
-from ...problem import Device, LayerTimes, Platform, Way
+from ...problem import Device, LayerTimes, Platform, VariantName
 
 Flags = npt.NDArray[np.bool_]
 
@@ -131,7 +131,7 @@ class DeviceStates:
     order: tuple[int, ...]
     replicas: bool
     speed_of: tuple[Fraction, ...]  # of each device
-    variants: tuple[Way, ...] = ()  # where each stage chooses
+    variants: tuple[VariantName, ...] = ()  # where each stage chooses
     single: bool = False  # whether each has one replica, where they choose
 
     @property
@@ -139,7 +139,7 @@ class DeviceStates:
         """Whether takes have a row for each number of devices that they may leave."""
         return self.replicas or bool(self.variants)
 
-    def named(self, take: int) -> Way:
+    def named(self, take: int) -> VariantName:
         """Return the variant of the stages that a take is for."""
         return self.variants[self.takes[take].variant] if self.variants else (1, False, False)
 

@@ -183,7 +183,7 @@ HOT = 0.1  # of what there is: by how much a step at the start may add to what i
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 8)  # layers by which an end moves
 MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
 SCHEDULED = 20  # steps that can be made in the time that scheduling an allocation takes
-FEW_STAGES = 16  # twice as many, where they share devices, take 16 times as long
+QUICK_STAGES = 16  # are ordered in that time; twice as many, where they share devices, in 16 times as long
 REFUTED = 0.02  # what an allocation counts as missing that may reach the period by its bound, and cannot
 
 
@@ -218,7 +218,7 @@ def wander(
         if there == 0:
             if changed not in refuted:
                 shared = len({stage.devices for stage in changed}) < len(changed)
-                step += SCHEDULED * (max(1, len(changed) // FEW_STAGES) ** 4 if shared else 1)
+                step += SCHEDULED * (max(1, len(changed) // QUICK_STAGES) ** 4 if shared else 1)
                 if try_(Allocation(changed)):
                     best = current = changed
                     here = misfit(current, inf)
