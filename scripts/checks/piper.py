@@ -5,6 +5,8 @@
 The input is of github.com/msr-fiddle/piper (MIT; inputs/bert32a100.json). ``TABLE`` was printed by that repository's
 algo.cpp, built from source, with 25 GiB/s and 1920 microbatches: GiB of each GPU, GPUs, seconds per sample, None where
 nothing fits. Exit code 1 where a row is not equalled or beaten. Stages: layers/run again/replicas/degree.
+
+On two cores of an EPYC the twelve rows took that code 4.6 s of CPU (g++ -O3; 3.1 of them 512 GPUs), this search 37 s.
 """
 
 from __future__ import annotations
