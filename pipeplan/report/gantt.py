@@ -205,8 +205,6 @@ def panels(timeline: Timeline, columns: int) -> list[tuple[str, int, int]]:
     readable = int(median(lengths) * columns) // READABLE_COLUMNS if lengths else whole
     if readable == 0 or readable * 2 >= whole:
         return [("all of it", 0, whole)]
-    if readable * 3 >= whole:
-        return [("first half", 0, whole // 2), ("second half", whole // 2, whole)]
     middle = (whole - readable) // 2
     return [("fill", 0, readable), ("middle", middle, middle + readable), ("drain", whole - readable, whole)]
 

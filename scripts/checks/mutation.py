@@ -37,7 +37,7 @@ from mutation_tests import LONG_S
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, HERE = ROOT / "pipeplan", str(Path(__file__).parent)
 ROOMS = ("cost", "schedule", "check", "partition", "planner")
-ELSEWHERE = ("runtime", "zoo")  # below tests/: torch, processes
+ELSEWHERE = (("runtime",), ("zoo",))  # below tests/: torch, processes, which no model of a plan needs
 ENOUGH = 0.95
 BEGINNING = """
 import os, pathlib, coverage
@@ -50,31 +50,37 @@ os.register_at_fork(after_in_child=turn)
 """  # of each process while it is found out which tests reach which lines
 
 
-def tests_of(modules: Iterable[str], rooms: Sequence[str]) -> list[Path]:
-    """Return the test files that import some of the modules, first, and the others of their rooms."""
+def tests_of(modules: Sequence[str], rooms: Sequence[str]) -> list[Path]:
+    """Return the test files that import some of the modules, first, and the others of their rooms: where these are of
+    the runtime's, all that train."""
     dotted = [f"pipeplan.{x.removesuffix('.py').replace('/', '.').removesuffix('.__init__')} import" for x in modules]
+    near = {str(Path(x).parent) for x in modules} | {x.split("/")[0] for x in rooms}
+    near |= {"runtime/training"} if "runtime" in near else set()
     found, beside = [], []
     for path in sorted((ROOT / "tests").glob("**/test_*.py")):
-        room, text = path.relative_to(ROOT / "tests").parts[0], path.read_text()
-        if room in ELSEWHERE and room not in {x.split("/")[0] for x in rooms}:
+        folder, text = path.relative_to(ROOT / "tests").parent, path.read_text()
+        if folder.parts[:1] in ELSEWHERE and {x.split("/")[0] for x in rooms} <= set(ROOMS):
             continue
         if any(x in text for x in dotted):
             found.append(path)
-        elif room in rooms:
+        elif str(folder) in near:
             beside.append(path)
     return [*found, *beside]
 
 
 def reached(modules: Iterable[str], files: Sequence[Path], kept: Path, folder: Path) -> dict[str, Any]:
-    """Return which tests reach which lines of modules, of those ``files`` anew that changed since it was ``kept``."""
+    """Return which tests reach which lines of the package, of those ``files`` anew that changed since it was ``kept``;
+    of all if one of ``modules`` wasn't there then."""
     known = json.loads(kept.read_text()) if kept.exists() else {"sums": {}, "sources": {}, "took": {}, "lines": {}}
     sums = {str(x.relative_to(ROOT)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
-    changed = [x for x in sums if known["sums"].get(x) != sums[x]]
-    sources = {x: (PACKAGE / x).read_text() for x in modules}
+    begun = known["sources"].keys() >= set(modules)
+    changed = {x for x in sums if not begun or known["sums"].get(x) != sums[x]}
+    sources = {str(x.relative_to(PACKAGE)): x.read_text() for x in PACKAGE.rglob("*.py")}
     lines = {x: _moved(known["lines"].get(x, {}), known["sources"].get(x, ""), sources[x]) for x in sources}
     for at in lines.values():
         for line, tests in at.items():
-            at[line] = [x for x in tests if x.partition("::")[0] not in changed]
+            named = [known["tests"][x] for x in tests]
+            at[line] = [x for x in named if x.partition("::")[0] not in changed]
     took = {x: s for x, s in known["took"].items() if x.partition("::")[0] not in changed}
     if changed:
         about = {**os.environ, "MUTATION_TEST": str(folder / "test"), "COVERAGE_PROCESS_START": str(folder / "rc")}
@@ -85,7 +91,7 @@ def reached(modules: Iterable[str], files: Sequence[Path], kept: Path, folder: P
         (folder / "sitecustomize.py").write_text(BEGINNING)
         (folder / "test").write_text("")
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "mutation_tests"]
-        subprocess.run([*command, *changed], cwd=ROOT, env=about, check=False)
+        subprocess.run([*command, *sorted(changed)], cwd=ROOT, env=about, check=False)
         import coverage
 
         found = coverage.Coverage(config_file=str(folder / "rc"))
@@ -94,15 +100,17 @@ def reached(modules: Iterable[str], files: Sequence[Path], kept: Path, folder: P
             for line, tests in found.get_data().contexts_by_lineno(str(PACKAGE / module)).items():
                 lines[module].setdefault(str(line), []).extend(tests)
         took |= json.loads((folder / "took.json").read_text())
-    known = {"sums": known["sums"] | sums, "sources": sources, "took": took, "lines": lines}
+    numbers = {x: i for i, x in enumerate(sorted({x for at in lines.values() for tests in at.values() for x in tests}))}
+    numbered = {name: {x: [numbers[y] for y in tests] for x, tests in at.items()} for name, at in lines.items()}
+    known = {"sums": known["sums"] | sums, "sources": sources, "took": took}
     kept.parent.mkdir(exist_ok=True)
-    kept.write_text(json.dumps(known))
-    return known
+    kept.write_text(json.dumps({**known, "lines": numbered, "tests": list(numbers)}))
+    return {**known, "lines": lines}
 
 
-def _moved(lines: dict[str, list[str]], old: str, new: str) -> dict[str, list[str]]:
+def _moved(lines: dict[str, list[Any]], old: str, new: str) -> dict[str, list[Any]]:
     """Return what is known of lines, where these are now; what was changed has that of the line before it."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Any]] = {}
     for _, start, stop, begin, end in SequenceMatcher(None, old.splitlines(), new.splitlines(), False).get_opcodes():
         for line in range(begin, end):
             was = start + line - begin if start + line - begin < stop else max(0, start - 1)

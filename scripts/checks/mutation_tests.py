@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -28,9 +29,10 @@ from typing import Any
 import pytest
 
 RECORD, FAULTS = os.environ.get("MUTATION_TEST"), os.environ.get("MUTATION_FAULTS")
-LONG_S = 240  # without a test's end: it hangs
+LONG_S = 120  # without a test's end: it hangs
 ABSENT, PASSED = 3, b"passed"
 took: dict[str, float] = {}
+failing, passing = set[str](), set[str]()  # tests without a fault, as far as that was asked
 telling: list[int] = []  # where a fork says what fails
 
 
@@ -77,15 +79,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Try each fault, and write a line for each: its number and what notices it."""
     if not FAULTS or session.testsfailed:
         return None
-    items, failing, out = {x.nodeid: x for x in session.items}, set[str](), int(os.environ["MUTATION_OUT"])
+    items, out = {x.nodeid: x for x in session.items}, int(os.environ["MUTATION_OUT"])
     for fault in json.loads(Path(FAULTS).read_text()):
-        told = _noticed(fault, items, failing)
+        told = _noticed(fault, items)
         os.write(out, f"{json.dumps([fault['number'], told])}\n".encode())
     return True
 
 
-def _noticed(fault: dict[str, Any], items: dict[str, pytest.Item], failing: set[str]) -> str:
-    """Return what notices a fault; empty where nothing does. Tests that fail without it are ``failing``."""
+def _noticed(fault: dict[str, Any], items: dict[str, pytest.Item]) -> str:
+    """Return what notices a fault; empty where nothing does. Tests that fail without it don't count."""
     path, ends = Path.cwd() / "pipeplan" / fault["module"], time.monotonic() + fault["seconds"]
     source, times = path.read_text(), path.stat()
 
@@ -97,7 +99,8 @@ def _noticed(fault: dict[str, Any], items: dict[str, pytest.Item], failing: set[
         finally:
             path.write_text(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what is compiled of it still holds
-        if found not in tests or not _forked([items[found]], None, ends + LONG_S):
+        if found not in tests or found in passing or not _forked([items[found]], None, ends + LONG_S):
+            passing.add(found)
             return found
         failing.add(found)
     return ""
@@ -108,6 +111,7 @@ def _forked(items: Sequence[pytest.Item], path: Path | None, ends: float) -> str
 
     None if no function that there is already has other code by that.
     """
+    _functions()
     read, write = os.pipe()
     if not (child := os.fork()):
         try:
@@ -137,7 +141,7 @@ def _forked(items: Sequence[pytest.Item], path: Path | None, ends: float) -> str
 
 def _put_in(path: Path) -> bool:
     """Give the functions of a module the code that its file has now; whether any of them has changed by that."""
-    codes, functions = defaultdict(list), defaultdict(list)
+    codes = defaultdict(list)
 
     def walk(code: CodeType) -> None:
         for inner in code.co_consts:
@@ -146,12 +150,8 @@ def _put_in(path: Path) -> bool:
                 walk(inner)
 
     walk(compile(path.read_text(), str(path), "exec", dont_inherit=True))
-    gc.unfreeze()
-    for each in gc.get_objects():
-        if type(each) is FunctionType and each.__code__.co_filename == str(path):
-            functions[each.__code__.co_qualname].append(each)
     changed = False
-    for name, same in functions.items():
+    for name, same in _functions()[str(path)].items():
         olds = sorted({x.__code__ for x in same}, key=lambda x: x.co_firstlineno)
         if len(olds) == len(codes[name]):
             for function in same:
@@ -160,6 +160,19 @@ def _put_in(path: Path) -> bool:
                     changed |= new != function.__code__
                     function.__code__ = new
     return changed
+
+
+@cache
+def _functions() -> dict[str, dict[str, list[FunctionType]]]:
+    """Return the functions that there are, by file and qualified name."""
+    found: dict[str, dict[str, list[FunctionType]]] = defaultdict(lambda: defaultdict(list))
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if type(each) is FunctionType:
+            found[each.__code__.co_filename][each.__code__.co_qualname].append(each)
+    gc.collect()
+    gc.freeze()
+    return found
 
 
 def _alone(tests: Sequence[str], ends: float) -> str:

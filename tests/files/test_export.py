@@ -34,6 +34,7 @@ from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.plan import Allocation, Plan, Provenance, Schedule, Stage
 from pipeplan.planner.simulated.other_schedules import program_of, schedule_stages
 from pipeplan.problem import Chain, Layer, Platform, Policy
+from pipeplan.problem.chain import Variant
 from pipeplan.runtime.model.network import chain_network
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.schedule.simulate import simulate
@@ -382,17 +383,66 @@ def cases() -> dict[str, tuple[Plan, str, dict[str, Any]]]:
     }  # fmt: skip
 
 
+def modules() -> dict[str, Asked]:
+    """Plans for two modules of three blocks each, on GPUs of their own in degrees of their own."""
+    names = ("images.in", *(f"images.h.{i}" for i in range(3)), *(f"language.h.{i}" for i in range(3)), "language.head")
+    layers = tuple(Layer(name, 3, 6, 4, 1) for name in names)
+    chain = Chain("both", layers, 1, microbatch=2, variants=tuple(Variant(t, False, layers) for t in (2, 3)))
+    run: Any = SimpleNamespace(program=SimpleNamespace(microbatches=6))
+
+    def of(*stages: Stage, zero: Any = 0, rename: tuple[str, ...] = (), **fields: Any) -> Asked:
+        plan = Plan(
+            replace(chain, **fields), Platform.flat(16, 10**9, 10**9), Policy("flush", accumulate=6, zero=zero),
+            Allocation(stages), None, (), Provenance("test"), Schedule("1f1b", 6),
+        )  # fmt: skip
+        return Asked(plan, stages, run, parsed_renames(rename))
+
+    def again(start: int, stop: int, devices: tuple[int, ...], tensor: int = 1, all_of: int = 1) -> Stage:
+        blocks = [i for i in range(start, stop) if 1 <= i <= 6]
+        return Stage(start, stop, devices, tuple((i, i + 1) for i in blocks[all_of - 1 :]), tensor)
+
+    images, two, end = Stage(0, 4, (0, 1)), Stage(4, 6, (2, 4), tensor=2), Stage(6, 8, (6, 8), tensor=2)
+    text = tuple(replace(x, name=x.name.replace("language", "text")) for x in layers)
+    called = {"layers": text, "variants": tuple(Variant(t, False, text) for t in (2, 3))}
+    even, odd = Stage(4, 8, (2, 4), tensor=2), (Stage(0, 2, (0, 1)), Stage(2, 4, (2, 3)))
+    return {
+        "even": of(images, even, zero=1),
+        "uneven": of(images, two, end),
+        "recomputed": of(again(0, 4, (0, 1)), again(4, 6, (2, 4), 2), again(6, 8, (6, 8), 2)),
+        "recomputed in part": of(again(0, 4, (0, 1), 1, 2), even),
+        "images alone again": of(again(0, 4, (0, 1)), even),
+        "odd images": of(*odd, Stage(4, 8, (4, 6), tensor=2)),
+        "other replicas": of(Stage(0, 4, (0,)), two, end),
+        "gradients shared": of(images, even, zero=2),
+        "not neighbours": of(images, Stage(4, 8, (2, 5), tensor=2)),
+        "twice": of(images, Stage(4, 8, (1, 3), tensor=2)),
+        "two degrees": of(images, two, Stage(6, 8, (6, 7))),
+        "selective": of(images, replace(even, selective=True)),
+        "three": of(images, Stage(4, 8, (2, 5), tensor=3)),
+        "no blocks": of(images, Stage(4, 7, (2, 4), tensor=2), Stage(7, 8, (6, 8), tensor=2)),
+        "across": of(Stage(0, 3, (0, 1)), Stage(3, 8, (2, 3))),
+        "text": of(images, even, **called),
+        "renamed": of(images, even, rename=("text=language,(.*)=\\1",), **called),
+        "unknown": of(images, even, rename=("text=language",), **called),
+    }
+
+
 def written_out() -> str:
     """All texts, each in a line, and refusals; without the lines of modules that are everywhere the same."""
     source = "\n".join(x.read_text() for x in Path(frameworks.__file__).parent.glob("*.py"))
     always, parts = {*source.replace("{{", "{").replace("}}", "}").splitlines()}, []
-    for case, (plan, names, asked) in cases().items():
+    for case, (plan, names, words) in cases().items():
         for name in names.split():
             try:
-                text = exported(plan, name, **{"rename": RENAME, **asked}).replace(__version__, "VERSION")
+                text = exported(plan, name, **{"rename": RENAME, **words}).replace(__version__, "VERSION")
                 parts.append(f"{case}: {name}: " + " | ".join(x for x in text.splitlines() if x not in always))
             except CannotExpress as error:
                 parts.append(f"{case}: {name}! {error}")
+    for case, asked in modules().items():
+        try:
+            parts.append(f"{case}: modules: " + WRITERS["megatron-bridge"].write(asked).replace("\n", " | "))
+        except CannotExpress as error:
+            parts.append(f"{case}: modules! {error}")
     return "\n".join(parts) + "\n"
 
 

@@ -12,9 +12,10 @@ import math
 import os
 import re
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,8 @@ EXPORTED, ESTIMATED = "export loop.json --to torch-csv", "profile zoo:gpt-tiny,b
 STUCK = """0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1
 1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1
 """
+GPIPE = "export zb.json --to torch-csv --schedule gpipe"
+IMPORTED = "import gpt.json train.sh --from megatron --gpus 4 --mem 1GB --effort quick"
 BILL = "--samples 1e6 --price 2.5"
 MADE = {  # files of their own, each by a command
     "plan.json": f"plan a.json {ON} {STAGES} --weights 2bw --optimizer adam",
@@ -46,8 +49,11 @@ MADE = {  # files of their own, each by a command
     "parallel.json": f"plan a.json {ON} --split 5 --on 0-1 --weights stash",
     "tight.json": "plan a.json --gpus 2 --mem 14MB --bandwidth 1GB/s --split 3,2 --on 0/1 --weights 2bw",
     "replicas.json": "plan a.json --platform servers.json --split 2,3 --on 0-1/2-3 --weights stash",
+    "small.json": f"plan a.json --gpus 2 --mem 12MB --bandwidth 1GB/s {STAGES} --weights flush --schedule 1f1b",
+    "again.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights flush --schedule 1f1b",
     "segments.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights latest --optimizer momentum",
 }
+MADE_LATER = {"zoo.json": f"plan estimate.json {ON} --weights flush --schedule 1f1b --accumulate 2"}
 REFUSED = """
 plan
 plna a.json
@@ -120,6 +126,47 @@ calibrate a.json --gpu a100
 list nothing
 schema nothing
 """
+M = "--model cases.runtime:dropping --data cases.runtime:vectors"
+PLAYED = f"""
+run run.json
+run named.json
+run zoo.json --steps 2 --device cpu
+run run.json {M} --steps 3 --trace t.json
+run run.json {M} --steps 3 --json
+run run.json {M} --trace -
+run run.json {M} --evaluate --clip-norm 2
+run run.json {M} --bracket
+run run.json {M} --bracket --json --threads 2
+run run.json {M} --against flush --save s.pt --checkpoint c --checkpoint-every 2 --keep-checkpoints 3 --trace t.json
+run run.json {M} --against run.json --vertical-sync --json
+run run.json {M} --against run.json --resume
+run run.json {M} --against run.json --trace -
+run run.json {M} --against parallel.json
+run zb.json {M} --against flush --clip-norm 1 --device cpu
+run tight.json {M} --against flush --device cpu
+run run.json {M} --callback builtins:print
+run run.json {M} --link-delay 1ms
+run run.json {M} --optimizer AdamW,weight_decay=0.1 --scheduler StepLR,step_size=2 --warmup 2 --no-decay a,b --lr 1
+run run.json {M} --groups a:b --threads 2 --seed 5 --timeout 61s --link-delay 1ms --load l.pt --max-restarts 2
+run run.json {M} --half bf16 --loss-scale 8 --loss-scale-window 3 --bucket-size 9 --coarsening all --no-compare
+run run.json {M} --ema 0.9 --averaged --delay-correction sc --device cpu
+run run.json {M} --epochs 2 --epoch-length 5 --eval-data a:b --eval-batches 3 --monitor max:x --patience 2 --metrics c:d
+run run.json {M} --eval-data a:b --eval-every 4 --eval-batches 3 --steps 9
+run run.json {M} --eval-data a:b --eval-batches 3
+run run.json {M} --tensor-plan e:f
+run run.json --tensor-plan e:f
+run run.json --model a:b
+run run.json {M} --limit 2
+run zb.json {M} --schedule best --device cpu
+run zb.json {M} --schedule message-driven --limit 2 --device cpu
+run driven.json {M} --limit 2 --device cpu
+run run.json {M} --no-decay a,,b
+run run.json {M} --log-dir x --steps 7
+run zb.json --dry-run --steps 1 --device cpu --checkpoint c --checkpoint-every 1
+run zb.json --dry-run --steps 1 --evaluate --device cuda
+run parallel.json --dry-run --steps 1
+""".split("\n")[1:-1]
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 COMMANDS = {
     "plan": f"plan a.json {ON} {STAGES} --weights 2bw --optimizer adam --precision mixed",
     "plan-json": f"plan a.json {ON} {STAGES} --weights flush --schedule 1f1b --latency 0us --json",
@@ -153,8 +200,8 @@ COMMANDS = {
     "profile-engine": "profile zoo:gpt-tiny,blocks=1 --microbatch 2 --estimate a100 --engine compiled -o e.json",
     "calibrate": "calibrate estimate.json --gpu a100 --measured runs.csv",
     "calibrate-json": "calibrate estimate.json --gpu a100 --measured runs.csv --json",
-    "import": "import gpt.json train.sh --from megatron --gpus 4 --mem 1GB --effort quick",
-    "import-json": "import gpt.json train.sh --from megatron --gpus 4 --mem 1GB --effort quick --json",
+    "import": IMPORTED,
+    "import-json": f"{IMPORTED} --json",
     "grid": "grid a.json --gpus 4 --mem 1GB --batch 32 --microbatch 4,8",
     "synthesize": "synthesize loop.json --moves 20",
     "synthesize-json": "synthesize --gpus 2 --times 20,24,16 --microbatches 4 --limit 5 --moves 20 --json",
@@ -200,6 +247,36 @@ COMMANDS = {
     "export-megatron": "export loop.json --to megatron",
     "report": "report replicas.json -o page.html",
     "report-zb": "report zb.json -o page.html --schedule gpipe --schedule 1f1b --schedule pipedream",
+    "plan-out": f"plan a.json {ON} {STAGES} --weights 2bw -o new.json",
+    "plan-stdout": f"plan a.json {ON} {STAGES} --weights 2bw --json -o -",
+    "compare-out": "compare a.json --gpus 2 --mem 1GB --algorithms contiguous --weights 2bw --csv rows.csv",
+    "import-out": f"{IMPORTED} -o today.json --best best.json",
+    "import-stdout": f"{IMPORTED} -o - --best b.json",
+    "check-bounds": "check plan.json --bounds",
+    "check-small": "check small.json --schedule gpipe.csv",
+    "check-incomplete": "check --schedule short.csv",
+    "check-incomplete-json": "check --schedule short.csv --json",
+    "check-free": "check --schedule stuck.csv --semantics free",
+    "check-free-json": "check --schedule loop.csv --semantics free --json",
+    "simulate-best": "simulate zb.json --schedule best --schedule gpipe",
+    "simulate-narrow": "simulate plan.json --schedule 1f1b --schedule gpipe --jitter 5% --runs 3 --width 70",
+    "simulate-two-ways": "simulate zb.json --schedule dualpipev --pass-overlap 50%",
+    "simulate-limit": "simulate driven.json --limit 1 --microbatches 3",
+    "export-json": "export loop.json --to torch-csv --json",
+    "export-out": "export loop.json --to torch-csv -o s.csv",
+    "profile-quiet": "profile zoo:gpt-tiny,blocks=1 --microbatch 2 --estimate a100 -q -o q.json",
+    "profile-refused": "profile zoo:gpt-tiny --microbatch 2 --estimate v100 --dtype bfloat16 --engine graphs -o q.json",
+    "estimate-two": "estimate zoo:gpt-tiny,blocks=2 --gpus 4 --gpu h100 --tensor 2 --samples 1e6",
+    "grid-servers": "grid a.json --platform servers.json --batch 32 --microbatch 8 -o grid.json",
+    "grid-small": "grid a.json --gpus 4 --mem 8MB --batch 32 --microbatch 8",
+    "synthesize-again": "synthesize again.json --moves 5",
+    "diff-fewer": "diff a.json fewer.json --plan plan.json",
+    "diff-fewer-json": "diff a.json fewer.json --plan plan.json --json",
+    "list-gpus": "list gpus",
+    "list-schedules": "list schedules",
+    "list-algorithms": "list algorithms --json",
+    "list-profiles": "list profiles",
+    "report-loop": "report loop.json -o page.html",
     "report-run": "report run.json -o page.html --trace trace.json --microbatches 4",
 }
 
@@ -216,6 +293,7 @@ def files(folder: Path) -> None:
     chain = replace(CHAIN, layers=tuple(layers))
     slower = [replace(x, backward_ns=2 * x.backward_ns, saved_bytes=None) for x in chain.layers[1:]]
     (folder / "a.json").write_text(profile_text(chain))
+    (folder / "fewer.json").write_text(profile_text(replace(chain, layers=(*chain.layers[:2], *chain.layers[3:]))))
     (folder / "b.json").write_text(profile_text(replace(chain, layers=(*chain.layers[:1], *slower[1:]), name="other")))
     levels = [{"count": 2, "bandwidth": "10GB/s"}, {"count": 2, "bandwidth": "1GB/s", "latency": "2us"}]
     kept = [replace(x, saved_bytes=2 * x.saved_bytes) for x in chain.layers]
@@ -237,11 +315,16 @@ def files(folder: Path) -> None:
     (folder / "broken.json").write_text(json.dumps(broken))
     (folder / "loop.csv").write_text(called(EXPORTED.split(), folder).out)
     (folder / "stuck.csv").write_text(STUCK)
+    (folder / "short.csv").write_text("0F0,0B0\n1F0\n")
+    (folder / "gpipe.csv").write_text(called(GPIPE.split(), folder).out)
     names = ["embedding", *(f"block{i}" for i in range(4)), "head"]
     gpt = replace(chain, name="gpt", layers=tuple(replace(chain.layers[1], name=x) for x in names), microbatch=2)
     (folder / "gpt.json").write_text(profile_text(gpt))
     (folder / "train.sh").write_text("--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 16")
     of_a_model(folder)
+    for name, words in MADE_LATER.items():
+        done = called([*words.split(), "-o", name], folder)
+        assert (done.code, done.raised) == (0, None), (name, done)
 
 
 def of_a_model(folder: Path) -> None:
@@ -263,7 +346,9 @@ def of_a_model(folder: Path) -> None:
         found = replace(make_report(script, replayed(script, 3)), transfers=(TransferTime("F", 0, 1, 7 * 10**5, 1),))
         (folder / f"{name}.json").write_text(measured_trace(script.plan, found))
         bound = quick_bound(Problem(script.plan.chain, script.plan.platform, script.plan.policy))
-        (folder / "run.json").write_text(plan_text(replace(script.plan, lower_bounds=(bound,))))
+        plan = replace(script.plan, lower_bounds=(bound,))
+        (folder / "run.json").write_text(plan_text(plan))
+        (folder / "named.json").write_text(plan_text(replace(plan, chain=replace(plan.chain, name="a:b"))))
 
 
 def printed(words: str, folder: Path) -> str:
@@ -275,6 +360,7 @@ def printed(words: str, folder: Path) -> str:
         patch("pipeplan.cli.showing.QUIET_S", math.inf),
         patch("pipeplan.report.tables.differences.MOST_ROWS", 5),
     )
+    before = {*folder.iterdir()}
     with quiet, few:  # no line of progress, and not very many of differences
         done = called(words.split(), folder)
     assert done.raised is None, done
@@ -292,7 +378,9 @@ def printed(words: str, folder: Path) -> str:
         lines += map(json.dumps, [*data.pop("charts").items(), *data.items()])
         lines += [" ".join(re.findall(x, whole)) for x in (r"width:[\d.]+%", r'[yh][^ ]*="[\d.]+"', r' d="[^"]*"')]
         text += "\n".join(filter(None, lines)) + "\n"
-        page.unlink()
+    for path in sorted({*folder.iterdir()} - before):
+        text += f"made {path.name}\n"
+        path.unlink()
     text = text.replace(str(folder), "HERE")
     if words.startswith("import") or " --for " in words:  # how near a bound comes to it in the time that it has
         text = re.sub(r'(?m)^bound .*\n|\d+\.\d+%$|(?<="bound_ns": )\d+|(?<="gap": )[\d.]+', "_", text)
@@ -477,6 +565,137 @@ def plans(folder: Path) -> str:
     return "\n".join(parts) + "\n"
 
 
+def measured(folder: Path) -> str:
+    """Return what is told of models that were measured, or estimated, and of profiles in which layers were merged."""
+    from pipeplan.files.profiles import read_profile
+    from pipeplan.report.tables.measurements import print_measurements
+    from pipeplan.runtime.profiler.measure import LayerMeasurement, MeasuredModel
+
+    chain = read_profile(str(folder / "a.json"))
+    half = replace(chain.layers[1], forward_ns=chain.layers[1].forward_ns // 2, backward_ns=0)
+    parts = (chain.layers[0], half, replace(half, backward_ns=chain.layers[1].backward_ns), *chain.layers[2:])
+    steady = tuple(LayerMeasurement(x, 5, 10**5 * i, 2 * 10**4) for i, x in enumerate(parts))
+    whole = tuple(LayerMeasurement(x, 5, 0, 10**6 * (i % 2)) for i, x in enumerate(chain.layers))
+    tied = ((0, 2), (1, 3), (1, 4))
+    text = ""
+    for found, told in (
+        (steady, replace(chain, device="some CPU, 1 thread", beside=3, reading_ns=10**6, tied=tied)),
+        (whole, replace(chain, device="a GPU", beside=2, reading_ns=10**6, tied=tied[:1])),
+        (steady[:2] + steady[3:], replace(chain, within=(0.5, 2.0))),
+    ):
+        with redirect_stderr(io.StringIO()) as err:
+            print_measurements(MeasuredModel(chain, found, False, (), (1, 2) if told.within else ()), told)
+        text += err.getvalue()
+    return "\n".join(x.rstrip() for x in text.splitlines()) + "\n"
+
+
+def test_what_is_told_of_measured_layers_is_what_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert measured(folder) == (KEPT / "measured.txt").read_text()
+
+
+def played(folder: Path) -> str:
+    """Return what runs are asked for and tell, by ``run_plan`` that only tells of two updates; lines none before has.
+
+    Then what the ranks of torchrun tell each other, and what is left of a run that is stopped.
+    """
+    from dataclasses import fields
+
+    import click
+    from cases.measured import replayed, script_of
+
+    from pipeplan.errors import BadInput, RunStopped
+    from pipeplan.plan import Plan, Schedule
+    from pipeplan.problem import Policy
+    from pipeplan.runtime.measure.progress import StepProgress
+    from pipeplan.runtime.measure.report import make_report
+
+    script = script_of(Policy("2bw", 2), Schedule(), 12, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
+    report = replace(
+        make_report(script, replayed(script, 3)), seconds=0.0, notes=("it was so",), compared="as compared"
+    )
+    told, ends = list[str](), list[Any]()
+
+    def play(plan: Plan, spec: Any, options: Any, hear: Any, note: Any, status: Any) -> Any:
+        given = {x.name: y for x in fields(options) if (y := getattr(options, x.name)) != x.default}
+        policy, schedule = plan.policy, (plan.schedule.kind, plan.schedule.limit)
+        about = policy.weights, policy.vertical_sync, policy.clip, plan.interval, *schedule
+        told.extend((f"> {about}", f"> {spec.build} {spec.data}", f"> {given}", f"> {status is None}"))
+        for step, more in ((1, {}), (2, {}), (2, {"evaluation": {"loss": 0.5}, "best": True})):
+            if hear is not None:
+                hear(StepProgress(step, 2, 1 / step, 10**6, 8.0, 2.0, **more))
+        note("as noted")
+        if ends:
+            raise ends[0]
+        return report if os.environ.get("RANK", "0") == "0" else None
+
+    def line(words: str) -> list[str]:
+        told.clear()
+        shares = iter((1.1, 1.2, BadInput("too busy"), 1.3))
+
+        def now(plan: Plan, spec: Any, threads: int, **more: Any) -> float:
+            told.append(f"> profiled on {threads}, {sorted(more)}")
+            if isinstance(share := next(shares), Exception):
+                raise share
+            return float(share) * (1 if threads == 1 else 9)
+
+        with patch("pipeplan.cli.run.period_now", now):
+            done = called(words.split(), folder)
+        texts = [entries(done.out) if done.out.startswith("{") else done.out, done.err, *told, str(done.code)]
+        if (trace := folder / "t.json").exists():
+            texts.append(f"traced {trace.stat().st_size > 5000}")
+            trace.unlink()
+        found = [x.rstrip().replace(str(folder), "HERE") for text in texts for x in text.splitlines()]
+        found = [re.sub(r"the zoo has .*", "the zoo has others", x) for x in found if x[:4] not in ("Usag", "Try ")]
+        fresh = [x for x in found if x not in seen]
+        seen.update(fresh)
+        return [f"$ {words.replace(M, 'M')}: {len(found)} lines", *fresh]
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            told.append(f"> {Path(folder).name}")
+
+        def add_scalar(self, *scalar: Any) -> None:
+            told.append(f"> {scalar}")
+
+        def close(self) -> None:
+            told.append("> closed")
+
+    def tell(error: Exception, watch: Any) -> None:
+        told.append(f"> told {type(error).__name__} {error} {watch.tell_signal}")
+
+    seen, lines, ranks = set[str](), list[str](), f"run run.json {M} --steps 3"
+    with (
+        patch("pipeplan.runtime.processes.launch.run_plan", play),
+        patch("pipeplan.runtime.processes.launch.tell_others", tell),
+        patch("pipeplan.runtime.surroundings.untried", lambda version: f"untried {version.count('.')}"),
+        patch("pipeplan.cli.showing.QUIET_S", math.inf),
+        patch.dict(sys.modules, {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=Writer)}),
+    ):
+        for words in PLAYED:
+            lines += line(words)
+        ends.append(RunStopped("it was stopped", 143))
+        lines += line(f"{ranks} --trace t.json")
+        ends[0] = RunStopped("it was stopped", report=report)
+        lines += line(f"{ranks} --trace t.json") + line(ranks)
+        for number, more in ((1, {"LOCAL_RANK": "1"}), (0, {"LOCAL_RANK": "0"})):
+            with patch.dict(os.environ, TORCHRUN | more | {"RANK": str(number)}):
+                lines += line(ranks)
+                for end in (click.exceptions.Exit(3), ValueError("it is odd"), BadInput("bad")):
+                    ends[:] = [end]
+                    lines += line(ranks)
+                ends.clear()
+                lines += line(ranks) + line(f"{ranks} --bracket") + line(f"{ranks} --x") + line(f"{ranks} --json")
+        with patch.dict(os.environ, {"RANK": "1"}):
+            lines += line(f"{ranks} --x") + line(ranks) + line(f"{ranks} --against run.json")
+    return "\n".join(lines) + "\n"
+
+
+def test_what_runs_are_asked_for_is_what_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert played(folder) == (KEPT / "played.txt").read_text()
+
+
 RUNS = ("run", "run-full", "run-json", "run-evaluate", "run-away", "run-short", "run-driven")
 
 
@@ -526,5 +745,7 @@ if __name__ == "__main__":
             (KEPT / f"{name}.txt").write_text(printed(words, Path(made)))
         (KEPT / "plans.txt").write_text(plans(Path(made)))
         (KEPT / "refused.txt").write_text(refusals(Path(made)))
+        (KEPT / "played.txt").write_text(played(Path(made)))
+        (KEPT / "measured.txt").write_text(measured(Path(made)))
     for name, text in runs().items():
         (KEPT / f"{name}.txt").write_text(text)

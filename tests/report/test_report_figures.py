@@ -1,13 +1,33 @@
-"""Pictures: patterns and runs as SVG and PNG."""
+"""Pictures: patterns and runs as SVG and PNG.
+
+``python tests/report/test_report_figures.py`` keeps what they show now: read the difference before it is committed.
+"""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import numpy as np
 import pytest
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+import matplotlib as mpl
 from cases.plans import straight
+from matplotlib.colors import to_hex
 
 from pipeplan.errors import BadInput
+from pipeplan.plan import Schedule
 from pipeplan.planner.simulated.simulation import simulate_plan
+from pipeplan.problem import Platform, Policy
 from pipeplan.report.gantt import MOST_BARS, save_pattern, save_timeline
+
+KEPT = Path(__file__).parent / "printed" / "pictures.txt"
 
 
 def test_a_pattern_as_svg_names_rows_and_operations_and_is_the_same_again(tmp_path):
@@ -20,24 +40,73 @@ def test_a_pattern_as_svg_names_rows_and_operations_and_is_the_same_again(tmp_pa
         assert f">{word}</text>" in texts[0]
 
 
-@pytest.mark.parametrize("schedule", ["pattern", "zbv", "1f1b"])
-def test_a_run_as_png_is_large_enough_to_read(tmp_path, schedule):
+def test_a_run_as_png_is_large_enough_to_read(tmp_path):
     from matplotlib.image import imread
 
     path = tmp_path / "run.png"
-    save_timeline(simulate_plan(straight(), 12, schedule), str(path))
+    save_timeline(simulate_plan(straight(), 12, "zbv"), str(path))
     pixels = imread(path)
     assert pixels.shape[1] == 2080
     assert pixels.shape[0] >= 400
     assert pixels[:, :, :3].std() > 0.05
 
 
-def test_many_devices_show_memory_as_coloured_rows(tmp_path):
-    save_timeline(simulate_plan(straight(layers=12, devices=12), 6), str(tmp_path / "run.svg"))
-    text = (tmp_path / "run.svg").read_text()
-    assert "% of its memory" in text
-    save_timeline(simulate_plan(straight(), 6), str(tmp_path / "few.svg"))
-    assert "% of its memory" not in (tmp_path / "few.svg").read_text()
+def pictures():
+    """Return what pictures show, in words and sums of figures: of patterns, and of runs on few and many GPUs."""
+    from matplotlib.figure import Figure
+
+    drained = replace(straight(), pattern=None, schedule=Schedule("1f1b", 6), policy=Policy("flush", 6))
+    many = straight(layers=17, devices=17)
+    short = replace(many, platform=Platform.flat(17, many.platform.devices[0].memory_bytes // 10**4, 10**9))
+    drawn = {
+        "pattern.svg": (save_pattern, straight()),
+        "drained.PDF": (save_pattern, drained),
+        "zbv.png": (save_timeline, simulate_plan(straight(), 12, "zbv")),
+        "1f1b.svg": (save_timeline, simulate_plan(straight(), 300, "1f1b")),
+        "many.svg": (save_timeline, simulate_plan(short, 4)),
+    }
+    lines = []
+
+    def save(figure, file, **options):
+        lines.extend((f"{figure.get_size_inches().round(3)} {options}", f"{mpl.rcParams['svg.hashsalt']}"))
+        for axes in figure.axes:
+            lines.extend(shown(axes))
+
+    with mock.patch.object(Figure, "savefig", save), TemporaryDirectory() as folder:
+        for name, (draw, what) in drawn.items():
+            lines.append(f"$ {name}")
+            draw(what, f"{folder}/{name}")
+    return "\n".join(lines) + "\n"
+
+
+def shown(axes):
+    """Yield lines about what is drawn on ``axes``."""
+    ticks = [x.get_text() for x in axes.get_yticklabels()] if axes.get_title(loc="left") or axes.images else "its own"
+    yield f"{axes.get_title(loc='left')} | {axes.get_xlabel()} | {axes.get_ylabel()} | {ticks}"
+    spines = [name for name, x in axes.spines.items() if x.get_visible()]
+    yield f"{figures(axes.get_xlim())} {figures(axes.get_ylim())} {spines}"
+    texts = [f"{x.get_text()} {figures(x.get_position())}" for x in axes.texts]
+    yield f"{len(texts)} labels, {texts[:2]} to {texts[-2:]}"
+    for x in axes.collections:
+        if x.get_label()[0] != "_":  # which are of the colours' own
+            corners = np.array([path.vertices[:4] for path in x.get_paths()])
+            yield f"{x.get_label()} {to_hex(x.get_facecolor()[0])} {x.get_linewidth()[0]}"
+            yield f"  {len(corners)} bars, the first {figures(corners[0])}, sum {figures(corners.sum(0))}"
+    for x in axes.lines:
+        yield f"{x.get_label()} {x.get_drawstyle()} {[figures((y[0], y[-1], sum(y))) for y in x.get_data()]}"
+    for x in axes.images:
+        yield f"{x.get_array().shape} {figures(x.get_extent())} {x.get_clim()} {to_hex(x.get_cmap()(2.0))}"
+        yield f"  {figures(x.get_array().sum(1))}"
+    if (legend := axes.get_legend()) is not None:
+        yield f"legend {[x.get_text() for x in legend.get_texts()]}"
+
+
+def figures(values):
+    return " ".join(f"{x:.5g}" for x in np.ravel(values))
+
+
+def test_pictures_show_what_is_kept():
+    assert pictures() == KEPT.read_text()
 
 
 def test_bad_files_and_too_many_operations_are_refused(tmp_path):
@@ -60,3 +129,7 @@ def test_the_commands_draw(pipeplan, tmp_path):
     assert pipeplan("simulate", str(plan), "--schedule", "gpipe", "-o", str(tmp_path / "run.svg"))[0] == 0
     assert "gpipe" in (tmp_path / "run.svg").read_text()
     assert "one period" in (tmp_path / "pattern.svg").read_text()
+
+
+if __name__ == "__main__":
+    KEPT.write_text(pictures())
