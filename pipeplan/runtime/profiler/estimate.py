@@ -272,7 +272,8 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        # what returns nothing changes tensors in place, which have no values; torch would make some up, in real memory
+        out: Any = func(*args, **kwargs) if func._schema.returns else None
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else None
         if packet is _LSTM:
             size = LSTM_WORKSPACE * out[0].numel() * args[0].element_size()

@@ -49,7 +49,7 @@ from ..model.trace.adapted import compiled_lines, made_whole, no_reentry, run_un
 from ..model.trace.author import Author
 from ..model.trace.compared import apart, compare
 from .beside import at_work
-from .saved import saved_values, sized_layers, whole_bytes, working_bytes
+from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, measured, trained_parameters
 
 Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
@@ -224,7 +224,7 @@ def profile_network(
     network = network.on([x.detach().to(device) for x in network.inputs])
     release = hold != "all"
     modules = [layer.module for layer in network.layers]
-    with _steady(options.threads), freed_kept(), no_reentry(), run_uncompiled(modules):
+    with _steady(options.threads, device), freed_kept(), no_reentry(), run_uncompiled(modules):
         say(f"sizing {len(network)} layers")
         if target is None and loss is not own_loss:
             target = _made_up_target(network.structure(final_outputs(network, device, release)), loss)
@@ -239,8 +239,6 @@ def profile_network(
         one = hold == "one" or (hold == "auto" and options.agreed(not fits))
         options.note(f"holding it all takes {format_bytes(needed)}" + ("; one layer at a time" if one else ""))
         changed = "" if author is None else _compare(author, whole, loss, target, options, one)
-        working = working_bytes(network, device, one)
-        layers = [replace(layer, working_bytes=size) for layer, size in zip(layers, working, strict=True)]
         clock = options.clock or clock_of(torch.device(device))
         lone = nn.Parameter(torch.zeros(1, device=device))
         lone.grad = torch.zeros_like(lone)
@@ -356,11 +354,12 @@ def device_name(device: str, threads: int) -> str:
 
 
 @contextmanager
-def _steady(threads: int) -> Iterator[None]:
-    """Run with a fixed number of CPU threads and no garbage collection in between."""
+def _steady(threads: int, device: str) -> Iterator[None]:
+    """Run with a fixed number of CPU threads and no garbage collection in between, and none on a GPU to begin with."""
     before, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(threads)
-    gc.collect()
+    if torch.device(device).type == "cuda":
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from .steps import begin_sums
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What one layer saves: the ``values`` that it reads or makes, and ``private_bytes`` of everything else.
+    ``working_bytes`` are what its passes take beside.
 
     ``later`` is what of that its weights' gradients need, where they are told apart, and ``gradient_bytes`` the
     gradients beside it.
@@ -42,6 +44,7 @@ class Kept:
     values: frozenset[int]
     later: Kept | None = None
     gradient_bytes: int = 0
+    working_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,13 @@ class Value:
 def saved_values(
     network: Network, device: str, release: bool = False, split: bool = False
 ) -> tuple[list[Kept], dict[int, Value]]:
-    """Run each layer of ``network`` forward; return what each one saves, and where all values lie.
+    """Run each layer of ``network`` forward and back; return what each one saves and works with, and where all values
+    lie.
 
     A storage counts once and in full, however many views of it are saved; parameters and buffers don't count. Storages
     are told apart by address, hence held until nothing later can alias them: the inside of a layer until its forward
     ends, values until their last reader. With ``release`` no more than one layer's module stands on the device. With
-    ``split`` each layer runs backward too, in two parts, to see what the second needs.
+    ``split`` each layer runs once more, backward in two parts, to see what the second needs.
     """
     if not release:
         place_all([layer.module for layer in network.layers], device)
@@ -71,32 +75,15 @@ def saved_values(
     saved = []
     for index, layer in enumerate(network.layers):
         with resident(layer.module, device, release):
-            own = (*layer.module.parameters(), *layer.module.buffers())  # a move gives them other storages
-            permanent = {t.untyped_storage()._cdata for t in own}
-            seen, outputs, needs = _forward(layer, [values[v] for v in layer.reads], split)
-            values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-            del outputs
-            touched = dict.fromkeys((*layer.reads, *layer.makes))
-            for value in touched:
+            found, outputs = _alone(layer, [leaf(values[v]) for v in layer.reads], torch.device(device))
+            values.update(zip(layer.makes, outputs, strict=True))
+            permanent = _permanent(layer)
+            for value in dict.fromkeys((*layer.reads, *layer.makes)):
                 storage = values[value].untyped_storage()
-                key = storage._cdata
-                size = 0 if key in permanent else storage.nbytes()
-                known.setdefault(value, Value(values[value].nbytes, first.setdefault(key, value), size))
-            boundary = {v: values[v].untyped_storage()._cdata for v in touched}
-
-            def kept(storages: Storages, permanent: set[int] = permanent, boundary: Boundary = boundary) -> Kept:
-                among = frozenset(v for v, key in boundary.items() if key in storages)
-                elsewhere = permanent | set(boundary.values())
-                return Kept(sum(x.nbytes() for key, x in storages.items() if key not in elsewhere), among)
-
-            found = kept(seen)
-            if needs is not None:
-                gradients = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in needs.gradients()}
-                later = kept({x.untyped_storage()._cdata: x.untyped_storage() for x in needs.saved.tensors()})
-                found = replace(found, later=later, gradient_bytes=sum(gradients.values()))
-                needs.let_go()
-            seen.clear()
-            del needs
+                size = 0 if storage._cdata in permanent else storage.nbytes()
+                known.setdefault(value, Value(values[value].nbytes, first.setdefault(storage._cdata, value), size))
+            if split:
+                found = replace(found, **_later(layer, [leaf(values[v]) for v in layer.reads]))
         saved.append(found)
         drop(values, network, index)
         held = {x.untyped_storage()._cdata for x in values.values()}
@@ -104,39 +91,81 @@ def saved_values(
     return saved, known
 
 
-def _forward(
-    layer: LayerCode, inputs: Sequence[Tensor], split: bool
-) -> tuple[Storages, Sequence[Tensor], WeightPart | None]:
-    """Return the storages that a layer saves, what it makes, and with ``split`` the second part of its backward."""
+def _alone(layer: LayerCode, inputs: Sequence[Tensor], device: torch.device) -> tuple[Kept, Sequence[Tensor]]:
+    """Run a layer forward, and back from ones into sums that are there; return what it takes, and what it makes."""
+    begin_sums(layer.module)
     seen: Storages = {}
+    boxes: list[ReferenceType[_Box]] = []
 
-    def hold(tensor: Tensor) -> None:
+    def pack(tensor: Tensor) -> _Box:
         storage = tensor.untyped_storage()
         seen.setdefault(storage._cdata, storage)
+        box = _Box(tensor)
+        boxes.append(ref(box))
+        return box
 
-    saved = Saved(hold)
+    with _Allocated(device) if device.type == "cuda" else _Made() as counted:
+        with saved_tensors_hooks(pack, lambda box: box.tensor):
+            outputs = layer.forward(inputs)
+        held = counted.held()
+        found = _kept(layer, inputs, outputs, seen)
+        seen.clear()
+        made = [leaf(out) for out in outputs]
+        ends = [x for x in outputs if x.requires_grad]
+        del outputs
+        try:
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+        except RAISED as error:
+            raise code_failed(f"the backward of {layer.place}", error) from error
+        finally:
+            for box in filter(None, (one() for one in boxes)):
+                box.tensor = None
+        size = max(counted.most() - held, 0)
+    layer.module.zero_grad(set_to_none=True)
+    return replace(found, working_bytes=size), made
+
+
+class _Box:
+    """A tensor that autograd saved, in its hands alone; emptied where no backward comes by, as a graph that has saved
+    what it made would live for ever otherwise."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+
+def _permanent(layer: LayerCode) -> set[int]:
+    own = (*layer.module.parameters(), *layer.module.buffers())  # a move gives them other storages
+    return {t.untyped_storage()._cdata for t in own}
+
+
+def _kept(layer: LayerCode, inputs: Sequence[Tensor], outputs: Sequence[Tensor], storages: Storages) -> Kept:
+    """Return what of ``storages`` are values that a layer reads or makes, and the bytes of those that are its own."""
+    boundary = zip((*layer.reads, *layer.makes), (*inputs, *outputs), strict=True)
+    keys = {v: x.untyped_storage()._cdata for v, x in boundary}
+    elsewhere = _permanent(layer) | set(keys.values())
+    private = sum(x.nbytes() for key, x in storages.items() if key not in elsewhere)
+    return Kept(private, frozenset(v for v, key in keys.items() if key in storages))
+
+
+def _later(layer: LayerCode, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the fields of a layer's :class:`Kept` about the second part of its backward, after the first from ones."""
+    saved = Saved()
     with saved_tensors_hooks(saved.pack, saved.unpack):
         outputs = layer.forward(inputs)
-    needs = None
-    if split:
-        needs = _second_part(layer, inputs, outputs, saved)
-    else:
-        saved.clear()  # an output itself would keep its own graph alive for ever
-    return seen, [out.detach().requires_grad_(out.requires_grad) for out in outputs], needs
-
-
-def _second_part(layer: LayerCode, inputs: Sequence[Tensor], outputs: Sequence[Tensor], saved: Saved) -> WeightPart:
-    """Run the first part of a layer's backward from ones, and return the second with what it needs alone."""
     ends = [(get_gradient_edge(out), torch.ones_like(out)) for out in outputs if out.requires_grad]
     try:
-        found = input_part(ends, [x for x in inputs if x.requires_grad], saved) if ends else WeightPart([], saved)
-        saved.drop_but(found.needed())
+        needs = input_part(ends, [x for x in inputs if x.requires_grad], saved) if ends else WeightPart([], saved)
+        saved.drop_but(needs.needed())
     except RAISED as error:
         raise code_failed(f"the backward of {layer.place}", error) from error
-    for x in inputs:
-        x.grad = None
     layer.module.zero_grad(set_to_none=True)
-    return found
+    gradients = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in needs.gradients()}
+    found = _kept(layer, inputs, outputs, {x.untyped_storage()._cdata: x.untyped_storage() for x in saved.tensors()})
+    needs.let_go()
+    return {"later": found, "gradient_bytes": sum(gradients.values())}
 
 
 def whole_bytes(saved: Sequence[Kept], values: dict[int, Value]) -> int:
@@ -146,7 +175,6 @@ def whole_bytes(saved: Sequence[Kept], values: dict[int, Value]) -> int:
 
 
 Storages = dict[int, torch.UntypedStorage]  # by identity
-Boundary = dict[int, int]  # the identity of the storage of each value that a layer reads or makes
 
 
 def saved_fields(network: Network, saved: Sequence[Kept], values: dict[int, Value]) -> list[dict[str, Any]]:
@@ -216,7 +244,8 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
             WeightNeeds(fields["saved_bytes"], fields["saves"], kept.gradient_bytes)
             for fields, kept in zip(later, saved, strict=True)
         ]
-    for code, fields, need in zip(network.layers, saved_fields(network, saved, values), needs, strict=True):
+    told = zip(network.layers, saved, saved_fields(network, saved, values), needs, strict=True)
+    for code, kept, fields, need in told:
         parameters = list(code.module.parameters())
         alike = {
             n: [p for p in parameters if getattr(p, "copies", 1) == n]
@@ -231,6 +260,7 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
                 output_bytes=sum(values[v].size for v in code.makes),
                 parameters=_numbers(parameters),
                 weight_needs=need,
+                working_bytes=kept.working_bytes,
                 module=code.path,
                 matrix_state=matrix_state(p.shape for p in parameters),
                 own_parameters=None if set(alike) <= {1} else sum(-(-_numbers(alike[n]) // n) for n in alike),
@@ -297,37 +327,3 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves
 
     def most(self) -> int:
         return self._most
-
-
-def working_bytes(network: Network, device: str, release: bool = False) -> list[int]:
-    """Run each layer of ``network`` forward and backward; return the bytes that it takes beside what it keeps.
-
-    Backwards add to sums of gradients that are there, and start from ones. With ``release`` no more than one layer's
-    module stands on the device.
-    """
-    values = dict(enumerate(map(leaf, network.inputs)))
-    found = []
-    for index, layer in enumerate(network.layers):
-        with resident(layer.module, device, release):
-            size, outputs = _working(layer, [leaf(values[v]) for v in layer.reads], torch.device(device))
-        found.append(size)
-        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        del outputs
-        drop(values, network, index)
-    return found
-
-
-def _working(layer: LayerCode, inputs: Sequence[Tensor], device: torch.device) -> tuple[int, Sequence[Tensor]]:
-    begin_sums(layer.module)
-    with _Allocated(device) if device.type == "cuda" else _Made() as counted:
-        outputs = layer.forward(inputs)
-        kept = counted.held()
-        ends = [x for x in outputs if x.requires_grad]
-        try:
-            if ends:
-                torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
-        except RAISED as error:
-            raise code_failed(f"the backward of {layer.place}", error) from error
-        size = max(counted.most() - kept, 0)
-    layer.module.zero_grad(set_to_none=True)
-    return size, [x.detach().requires_grad_(x.requires_grad) for x in outputs]

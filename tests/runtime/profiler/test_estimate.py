@@ -240,8 +240,9 @@ def test_an_lstm_pays_for_each_step_and_keeps_its_workspace():
     ("name", "factor", "most"),
     [("sgd", 3, 3), ("momentum", 5, 5), ("adam", 7, 7), ("adafactor", 3, 30), ("muon", 20, 200)],
 )
-def test_the_optimizer_moves_its_state(name, factor, most):
-    """Those that GPUs step by fused kernels move each number once."""
+def test_the_optimizer_moves_its_state(name, factor, most, monkeypatch):
+    """Those that GPUs step by fused kernels move each number once; none is run by torch on made-up values."""
+    monkeypatch.delattr("torch._subclasses.fake_tensor.run_fallback_kernel")
     chain = estimate(linear, optimizer=optimizer_maker(name, 0.0, as_on_gpus=True))
     traffic = 4 * 4096 * 2048 / (0.8 * 1e12) * 1e9
     assert 0.9 * factor * traffic <= chain.layers[0].optimizer_ns <= 1.1 * most * traffic
