@@ -20,6 +20,7 @@ from ..problem import Chain, Policy, SharedWeights
 from .saved import entering_bytes, inner_bytes, storages
 
 Pair = tuple[IntLike, IntLike]  # bytes of one copy of weights, and parameters
+MOST_SEGMENTS = 50_000  # whose costs are remembered with their chain
 
 
 def weights_of(chain: Chain, start: IntLike, stop: IntLike, borrowed: Sequence[int] = ()) -> Pair:
@@ -272,14 +273,19 @@ def activations(
     """
     kept = peak = recompute = 0
     position, held = start, received
+    known = chain.__dict__.setdefault("_segments", {})
+    if len(known) > MOST_SEGMENTS:
+        known.clear()
     for first, last in (*checkpoint, (stop, stop)):
         if position < first:
             kept += int(stored(chain, position, first, held, position > start))
             held = bool(keeps_output(chain, position, first, held, recomputed=False))
             peak = max(peak, kept)
         if first < last:
-            keeps, transient, cost = segment(chain, first, last, held, first > start)
-            held = bool(keeps_output(chain, first, last, held, recomputed=True))
+            key = first, last, held, first > start
+            if key not in known:
+                known[key] = *segment(chain, *key), bool(keeps_output(chain, first, last, held, recomputed=True))
+            keeps, transient, cost, held = known[key]
             kept += keeps
             peak = max(peak, kept + transient)
             recompute += cost

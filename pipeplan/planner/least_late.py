@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from math import ceil
 
-from ..check.bounds import any_bound
+from ..check.bounds import reaches
 from ..check.lateness import plan_delays
 from ..check.validate import check
 from ..deadline import OutOfTime
@@ -140,7 +141,7 @@ def _worth_asking(problem: Problem, stashed: Planned) -> bool:
     if _late(stashed) > 1:
         return True
     period = stashed.evaluation.period_ns
-    return not _holds_no_more(problem) and period > any_bound(problem, period).period_ns * (1 + DEARER)
+    return not _holds_no_more(problem) and not reaches(problem, ceil(period / (1 + DEARER)))
 
 
 def _holds_no_more(problem: Problem) -> bool:

@@ -117,7 +117,8 @@ def _planned(
     if algorithm != STATED:
         allocation = replace(allocation, stages=by_first_use(problem.platform, allocation.stages))
     sooner = more_often(problem, scheduled) if asked.policy.open else None
-    of_any = any_bound(asked if asked.policy.open else problem, scheduled.cost if incumbent.periodic else None)
+    up_to = (incumbent.bounded_up_to or scheduled.cost) if incumbent.periodic else None
+    of_any = any_bound(asked if asked.policy.open else problem, up_to)
     of_class = _class_bounds(incumbent, problem, scheduled, kind)
     plan = Plan(
         chain=problem.chain,
@@ -289,6 +290,7 @@ def _plan_pattern(
     sooner = moves and quick and decided.problem.policy.update_interval() <= filled and not incumbent.near_bound
     if sooner and not evenly_shared(problem, incumbent.best.allocation) and not _ended(status, incumbent):
         other = Incumbent(at_interval(problem, filled), settings)  # it begins as if the interval were given
+        other.floor_ns = incumbent.floor_ns
         status = run_search(again, other, dispensable=True) or status
         best = None if other.best is None else rescheduled(other.problem, other.best, None)
         if best is not None and best.cost < incumbent.best.cost:
@@ -298,7 +300,7 @@ def _plan_pattern(
     shortest = widen and decided.best_ns == incumbent.best_ns
     if quick and not shortest and updates_cost_time(problem) and not _ended(status, incumbent):
         status = run_search(again, decided, dispensable=True) or status
-    decided.bounds = incumbent.bounds
+    decided.bounds, decided.bounded_up_to = incumbent.bounds, incumbent.bounded_up_to
     return decided, status
 
 
@@ -320,7 +322,9 @@ def _decided(found: Incumbent, widen: bool, ended: bool) -> tuple[Incumbent, str
     except OutOfTime:
         cut = "time limit"
     interval, scheduled = decided
-    return Incumbent(at_interval(found.problem, interval), found.settings, start=scheduled), cut
+    at_that = Incumbent(at_interval(found.problem, interval), found.settings, start=scheduled)
+    at_that.floor_ns = found.floor_ns
+    return at_that, cut
 
 
 def with_interval(found: Planned, interval: int) -> Planned:

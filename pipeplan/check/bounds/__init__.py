@@ -43,6 +43,7 @@ __all__ = [
     "overstated",
     "proof",
     "quick_proof",
+    "reaches",
     "work_ns",
 ]
 
@@ -74,6 +75,12 @@ def derived_up_to(problem: Problem, period: int) -> int:
     """Return a lower bound (ns) for class ``any``: the quick one where that reaches ``period``, else the best."""
     quick = quick_proof(problem).period_ns
     return quick if quick >= period else proof(problem, up_to=period).period_ns
+
+
+def reaches(problem: Problem, period: int) -> bool:
+    """Whether every plan takes ``period`` ns, as far as one look at covers tells."""
+    known = proof(problem)
+    return (known if problem.chain.variants else deeper(problem, known, period, 1)).period_ns >= period
 
 
 def quick_proof(problem: Problem) -> Proved:

@@ -115,8 +115,9 @@ def strong_bound(problem: Problem, quick: Proved) -> Proved:
     return longest_refuted(conditions.pool_refuted, found, conditions.tests // 3)
 
 
-def deeper(problem: Problem, known: Proved, period: int) -> Proved:
-    """Return the longest bound up to ``period`` ns, at least ``known``, that follows where covers are looked for.
+def deeper(problem: Problem, known: Proved, period: int, tests: int = MOST_DEEPER) -> Proved:
+    """Return the longest bound up to ``period`` ns, at least ``known``, that follows where covers are looked for, at so
+    many periods and at one of little more than what is known.
 
     Nothing where a little more than what is ``known`` cannot be refuted, or is all there is to find. Whoever claims
     a bound that was found by this finds it again, as it is looked for just below ``period`` as well.
@@ -134,7 +135,7 @@ def deeper(problem: Problem, known: Proved, period: int) -> Proved:
             return known
         known = Proved(barely + 1, part)
     tried = period - 1
-    for _ in range(MOST_DEEPER):
+    for _ in range(tests):
         part = conditions.cover_refuted(tried)
         if part is not None:
             known = Proved(tried + 1, part)

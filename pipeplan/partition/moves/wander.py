@@ -13,7 +13,7 @@ as long to make, wherever stages cost the same whatever the others are.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, lcm
@@ -26,6 +26,7 @@ from ...integers import ceil_div, extend
 from ...plan import Allocation, Stage
 from ...problem import Device, Platform, Problem
 
+Stages = tuple[Stage, ...]
 MOST_KNOWN = 50_000  # stages whose costs are remembered
 
 
@@ -45,9 +46,10 @@ class Misfits:
         self._kinds: dict[Device, int] = {}
         self._homes: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self._stages: dict[tuple[object, ...], StageCost] = {}
-        self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool]] = {}
+        self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool, int]] = {}
         self._weights: dict[tuple[object, ...], int] = {}
         self._known: Known = {}
+        self._near: Stages = ()  # that missed no more than enough: what others differ from in few stages
 
     def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
         """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
@@ -58,7 +60,10 @@ class Misfits:
             if len(known) > MOST_KNOWN:
                 known.clear()
         if self._apart:
-            return self._of_stages(stages, period, enough)
+            missing = self._of_stages(stages, period, enough)
+            if missing <= enough:
+                self._near = tuple(stages)
+            return missing
         problem = self.problem
         graph = stage_graph(problem.chain, problem.platform, problem.policy, stages, known=self._known)
         return _of_graph(graph, period)
@@ -69,28 +74,35 @@ class Misfits:
         for s, stage in enumerate(stages):
             groups.setdefault(stage.devices, []).append(s)
         moved = [0 if one.devices == other.devices else chain.cut_bytes[one.stop] for one, other in pairwise(stages)]
-        costs, trips = [], []
+        near = set(map(id, self._near))
+        changed = [stage.devices for stage in stages if id(stage) not in near] if enough < inf else []
+        groups = {devices: groups[devices] for devices in (*changed, *groups)}  # the first mostly miss too much
+        costs: dict[int, StageCost] = {}
+        missing = 0.0
+        for devices, own_stages in groups.items():
+            for s in own_stages:
+                costs[s] = self._cost(stages[s], s > 0 and moved[s - 1] > 0, s < len(moved) and moved[s] > 0)
+            sums = [costs[s].sync_period_ns for s in own_stages]
+            waits = 0 if policy.updates_together else len(devices) * max(sums)
+            missing += _over(sum([costs[s].total_ns for s in own_stages]) + waits, period * len(devices))
+            missing += _over(sum(sums), period)
+            if missing > enough:
+                return missing
+        trips = []
         links: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for s, stage in enumerate(stages):
-            costs.append(self._cost(stage, s > 0 and moved[s - 1] > 0, s < len(moved) and moved[s] > 0))
             if s < len(moved) and moved[s]:
                 here, there = stage.devices, stages[s + 1].devices
-                level, both = self._level(here, there)
+                level, both, wide = self._level(here, there)
                 one_way = self.problem.platform.transfer_ns(moved[s], level)
-                trips.append((one_way, both, lcm(len(here), len(there))))
+                trips.append((one_way, both, wide))
                 for ends in ((here, there), (there, here)):
                     key = ends if both else (min(here, there), max(here, there))
                     links[key] = links.get(key, 0) + one_way
             else:
                 trips.append((0, True, 1))
-        missing = 0.0
         for key, load in links.items():
             missing += _over(load, period * lcm(*map(len, key)))
-        for devices, own_stages in groups.items():
-            sums = [costs[s].sync_period_ns for s in own_stages]
-            waits = 0 if policy.updates_together else len(devices) * max(sums)
-            missing += _over(sum([costs[s].total_ns for s in own_stages]) + waits, period * len(devices))
-            missing += _over(sum(sums), period)
         if missing > enough:
             return missing
         counts, delay = [1] * len(stages), 0
@@ -103,11 +115,13 @@ class Misfits:
         if policy.most_lifetime is not None:
             missing += _over(delay, policy.most_lifetime * period)
         for devices, own_stages in groups.items():
+            if missing > enough:
+                break
             missing += self._memory(devices, own_stages, costs, counts)
         return missing
 
     def _memory(
-        self, devices: tuple[int, ...], own: Sequence[int], costs: Sequence[StageCost], counts: Sequence[int]
+        self, devices: tuple[int, ...], own: Sequence[int], costs: Mapping[int, StageCost], counts: Sequence[int]
     ) -> float:
         """Return by how much a group lacks memory: what :func:`.group_bound.device_bytes` counts."""
         fixed = most = 0
@@ -150,12 +164,13 @@ class Misfits:
             found = self._homes[devices] = len(devices), platform.level_of(devices), kind
         return found
 
-    def _level(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, bool]:
+    def _level(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, bool, int]:
+        """Return the level that joins two groups, whether both directions move at a time, and by what rounds end."""
         found = self._levels.get((one, other))
         if found is None:
             platform: Platform = self.problem.platform
             level = platform.level_between(one, other)
-            found = self._levels[one, other] = level, platform.both_ways(level)
+            found = self._levels[one, other] = level, platform.both_ways(level), lcm(len(one), len(other))
         return found
 
 
@@ -177,13 +192,10 @@ def _of_graph(graph: StageGraph, period: int) -> float:
     return missing
 
 
-Stages = tuple[Stage, ...]
-Ranges = tuple[tuple[int, int], ...]
 HOT = 0.1  # of what there is: by how much a step at the start may add to what is missing
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 8)  # layers by which an end moves
 MOST_STAGES_PER_DEVICE = 3  # average; more would only slow the scheduler down
-SCHEDULED = 20  # steps that can be made in the time that scheduling an allocation takes
-QUICK_STAGES = 16  # are ordered in that time; twice as many, where they share devices, in 16 times as long
+SCHEDULED = 20  # steps that can be made in the time that scheduling an allocation takes, at least
 REFUTED = 0.02  # what an allocation counts as missing that may reach the period by its bound, and cannot
 
 
@@ -196,12 +208,14 @@ def wander(
     done: Callable[[], bool],
     seed: int = 0,
     hot: float = HOT,
+    times: Callable[[Stages], int] = lambda _: 1,
 ) -> Allocation:
     """Walk about ``budget`` steps from ``start``; return the last allocation that ``try_`` made the best, or ``start``.
 
-    One that is scheduled counts as :data:`SCHEDULED`, more with many stages. A step may add so much, ``hot``, to what
-    is missing at first. ``misfit`` says what an allocation misses of the period to beat, or that it is more than a
-    limit; ``try_`` schedules one and says whether it is the best so far, which shortens the period to beat.
+    One that is scheduled counts as :data:`SCHEDULED`, so many ``times`` where its schedule takes long. A step may add
+    so much, ``hot``, to what is missing at first. ``misfit`` says what an allocation misses of the period to beat, or
+    that it is more than a limit; ``try_`` schedules one and says whether it is the best so far, which shortens the
+    period to beat.
     """
     rng, changes = random.Random(seed), _Changes(problem)
     best = current = start.stages
@@ -217,8 +231,7 @@ def wander(
         there = misfit(changed, worst)
         if there == 0:
             if changed not in refuted:
-                shared = len({stage.devices for stage in changed}) < len(changed)
-                step += SCHEDULED * (max(1, len(changed) // QUICK_STAGES) ** 4 if shared else 1)
+                step += SCHEDULED * times(changed)
                 if try_(Allocation(changed)):
                     best = current = changed
                     here = misfit(current, inf)

@@ -116,31 +116,44 @@ class BlockSearch:
 
     # --- the search ---
 
-    def run(self, moves: int, first: Callable[[], None] = lambda: None, few: bool = False) -> str | None:
-        """Search all configurations, or those ``few`` whose even splits are soonest; return why it ended
-        early, or None. ``first`` is called behind the even splits."""
+    def run(self, moves: int, first: Callable[[], None] = lambda: None) -> str | None:
+        """Search all configurations; return why it ended early, or None. ``first`` is called behind the even splits."""
 
         def search() -> None:
-            self.settings.status.phase = "even splits"
             self._try_even()
             first()
-            self.settings.status.phase = "search"
-            even = [x.config for x in self._sooner()]
-            for config in even if few and even else self.configs:
-                if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
-                    continue
-                if self.cutoff_ns is None or self._bounded(config) < self.cutoff_ns:
-                    self._probe(config)
-            for config in self.configs if self.best and not few else ():  # those that came before the first plan
+            self._probe_all(self.configs)
+            for config in self.configs if self.best else ():  # those that came before the first plan
                 if self.cutoff_ns is not None and config.bound_ns < self.cutoff_ns:
                     self._bounded(config)
             self._improve(moves)
 
         return until_ended(self.problem, search, lambda: self.best is not None)
 
+    def look(self) -> Found | None:
+        """Return the best of the configurations whose even splits are soonest, of all where none fits, without moves;
+        None for nothing below the cutoff. Proves nothing."""
+
+        def search() -> None:
+            self._try_even()
+            self._probe_all([x.config for x in self._sooner()] or self.configs)
+
+        until_ended(self.problem, search, lambda: self.best is not None)
+        return self.best
+
+    def _probe_all(self, configs: Iterable[Config]) -> None:
+        """Probe those of some configurations that may beat the best."""
+        self.settings.status.phase = "search"
+        for config in configs:
+            if self.cutoff_ns is not None and config.bound_ns >= self.cutoff_ns:
+                continue
+            if self.cutoff_ns is None or self._bounded(config) < self.cutoff_ns:
+                self._probe(config)
+
     def _try_even(self) -> None:
         """Simulate the split of every configuration whose stages take about equally long, with nothing recomputed and
         with everything, unless its bound is above the best: a plan in little time, where one fits."""
+        self.settings.status.phase = "even splits"
         work = time_model.relative(self.problem).chain.sums
         ends = (work.forward_ns + work.backward_ns)[np.array(self.cuts)]
         can = self.problem.checkpointing != "none" and "every" in self.target.rules

@@ -46,6 +46,7 @@ from .tables import Layout, tables_of_pipelines
 PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
 FEW_SPLITS, ORDERED_STAGES, ORDER_MOVES = 500, 64, 20_000
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
+QUICK_RUN = 200  # operations that a run has which is simulated in the time that scheduling takes
 
 
 def widened(propose: Propose, walks: bool = True) -> Propose:
@@ -79,7 +80,10 @@ def move(incumbent: Incumbent) -> None:
     def misfit(stages: tuple[Stage, ...], enough: float) -> float:
         return float(stages != start.stages and incumbent.lower_bound(Allocation(stages)) is None)
 
-    wander(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired, hot=0.0)
+    def times(stages: tuple[Stage, ...]) -> int:
+        return max(1, 4 * len(stages) * (incumbent.problem.policy.accumulate or 1) // QUICK_RUN)
+
+    wander(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired, hot=0.0, times=times)
 
 
 def _others(incumbent: Incumbent) -> Iterator[Allocation]:

@@ -33,6 +33,7 @@ from .limits import LimitSearch
 MARGIN = 1000
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
+SPLIT_WORK = 4 * 10**6  # of all splits, in operations squared: about a second
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 MOST_KNOWN = 50_000  # stages whose costs are remembered
 GRACE_S = 2.0  # for simple plans where the time limit left none
@@ -97,7 +98,8 @@ class Incumbent:
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
     ``stopped`` says which limit cut anything short, ``time limit`` where a clock did, so that another run might find
     more, ``late`` whether that was the caller's, ``exhausted`` whether the simplest were all tried then. Searches leave
-    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``.
+    the lower bounds that they prove in ``bounds``, and that of class ``any`` in ``floor_ns``; up to which period (ns)
+    it was looked for is ``bounded_up_to``.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Incumbent:
         self.late = self.exhausted = False
         self.bounds: list[Bound] = []
         self.floor_ns: int | None = None
+        self.bounded_up_to: int | None = None
         self._known: Known = {}
         self.seen: dict[tuple[Stage, ...], int | None] = {}  # in the order in which they were tried, with their claims
 
@@ -290,7 +293,8 @@ class Incumbent:
         if cutoff is not None and bound >= cutoff:
             return None, "cutoff"
         nodes = self.settings.node_limit
-        splits = MOST_SPLITS if nodes is None else min(MOST_SPLITS, SPLITS * nodes)
+        most = min(MOST_SPLITS, SPLIT_WORK // len(graph.operations) ** 2)
+        splits = most if nodes is None else min(most, SPLITS * nodes)
         settled = settle(graph, bound, (cutoff or one_at_a_time(graph).period_ns + 1) - 1, splits)
         if settled.proved:
             return settled.pattern, "cutoff" if settled.pattern is None else "optimal"

@@ -27,7 +27,8 @@ from .incumbent import Incumbent, Scheduled, Settings
 from .jobs import in_order
 
 one_special = Late("planner.periodic.special:one_special")
-FEW_STAGES, FEW_LAYERS = 32, 500  # with more a walk makes fewer moves
+FEW_LAYERS = 500  # with more a walk makes fewer moves
+QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 times as long
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 TIGHTER = (9,)  # tenths of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
@@ -36,7 +37,8 @@ MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a seco
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """How many candidates to try: periods tried between the one-special bound and the incumbent, and walks.
+    """How many candidates to try: periods tried between the one-special bound and the incumbent, and walks; ``deep``:
+    whether what bounds all plans is looked for where that takes seconds.
 
     There are ``rounds`` of ``walks``, which may become worse meanwhile, as long as a round has found something better:
     each of ``steps`` where the best plan is :data:`MUCH` or more above the bound by averages, else of as many less.
@@ -50,17 +52,19 @@ class SearchEffort:
     steps: int
     nodes: int
     solver_s: float
+    deep: bool
 
     @property
     def again(self) -> SearchEffort:
         """The same for a second search of nearly the same problem."""
-        return replace(self, periods=min(self.periods, 1), rounds=min(self.rounds, 1), walks=min(self.walks, 2))
+        few = min(self.periods, 1), min(self.rounds, 1), min(self.walks, 2)
+        return replace(self, periods=few[0], rounds=few[1], walks=few[2], deep=False)
 
 
 EFFORTS = {
-    "quick": SearchEffort(0, 0, 0, 0, 3000, 300),
-    "normal": SearchEffort(8, 3, 5, 12000, 50, 20),
-    "high": SearchEffort(24, 8, 20, 40000, 3000, 300),
+    "quick": SearchEffort(0, 0, 0, 0, 50, 20, False),
+    "normal": SearchEffort(8, 3, 5, 12000, 50, 20, True),
+    "high": SearchEffort(24, 8, 20, 40000, 3000, 300, True),
 }
 
 
@@ -70,9 +74,13 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
     """
     problem, status = incumbent.problem, incumbent.settings.status
-    averaged = quick_proof(problem).period_ns
+    averaged, known_ns = quick_proof(problem).period_ns, incumbent.floor_ns or 0
+
+    def bounded(period: int) -> None:
+        incumbent.floor_ns = status.floor_ns = max(known_ns, period)
+
     if incumbent.periodic:
-        incumbent.floor_ns = status.floor_ns = averaged
+        bounded(averaged)
 
     def done() -> bool:
         return incumbent.expired or incumbent.near_bound
@@ -85,16 +93,17 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
     if problem.chain.variants:  # of which the other searches know nothing
         return
     proved = proof(problem)
-    incumbent.floor_ns = status.floor_ns = proved.period_ns
+    bounded(proved.period_ns)
     if proved.infeasible or done():
         return
     status.phase = "one GPU with several stages"
-    for allocation in one_special(incumbent, effort.periods if places(problem) <= MOST_PLACES else 0):
+    for allocation in one_special(incumbent, effort.periods) if places(problem) <= MOST_PLACES else ():
         incumbent.try_(allocation)
         if done():
             return
-    if incumbent.best_ns is not None and effort.rounds:
-        incumbent.floor_ns = status.floor_ns = proof(problem, up_to=incumbent.best_ns).period_ns
+    if incumbent.best_ns is not None and effort.deep:
+        incumbent.bounded_up_to = incumbent.best_ns
+        bounded(proof(problem, up_to=incumbent.best_ns).period_ns)
         if done():
             return
     status.phase = "where walks start"
@@ -105,7 +114,7 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
         return
     status.phase = "walks"
     for round_ in range(effort.rounds):
-        steps = _steps(effort, problem, _walk_start(incumbent))
+        steps = _steps(effort, problem)
         if incumbent.best_ns is not None:
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
         if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
@@ -158,7 +167,7 @@ def _walk(
     def done() -> bool:
         return incumbent.expired or incumbent.near_bound
 
-    wander(problem, start, misfit, incumbent.try_, steps, done, seed)
+    wander(problem, start, misfit, incumbent.try_, steps, done, seed, times=_times)
     unsolved = settings.status.unsolved - before
     return None if incumbent.best is best else incumbent.best, incumbent.stopped, unsolved
 
@@ -178,11 +187,16 @@ def places(problem: Problem) -> int:
     return len(legal_cuts(problem)) ** 2 * len(problem.platform)
 
 
-def _steps(effort: SearchEffort, problem: Problem, start: Allocation) -> int:
-    """Return how many steps a walk may make: fewer where each takes long, with very many stages or layers."""
-    scale = max(FEW_STAGES, len(start.stages)) * max(FEW_LAYERS, len(problem.chain))
-    most = effort.steps * FEW_STAGES * FEW_LAYERS // scale
+def _steps(effort: SearchEffort, problem: Problem) -> int:
+    """Return how many steps a walk may make: fewer where each takes long, with very many layers."""
+    most = effort.steps * FEW_LAYERS // max(FEW_LAYERS, len(problem.chain))
     return min(most, STEPS_EACH * len(problem.chain) * len(problem.platform))
+
+
+def _times(stages: Sequence[Stage]) -> int:
+    """Return how many times as long as of few stages the search for the order of these takes."""
+    shared = len({stage.devices for stage in stages}) < len(stages)
+    return max(1, len(stages) // QUICK_STAGES) ** 4 if shared else 1
 
 
 def _widen(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -> None:
@@ -205,6 +219,7 @@ def _widen(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -
         other = Incumbent(
             on_less_memory(problem, share, 10), replace(incumbent.settings, progress=None, status=Status())
         )
+        other.floor_ns = incumbent.floor_ns  # less memory makes no plan shorter
         search(other, effort.again, ())
         if other.best is not None:
             incumbent.try_(other.best.allocation)

@@ -24,18 +24,22 @@ _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("
 
 
 def one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
-    """Yield MadPipe's allocations at periods between its lower bound and the incumbent, the most hopeful first.
+    """Yield MadPipe's allocations at so many ``periods`` between its lower bound and the incumbent, the most hopeful
+    first; without any MadPipe's own.
 
     Nothing when the bound says that none can win. ``full`` at its own least period nearly always schedules there;
     shorter periods propose allocations that may, and ``tight`` those that only just might.
     """
     problem = incumbent.problem
     too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
-    if not periods or too_many:
+    if too_many:
         return
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
+    if not periods:
+        yield from filter(None, [smallest_period(problem, "full")])
+        return
     low = proved_special(problem)
     if low is None:
         return

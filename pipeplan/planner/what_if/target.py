@@ -153,9 +153,9 @@ def what_binds(problem: Problem, planned: Planned, name: str) -> str | None:
         with suppress(BadInput):
             search = BlockSearch(lifted, name, target, target.kinds, Settings())
             search.cutoff_ns = (best - 1) * count + 1  # others round up to no less
-            search.run(0, few=True)
-            if search.best is not None:
-                best, sentence = ceil_div(search.best.makespan_ns, count), text
+            found = search.look()
+            if found is not None:
+                best, sentence = ceil_div(found.makespan_ns, count), text
     return sentence
 
 
