@@ -198,7 +198,8 @@ ROWS = f"""
     moves.  [default: normal]
 --time-limit TIME           Stop searching after this long, such as 30s.
 -O gap PERCENT {{0..1}}
-    auto: stop at a plan this close to the lower bound, such as 1%; 0% never stops early.  [default: 0.1%]
+    auto: stop at a plan this close to the lower bound, such as 1%; 0% never stops early. By this much, or 0.1%, a plan
+    of more stages must be shorter.  [default: 0.1%]
 -O solver = cbc           Of the integer program that orders non-contiguous stages; highs needs highspy.
 -O jobs N = 1 {{1..256}}    Processes that search where one search needn't wait for another; results are the same.
 --tensor any|each|N,N,..

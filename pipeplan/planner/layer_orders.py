@@ -14,7 +14,7 @@ from ..check.bounds import quick_proof
 from ..deadline import OutOfTime
 from ..partition.contiguous.contiguous import contiguous
 from ..problem import MICROBATCHES_PER_DEVICE, Chain, Problem
-from .periodic.incumbent import MARGIN, Settings
+from .periodic.incumbent import Settings
 from .periodic.interval import at_interval
 from .plan import Planned
 
@@ -78,8 +78,9 @@ def planned_in_best_order(
     """Return the ``plan`` of ``problem`` in the order of its layers whose contiguous stages have the shortest period,
     and the problem so.
 
-    Another than the profile's has to win by more than a thousandth. Layers stay as they are where devices have profiles
-    of their own, which are by the profile's order, and where another order comes too late for the problem's deadline.
+    Another than the profile's has to pay (:meth:`.incumbent.Settings.to_pay`). Layers stay as they are where devices
+    have profiles of their own, which are by the profile's order, and where another order comes too late for the
+    problem's deadline.
     """
     if problem.platform.devices[0].times is not None or not several_orders(problem.chain):
         return plan(problem), problem
@@ -90,7 +91,7 @@ def planned_in_best_order(
             for order in other_orders(problem.chain):
                 other = replace(problem, chain=problem.chain.reordered(order))
                 period, tried = _period_ns(other), tried + 1
-                if period is not None and (best_ns is None or period < best_ns - best_ns // MARGIN):
+                if period is not None and (best_ns is None or period < settings.to_pay(best_ns)):
                     best, best_ns = other, period
     found = plan(best)
     told = {**found.plan.provenance.options, "layer_order": {"orders": tried}}

@@ -8,6 +8,9 @@ nothing, whole stages or segments recomputed; contiguous or any), and the truth 
 With profiles, ladders instead: which plan of more memory, more GPUs or a faster network takes longer than one of less?
 
     python scripts/checks/classes.py profiles/*.json
+    python scripts/checks/classes.py profiles/*.json --weights 2bw --gap 0.0001
+
+``auto`` may stop, and prefer fewer stages, within its gap; with one of 0.01% no step may be longer by more than that.
 """
 
 from __future__ import annotations
@@ -44,9 +47,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("profiles", nargs="*", help="to climb ladders on")
     parser.add_argument("--weights", help="their policy")
+    parser.add_argument("--gap", type=float, help="at which their plans are good enough")
     options = parser.parse_args()
     for profile in options.profiles:
-        climb(profile, {} if options.weights is None else {"weights": options.weights})
+        climb(profile, {name: said for name in ("weights", "gap") if (said := getattr(options, name)) is not None})
     if options.profiles:
         return
     inverted, feasible, reached, worst = 0, 0, 0, 1.0
@@ -58,7 +62,7 @@ def main() -> None:
         inverted += bool(said)
         for sentence in said:
             print(f"{seed}: {sentence}")
-        truth, period = optimum(replace(problem, checkpointing="segments")), found["auto", True, "segments"]
+        truth, period = optimum(replace(problem, checkpointing="segments"), waits=True), found["auto", True, "segments"]
         if truth is None:
             assert period is None
             continue
@@ -89,7 +93,8 @@ def climb(profile: str, more: dict[str, Any]) -> None:
         bad = [f"{x / y - 1:.3%} at {step}" for step, x, y in zip(steps, periods, least, strict=True) if x > y * LONGER]
         shown, seconds = " ".join(f"{x / 1e6:.3f}" for x in periods), time.process_time() - began
         print(
-            f"{Path(profile).stem:28s} {name:9s} {seconds:5.1f} s  {shown}  {'LONGER ' if bad else ''}{', '.join(bad)}"
+            f"{Path(profile).stem:28s} {name:9s} {seconds:5.1f} s  {shown}  {'LONGER ' if bad else ''}{', '.join(bad)}",
+            flush=True,
         )
 
 

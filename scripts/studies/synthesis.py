@@ -2,6 +2,7 @@
 
     python -m scripts.studies.synthesis --solver highs   (a quarter of an hour; --only 4,12 for one size)
     python -m scripts.studies.synthesis --only 4,12,8 --picture docs/images/synthesised.svg
+    python -m scripts.studies.synthesis --random 126   (tiny problems: how many orders are the best of all)
 
 V placement, times of F, B and W of every chunk, at most so many chunk activations on a GPU. Public: V-Min, V-Half, ZB-V
 and the schedule search of "Pipeline Parallelism with Controllable Memory" (Qi et al. 2024), of its own scheduler.
@@ -10,16 +11,23 @@ and the schedule search of "Pipeline Parallelism with Controllable Memory" (Qi e
 from __future__ import annotations
 
 import argparse
+import random
 import time
+from typing import Any
 
 from pipeplan.api.synthesizing import graph_of_times, synthesize
+from pipeplan.choices import Solver
+from pipeplan.deadline import NEVER
 from pipeplan.schedule.programs.controlled import v_half, v_min
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.synthesis.exact import best_words
+from pipeplan.schedule.synthesis.justify import Orders
 from pipeplan.schedule.synthesis.synthesize import EFFORT, Synthesis, proved
 from pipeplan.schedule.timeline import Timeline, longest_span_ns
 
 UNIT, REAL = (1, 1, 1), (20, 24, 16)
 SIZES = ((4, 8), (4, 12), (6, 18), (8, 16), (8, 24), (8, 32), (16, 48))
+TINY, LONG = 54, 10**6  # passes; steps of the exact search
 PUBLIC = {  # (GPUs, microbatches, times): best public spans by limit, other than V-Min's and V-Half's
     (4, 12, UNIT): {4: 83, 5: 80, 6: 77, 8: 72},
     (4, 12, REAL): {4: 1912, 5: 1828, 6: 1592, 8: 1488},
@@ -48,7 +56,11 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=1, help="times the usual moves")
     parser.add_argument("--solver-seconds", type=float, help="for one more linear program each, behind the search")
     parser.add_argument("--picture", help="draw the last case beside V-Half")
+    parser.add_argument("--random", type=int, help="so many tiny problems instead")
     given = parser.parse_args()
+    if given.random:
+        count_best(given.random, given.solver)
+        return
     only = tuple(map(int, given.only.split(","))) if given.only else ()
     gaps: dict[tuple[int, int, int], list[float]] = {UNIT: [], REAL: []}
     print("| GPUs | microbatches | F, B, W | limit | public | synthesised | bound | gap | s |\n|" + "---|" * 9)
@@ -81,6 +93,34 @@ def main() -> None:
     if given.picture and last is not None:
         found, gpus, microbatches, times = last
         picture(found, simulate(v_half(graph_of_times(gpus, "vee", times), microbatches)), given.picture)
+
+
+def count_best(instances: int, solver: Solver) -> None:
+    """Hold random tiny problems to the best of all orders, which a long exact search finds, and print by what they miss
+    it and whether that is proved."""
+    ratios: list[float] = []
+    proofs = unknown = 0
+    for seed in range(instances):
+        rng = random.Random(seed)
+        gpus, placement, transfer = rng.randint(2, 3), rng.choice(["straight", "vee", "loop"]), rng.choice([0, 0, 1, 5])
+        chunks = 1 + (placement != "straight")
+        microbatches = rng.randint(2, TINY // (3 * gpus * chunks))
+        about: dict[str, Any] = {"gpus": gpus, "placement": placement, "transfer": transfer, "solver": solver}
+        times, limit = [rng.randint(1, 24) for _ in range(3)], rng.randint(chunks, chunks * microbatches)
+        found = synthesize(
+            microbatches=microbatches, times=times, limit=limit, barrier=rng.random() < 0.5, **about
+        ).found
+        proofs += found.optimal
+        done, words = (True, None) if found.optimal else best_words(found.problem, found.value_ns, LONG, NEVER)
+        unknown += not done
+        best = found.value_ns
+        if words is not None:
+            orders = Orders(found.problem, words)
+            best = orders.value if orders.settle() else best
+            print(f"{seed}: {found.value_ns}, the best is {best}", flush=True)
+        ratios += [found.value_ns / best] if done else []
+    reached = sum(ratio == 1 for ratio in ratios)
+    print(f"{reached} of {len(ratios)} are the best, {max(ratios):.3f} at worst; {proofs} proved, {unknown} not known")
 
 
 def picture(found: Synthesis, known: Timeline, path: str) -> None:

@@ -40,9 +40,8 @@ def figures(problem: Problem) -> Figures:
             for way in WAYS:
                 one = replace(problem, replicas=replicas, checkpointing=way)
                 try:
-                    plan = make_plan(one, algorithm, settings=Settings("highs")).plan
-                    assert plan.pattern is not None
-                    found[algorithm, replicas, way] = plan.pattern.period_ns
+                    planned = make_plan(one, algorithm, settings=Settings("highs"))
+                    found[algorithm, replicas, way] = planned.evaluation.period_ns
                 except Infeasible:
                     found[algorithm, replicas, way] = None
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from pipeplan.check.evaluate import evaluate_simulated, fits
 from pipeplan.check.targets import Shape
 from pipeplan.check.validate import structure_violations
-from pipeplan.cost.stage_graph import stage_graph
+from pipeplan.cost.stage_graph import StageGraph, stage_graph
 from pipeplan.deadline import NEVER
 from pipeplan.errors import Infeasible, PipeplanError
 from pipeplan.plan import Schedule, ScheduleKind, Stage
@@ -23,8 +23,9 @@ from pipeplan.problem import Checkpointing, LayerTimes, Policy, Problem
 from pipeplan.schedule.kinds import kinds_for, refused
 from pipeplan.schedule.runnable import drained_programs
 from pipeplan.schedule.simulate import simulate
+from pipeplan.schedule.synthesis.problem import NoRoom
 from pipeplan.schedule.synthesis.recomputing import recomputed_early
-from pipeplan.schedule.synthesis.synthesize import synthesize
+from pipeplan.schedule.synthesis.synthesize import least_ns, synthesize
 from pipeplan.schedule.timeline import flush_makespan_ns
 
 from .chains import random_chain, random_platform
@@ -76,10 +77,22 @@ def open_and_named(problem: Problem) -> dict[str, int | None]:
     return found
 
 
-def soonest_in_any_order(problem: Problem) -> int | None:
-    """Return the shortest mini-batch of stages without replicas on any GPUs, each in the best order that is found."""
-    layers, gpus, count = len(problem.chain), range(len(problem.platform)), problem.policy.accumulate or 1
-    best = None
+def soonest_in_any_order(problem: Problem, known: int | None = None) -> int | None:
+    """Return the shortest mini-batch of stages without replicas on any GPUs, each in the best order that is found, or
+    what is ``known``."""
+    best, count = known, problem.policy.accumulate or 1
+    for least, graph in sorted(_placed(problem, count), key=lambda one: one[0]):
+        if best is not None and least >= best:
+            break
+        with suppress(PipeplanError):
+            ns = synthesize(graph, count, known=drained_programs, moves=20_000, solver=None).value_ns
+            best = ns if best is None else min(best, ns)
+    return best
+
+
+def _placed(problem: Problem, count: int) -> Iterator[tuple[int, StageGraph]]:
+    """Yield all stages without replicas that there are room for, and what they take at least."""
+    layers, gpus = len(problem.chain), range(len(problem.platform))
     for stages in range(1, layers + 1):
         for cuts, homes in product(combinations(range(1, layers), stages - 1), product(gpus, repeat=stages)):
             parts = list(pairwise((0, *cuts, layers)))
@@ -89,10 +102,8 @@ def soonest_in_any_order(problem: Problem) -> int | None:
                 if structure_violations(problem.chain, problem.platform, problem.policy, made):
                     continue
                 graph = stage_graph(problem.chain, problem.platform, problem.policy, made)
-                with suppress(PipeplanError):
-                    ns = synthesize(graph, count, known=drained_programs, moves=20_000, solver=None).value_ns
-                    best = ns if best is None else min(best, ns)
-    return best
+                with suppress(NoRoom):
+                    yield least_ns(graph, count), graph
 
 
 def times_of_its_own(rng: random.Random, layers: int) -> LayerTimes:

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise, product
 
 from oracles.partition import checkpoints
 
+from pipeplan.check.evaluate import waiting_period_ns
 from pipeplan.cost.group_bound import group_bound
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.plan import Allocation, Stage
@@ -66,9 +67,9 @@ def allocations(problem: Problem) -> Iterator[tuple[Stage, ...]]:
                     yield tuple(Stage(cuts[s], cuts[s + 1], groups[s], recomputed[s]) for s in range(size))
 
 
-def optimum(problem: Problem, solver: str = "highs", special: bool = False) -> int | None:
+def optimum(problem: Problem, solver: str = "highs", special: bool = False, waits: bool = False) -> int | None:
     """Return the shortest period (ns) of all allocations, or None when none fits; with ``special`` of those that have
-    one stage on every device but one."""
+    one stage on every device but one, and with ``waits`` with what updates wait for the sums of replicas."""
     ranked = []
     for i, stages in enumerate(allocations(problem)):
         if special and not Allocation(stages).one_special:
@@ -87,6 +88,8 @@ def optimum(problem: Problem, solver: str = "highs", special: bool = False) -> i
             result = schedule_ilp(graph, solver=solver, cutoff_period_ns=best)  # type: ignore[arg-type]
             assert result.status in ("optimal", "cutoff", "infeasible"), result
             pattern = result.pattern
-        if pattern is not None and (best is None or pattern.period_ns < best):
-            best = pattern.period_ns
+        if pattern is not None:
+            tied, platform = problem.chain.tied, problem.platform
+            period = waiting_period_ns(graph, tied, pattern, platform) if waits else pattern.period_ns
+            best = period if best is None else min(period, best)
     return best

@@ -38,24 +38,21 @@ def small_problem(rng: random.Random, full: bool) -> Problem:
 @pytest.mark.parametrize("full", [False, True], ids=["MadPipe's class", "full class"])
 def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
     rng = random.Random(3 + full)
-    compared = reached = 0
+    compared = equal = 0
     while compared < 30:
         problem = small_problem(rng, full)
-        best = optimum(problem)
+        best = optimum(problem, waits=True)
         try:
             plan = make_plan(problem, settings=HIGHS).plan
         except Infeasible:
             assert best is None
             continue
         assert best is not None
-        assert plan.pattern is not None
         found = evaluate(plan).period_ns
-        assert found >= best >= any_bound(problem).period_ns
-        if found > plan.pattern.period_ns:
-            continue  # updates wait, which the optimum of patterns doesn't know
+        assert best >= found >= any_bound(problem).period_ns
         compared += 1
-        reached += found == best
-    assert reached >= 28
+        equal += found == best  # else by a longer pattern for which updates wait less than for the shortest
+    assert equal >= 28
 
 
 def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
@@ -71,7 +68,6 @@ def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:
         if exact is None:
             continue
         plan = make_plan(problem, settings=HIGHS).plan
-        assert plan.pattern is not None
         assert exact.claimed_period_ns is not None
         assert plan.pattern.period_ns <= exact.claimed_period_ns
         better += plan.pattern.period_ns < exact.claimed_period_ns

@@ -30,6 +30,7 @@ from ...schedule.kinds import KINDS, too_long
 from ...schedule.program import unroll
 from ...schedule.simulate import STEP_S, simulate
 from ...schedule.synthesis.problem import NoRoom
+from ...schedule.synthesis.synthesize import least_ns
 from ...schedule.timeline import flush_makespan_ns
 from ...schedule.written import order_of_program
 from ..grids.pipelines import Pipelines, held
@@ -44,7 +45,7 @@ from .search import ALTERNATING, search_stages, searches, until_ended
 from .tables import Layout, tables_of_pipelines
 
 PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
-FEW_SPLITS, ORDERED_STAGES, ORDER_MOVES = 500, 64, 20_000
+FEW_SPLITS, ORDERED_STAGES, FULLY_ORDERED, ORDER_MOVES = 500, 64, 8, 20_000
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
 QUICK_RUN = 200  # operations that a run has which is simulated in the time that scheduling takes
 
@@ -267,14 +268,17 @@ def _in_own_order(incumbent: Incumbent) -> None:
         if len(stages) <= most and not any(x.replicas > 1 for x in stages):
             graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
             graphs.append((count * graph.period_floor_ns, stages, graph))
-    hopeful = sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]
-    for number, (floor_ns, stages, graph) in enumerate(hopeful, 1):
+    hopeful = []
+    for floor_ns, stages, graph in sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]:
+        if not structure_violations(problem.chain, problem.platform, problem.policy, stages):
+            with suppress(NoRoom):  # of parts of backwards
+                floor_ns = least_ns(graph, count)
+            hopeful.append((floor_ns, stages, graph))
+    for number, (floor_ns, stages, graph) in enumerate(sorted(hopeful, key=lambda one: one[0]), 1):
         if incumbent.expired or floor_ns >= best.cost:
             return
-        if structure_violations(problem.chain, problem.platform, problem.policy, stages):
-            continue
         with suppress(BadInput, NoRoom):
-            found = best_order(graph, count, moves=ORDER_MOVES // number, solver=None)
+            found = best_order(graph, count, moves=ORDER_MOVES // max(1, number - FULLY_ORDERED), solver=None)
             if found.value_ns < best.cost - best.cost // ENOUGH:
                 order = Schedule("written", count, order=order_of_program(found.program))
                 best = Scheduled(found.value_ns, Allocation(stages), None, schedule=order)

@@ -30,7 +30,6 @@ from ...schedule.update_sums import waiting_floor_ns
 from ...status import Status
 from .limits import LimitSearch
 
-MARGIN = 1000
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
 SPLIT_WORK = 4 * 10**6  # of all splits, in operations squared: about a second
@@ -51,7 +50,8 @@ def unsolved(status: Status) -> str | None:
 class Settings:
     """How to schedule: the integer program's solver, and its limits for one allocation: nodes and seconds of its own.
 
-    The portfolio stops at a plan within ``gap`` of the bound of class ``any``. ``simplest``: where time is up before
+    The portfolio stops at a plan within ``gap`` of the bound of class ``any``, and a plan of more stages, or of layers
+    in another order, must win by as much, or by :data:`GAP` where that is less. ``simplest``: where time is up before
     there is a plan, the simplest ones are tried. ``jobs`` processes may search at a time, where one search needn't wait
     for another: plans are the same with any number. ``progress`` receives a line at each improvement; ``status`` says
     at any time what is going on. ``explained``: where there is no plan, why, which
@@ -67,6 +67,10 @@ class Settings:
     explained: bool = True
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
+
+    def to_pay(self, cost_ns: int) -> int:
+        """Return the cost that what is less simple must stay below, beside that of what is simpler."""
+        return cost_ns - int(cost_ns * min(self.gap, GAP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ class Incumbent:
     ``start`` is a plan to begin with. With ``limits`` they run without a pattern, and their cost is that of the limit
     that is chosen.
 
-    More stages than the best so far has must pay: they have to win by more than 0.1%, because every stage costs a real
-    run something that the model doesn't know.
+    More stages than the best so far has must pay (:meth:`Settings.to_pay`), because every stage costs a real run
+    something that the model doesn't know.
 
     ``rejected`` holds the first allocation that no period makes fit, or of those that no limit makes fit the one that
     lacks least memory, ``broken`` the first rule that one breaks whatever its period (a cut between tied layers, say);
@@ -157,7 +161,7 @@ class Incumbent:
     def to_beat(self) -> int:
         """The longest period that makes a plan the best, whatever its stages."""
         assert self.best is not None
-        return self.best.cost - self.best.cost // MARGIN - 1
+        return self.settings.to_pay(self.best.cost) - 1
 
     def bound(self, allocation: AllocationClass, replicas: bool, checkpointing: Checkpointing, period_ns: int) -> None:
         """Note a lower bound that a search has proved, at the problem's interval or at every one."""
@@ -267,7 +271,7 @@ class Incumbent:
         """Return the cost that an allocation of so many stages must stay below."""
         assert self.best is not None
         more = stages > len(self.best.allocation.stages)
-        return self.best.cost - self.best.cost // MARGIN if more else self.best.cost
+        return self.settings.to_pay(self.best.cost) if more else self.best.cost
 
     def _breaks_rules(self, allocation: Allocation) -> bool:
         problem = self.problem

@@ -5,7 +5,7 @@ Never worse than exact contiguous. Budgets count candidates, so equal inputs giv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
@@ -16,6 +16,7 @@ from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
+from ...partition.moves.every import every_allocation
 from ...partition.moves.wander import Misfits, wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
@@ -106,6 +107,11 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
         bounded(proof(problem, up_to=incumbent.best_ns).period_ns)
         if done():
             return
+    every = every_allocation(problem) if effort.rounds else None
+    if every is not None:
+        status.phase = "all allocations"
+        _try_every(incumbent, every, done)
+        return
     status.phase = "where walks start"
     _widen(incumbent, effort, () if problem.policy.open else tighter)
     if done():
@@ -119,6 +125,17 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
         if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
             return
+
+
+def _try_every(incumbent: Incumbent, every: Iterable[tuple[Stage, ...]], done: Callable[[], bool]) -> None:
+    """Try all that may reach a shorter period than the best so far."""
+    misfits = Misfits(incumbent.problem)
+    longest = longest_period_ns(incumbent.problem)
+    for stages in every:
+        if done():
+            return
+        if not misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, 0):
+            incumbent.try_(Allocation(stages))
 
 
 def _walk_start(incumbent: Incumbent) -> Allocation:

@@ -8,7 +8,7 @@ from ...deadline import Deadline
 from ...integers import ceil_div
 from ..periodic.solvers import Solver, SolverLimits
 from .problem import OrderProblem
-from .time_indexed import Slots, ask, slot_length
+from .time_indexed import Slots, refuted, slot_length
 
 MOST_COUNTS: dict[Solver, int] = {"cbc": 4_000, "highs": 20_000}  # of a linear program: it takes some seconds
 SOLVER_S = 20.0  # that one may take, whatever it is worth
@@ -118,7 +118,7 @@ def _halved(
         asked = min(asked, low + (value - low) // HOPE // grain * grain)
     while low < value and not deadline.passed:
         slots = slots_of(problem, asked, window, most, machines)
-        if ask(slots, solver, SolverLimits(None, each_s, deadline.remaining_s())).impossible:
+        if refuted(slots, solver, SolverLimits(None, each_s, deadline.remaining_s())):
             low, hope = asked + grain, False
         else:
             value = asked

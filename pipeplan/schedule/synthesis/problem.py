@@ -129,7 +129,7 @@ class OrderProblem:
     @cached_property
     def measured(self) -> bool:
         """Whether the value of every order is its makespan or longest span: no span begins later than tails say."""
-        return not self.spans or all(self.begins_at_once(i) for i, kinds in enumerate(self.on) if kinds)
+        return not self.spans or all(self.begins_at_once(i) for i in self.devices if self.on[i])
 
     @cached_property
     def work(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from math import gcd
 from typing import Any
 
 from ..periodic.solvers import Solver, SolverLimits, solved
-from .problem import OrderProblem, Word
+from .problem import OrderProblem
 
 MARGIN = 1e-9  # of room, for what arithmetic in floating point loses
 
@@ -211,43 +211,29 @@ def slot_length(problem: OrderProblem, value: int, most: int, kinds: int) -> int
     return max(sorted(lengths), key=lambda x: (sum(d // x * x for d in problem.durations) / max(1, paths), -x))
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Whether the slots have no answer; and words that one gives, where it is in whole passes."""
-
-    impossible: bool
-    words: list[Word] | None = None
-
-
-def ask(slots: Slots, solver: Solver, limits: SolverLimits, whole: bool = False) -> Answer:
-    """Return whether no order has at most the value of ``slots``, as far as the solver has decided within its limits.
-
-    With ``whole`` passes it may find an order, and needs much longer.
-    """
+def refuted(slots: Slots, solver: Solver, limits: SolverLimits) -> bool:
+    """Return whether no order has at most the value of ``slots``, as far as the solver decides within its limits."""
     if not slots.possible:
-        return Answer(True)
+        return True
     import pulp
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 3 announces names of PuLP 4
         model = pulp.LpProblem("order", pulp.LpMinimize)
         model += pulp.lpSum(())
-        names = _variables(slots, pulp.LpInteger if whole else pulp.LpContinuous)
+        names = _variables(slots)
         if not _constrain(model, slots, names):
-            return Answer(True)
+            return True
         solved(model, solver, limits)
-    if model.status == pulp.LpStatusInfeasible:
-        return Answer(True)
-    found = model.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    return Answer(False, _words(slots, names) if whole and found else None)
+    return bool(model.status == pulp.LpStatusInfeasible)
 
 
-def _variables(slots: Slots, category: str) -> Names:
+def _variables(slots: Slots) -> Names:
     """Return a variable for every count that earliest and latest starts leave open."""
     import pulp
 
     return {
-        (kind, x): pulp.LpVariable(f"n{kind}_{x}", least[x], most[x], category)
+        (kind, x): pulp.LpVariable(f"n{kind}_{x}", least[x], most[x])
         for kind in slots.kinds
         for least, most in [slots.range[kind]]
         for x in slots.seen
@@ -266,23 +252,6 @@ def _constrain(model: Any, slots: Slots, names: Names) -> bool:
         if high > rest:
             model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(free), pulp.LpConstraintLE, rhs=rest))
     return all(least[x] <= most[x] for least, most in slots.range for x in slots.seen)
-
-
-def _words(slots: Slots, names: Names) -> list[Word]:
-    """Return each machine's passes in the order of the slots in which they start."""
-    depth = slots.problem.depth
-    found = []
-    for kinds in slots.problem.on:
-        passes = []
-        for kind in kinds:
-            before, least = 0, slots.range[kind][0]
-            for x in slots.seen:
-                name = names.get((kind, x))
-                count = least[x] if name is None else round(name.value() or 0)
-                passes += [(x, depth[kind], kind)] * (count - before)
-                before = max(before, count)
-        found.append(tuple(kind for _, _, kind in sorted(passes)))
-    return found
 
 
 def _substituted(
