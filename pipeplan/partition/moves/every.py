@@ -67,7 +67,7 @@ def _homes(problem: Problem, count: int) -> Iterator[tuple[Group, ...]]:
             return
         for group in dict.fromkeys(chosen):
             yield from grow((*chosen, group), free)
-        alike = {}  # those of equal GPUs
+        alike: dict[Group, Group] = {}  # those of equal GPUs
         for size in range(1, (len(free) if problem.replicas else min(1, len(free))) + 1):
             for group in combinations(free, size):
                 alike.setdefault(tuple(devices.index(devices[d]) if near else d for d in group), group)
