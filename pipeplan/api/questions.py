@@ -67,6 +67,8 @@ def stated_of(said: Planning) -> dict[str, str] | None:
         return None
     if "split" not in found:
         raise BadInput(f"--{next(iter(found))} goes with --split, which says the stages")
+    if said["offload_activations"] and found.get("recompute", "none") != "none":
+        raise BadInput("--recompute: where activations wait in host memory, each layer runs again by itself or not")
     searching = {"algorithm": said["algorithm"] != AUTO, "effort": bool(said["effort"]), "gap": said["gap"] is not None}
     for name, there in searching.items():
         if there:

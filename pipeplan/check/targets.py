@@ -169,7 +169,10 @@ def refuse_chain(chain: Chain, name: str) -> None:
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
     if chain.offloaded:
-        raise CannotExpress(f"{name}: activations wait in host memory, which it has no words for with pipelines")
+        how = _WAITING.get(name, "it has no words for")
+        raise CannotExpress(f"{name}: activations wait in host memory, which {how}")
+    if chain.variants and max(x.width for x in chain.variants) == 1:
+        raise CannotExpress(f"{name}: each stage has activations in a way of its own, and there all have one")
     if chain.variants:
         raise CannotExpress(
             f"{name}: each stage has a tensor degree of its own, and there all have one; say --tensor 2, or of several "
@@ -196,6 +199,10 @@ def refuse_parted(chain: Chain, stages: Sequence[Stage], name: str) -> None:
             )
 
 
+_WAITING: dict[str, str] = {  # --cpu-offloading-num-layers and cpu_checkpointing
+    "megatron": "it does without pipelines alone",
+    "deepspeed": "it does with the inputs of recomputed layers alone, and each pass waits for them",
+}
 _RULES: dict[Rule, str] = {
     "none": "nothing",
     "first": "each of their first so many units",

@@ -15,7 +15,7 @@ from math import sqrt
 from typing import NamedTuple
 
 from ..integers import ceil_div
-from ..problem import Chain, Layer, LayerWork, PassWork, Platform
+from ..problem import Chain, Layer, LayerWork, PassWork, Platform, WeightNeeds
 from .saved import entering_bytes
 from .time_model import collective_ns
 
@@ -79,10 +79,12 @@ def with_offloaded(chain: Chain) -> Chain:
         ways = []
         for size, backward, again in ((saved, b, 0), (read, b + f, saved)):
             there = ceil_div(size * 10**9, chain.offloaded)
-            ways.append((max(f, there), max(backward, there), layer.working_bytes + 2 * size + again))
-        forward, backward, working = min(ways, key=lambda way: way[0] + way[1])
+            ways.append((max(f, there), max(backward, there), size, again))
+        forward, backward, size, again = min(ways, key=lambda way: way[0] + way[1])
         part = replace(layer, forward_ns=forward, backward_ns=backward, backward_weight_ns=layer.weight_part_ns)
-        layers.append(replace(part, working_bytes=working, saved_bytes=0, saves=(), work=None))
+        needs = layer.weight_needs or WeightNeeds(saved, layer.saves or (), 0)  # between the parts of a backward
+        part = replace(part, host_bytes=size, again_bytes=again, weight_needs=needs, saved_bytes=0, saves=(), work=None)
+        layers.append(replace(part, working_bytes=layer.working_bytes + part.on_its_way_bytes))
     return replace(chain, layers=tuple(layers) or chain.layers)
 
 

@@ -104,7 +104,7 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
 def _check_layers(chain: Chain, of_layer: Callable[[int], str]) -> None:
     """Raise BadInput for a time or a size that is negative, too large, or more than what includes it."""
     for field in ("forward_ns", "backward_ns", "weight_bytes", "output_bytes", "saved_bytes", "storage_bytes",
-                  "backward_weight_ns", "optimizer_ns", "parameters"):  # fmt: skip
+                  "backward_weight_ns", "optimizer_ns", "parameters", "host_bytes", "again_bytes"):  # fmt: skip
         total = 0
         for i, layer in enumerate(chain.layers):
             value = getattr(layer, field) or 0

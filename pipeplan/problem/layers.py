@@ -173,7 +173,9 @@ class Layer:
     ``matrix_state`` is how many numbers each optimizer of :data:`..choices.BY_MATRIX` keeps, None where that is
     unknown. ``working_bytes`` is the most that one of its passes takes beside what the forward keeps: gradients of what
     it made and read, and what its operations need meanwhile. ``own_parameters`` are those whose state its rank keeps
-    where replicas share it, of a group whose ranks have weights in common; None: all that it has.
+    where replicas share it, of a group whose ranks have weights in common; None: all that it has. Of what it would keep
+    ``host_bytes`` wait in host memory, and where these are of what it reads alone, it runs again in the backward, when
+    ``again_bytes`` are on the device.
     """
 
     name: str
@@ -196,6 +198,14 @@ class Layer:
     matrix_state: tuple[int, ...] | None = field(default=None, metadata=said(merge=total))
     working_bytes: int = field(default=0, metadata=said(merge=largest, scale="size"))
     own_parameters: int | None = None
+    host_bytes: int = field(default=0, metadata=said(merge=total, scale="size"))
+    again_bytes: int = field(default=0, metadata=said(merge=largest, scale="size"))
+
+    @property
+    def on_its_way_bytes(self) -> int:
+        """What is on the device at most of activations that wait in host memory: two layers' as large as its own, and
+        what it keeps while it runs again."""
+        return 2 * self.host_bytes + self.again_bytes
 
     @property
     def own(self) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from pipeplan.runtime.engine import own_stages, phases, preparation, reading
 from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import repeatable, stage
+from pipeplan.runtime.training import repeatable, stage, waiting
 from pipeplan.runtime.training.update import exchanges, factors, offload
 
 
@@ -56,7 +56,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (links, "new_stream", lambda *_, **__: gpu.new_stream()),
             (offload, "new_stream", lambda *_: gpu.new_stream()),
             (exchanges, "new_stream", lambda *_: gpu.new_stream()),
-            (offload, "_event", lambda _: Stream(gpu, gpu.current).record_event()),
+            *((x, "event_on", lambda _: Stream(gpu, gpu.current).record_event()) for x in (offload, waiting)),
             (links, "settle", lambda *_: Stream(gpu, gpu.current).synchronize()),
             (links, "on_host", gpu.on_host),
             (stage, "on_host", gpu.on_host),

@@ -117,13 +117,13 @@ def spec(tensor):
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
-def chain_pieces(layers, loss, checkpoint, start=0):
+def chain_pieces(layers, loss, checkpoint, start=0, apart=False):
     """The pieces of a stage of a chain, whose layers are called by their classes."""
     codes = chain_layers([(type(layer).__name__, layer) for layer in layers], start)
     stop = start + len(layers)
     if loss is not None:
         codes = (*codes, loss_layer(Network(codes, (), (stop,), only, chain=True), loss))
-    return pieces_of(start, [(code,) for code in codes], checkpoint, () if loss is not None else (stop,))
+    return pieces_of(start, [(code,) for code in codes], checkpoint, () if loss is not None else (stop,), apart)
 
 
 def chain_cut(position, crossing):
@@ -153,16 +153,18 @@ def stage_of(
     activations=None,
     passes=1000,
     kind=StageModule,
+    waiting=None,
 ):
     gradients = Gradients(Versions(layers, {0: passes}))
     stop = start + len(layers) + (loss is not None)
     return kind(
         index=index,
-        pieces=chain_pieces(layers, loss, checkpoint, start),
+        pieces=chain_pieces(layers, loss, checkpoint, start, waiting is not None),
         cuts=(chain_cut(start, spec(x)), None if loss is not None else chain_cut(stop, spec(out))),
         gradients=gradients,
         activations=activations or HeldBytes(),
         divisor=divisor,
+        waiting=waiting,
     )
 
 

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.choices import OPTIMIZERS
+from pipeplan.cost.roofline import with_offloaded
 from pipeplan.errors import PipeplanError, RunFailed
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Plan, Stage
@@ -125,8 +126,9 @@ def profile(name, dtype=None, split=False, autocast=None):
     return chain_of(MODELS[name], 4, dtype=dtype, split=split, autocast=autocast)
 
 
-def planned(name, stages, *, kind=None, dtype=None, split=False, autocast=None, policy=None, **asked):
-    plan = plan_of(profile(name, dtype, split, autocast), stages, **asked)
+def planned(name, stages, *, kind=None, dtype=None, split=False, autocast=None, policy=None, link=0, **asked):
+    chain = profile(name, dtype, split, autocast)
+    plan = plan_of(with_offloaded(replace(chain, offloaded=link)) if link else chain, stages, **asked)
     plan = replace(plan, policy=replace(plan.policy, **(policy or {})))
     return plan if kind is None else under(plan, kind)
 
@@ -164,8 +166,8 @@ MODES: dict[str, Callable[[], Mode]] = {
         planned("linears", TWO, accumulate=4, optimizer="adam", policy={"offload": True, "bucket_parameters": 200}),
         "linears", resumes=True,
     ),
-    "bf16, offloaded, never drained": lambda: Mode(
-        planned("linears", TWO, dtype=torch.bfloat16, weights="2bw", optimizer="momentum",
+    "bf16, offloaded with its activations, never drained": lambda: Mode(
+        planned("linears", TWO, dtype=torch.bfloat16, weights="2bw", optimizer="momentum", link=10**6,
                 policy={"precision": "mixed", "offload": True, "bucket_parameters": 100}), "linears",
     ),
     "fp16, overflowing": lambda: Mode(

@@ -40,7 +40,7 @@ _EXCHANGES = {  # of messages, and of sums
 if TYPE_CHECKING:
     from ...runtime.lowering.lowered_run import LoweredRun
     from ...runtime.measure.progress import StepProgress
-    from ...runtime.measure.report import RunReport
+    from ...runtime.measure.report import DeviceActivations, DeviceState, RunReport
 
 
 def print_dry_run(lowered: LoweredRun, torchrun: str, slurm: str, programs: Sequence[str], as_json: bool) -> None:
@@ -270,15 +270,20 @@ def _devices(report: RunReport) -> Iterator[str]:
         otherwise = f", {format_bytes(held.allowed_bytes)} if messages came otherwise" if more else ""
         yield (
             f"{gpu_name(held.device, report.width)}: activations at most {format_bytes(held.measured_bytes)} measured, "
-            f"{format_bytes(held.planned_bytes)} predicted{otherwise}"
+            f"{format_bytes(held.planned_bytes)} predicted{otherwise}{_at_home(held)}"
         )
     for state in report.states:
-        figures = state.measured_host_bytes, state.planned_host_bytes
-        host = "; in host memory {} measured, {} predicted".format(*map(format_bytes, figures)) if any(figures) else ""
         yield (
             f"{gpu_name(state.device, report.width)}: weights, gradients and optimizer at most "
-            f"{format_bytes(state.measured_bytes)} measured, {format_bytes(state.planned_bytes)} predicted{host}"
+            f"{format_bytes(state.measured_bytes)} measured, {format_bytes(state.planned_bytes)} predicted"
+            f"{_at_home(state)}"
         )
+
+
+def _at_home(held: DeviceActivations | DeviceState) -> str:
+    """Return in words what a rank had in host memory, if anything."""
+    figures = held.measured_host_bytes, held.planned_host_bytes
+    return "; in host memory {} measured, {} predicted".format(*map(format_bytes, figures)) if any(figures) else ""
 
 
 def _training(report: RunReport) -> Iterator[str]:

@@ -257,10 +257,12 @@ class Job:
         chains = [self.plan.chain.names[x.way] for x in self.plan.allocation.stages]
         if any(chain.selective for chain in chains):
             _ = self.model.selective  # or refuses it
-        if any(chain.offloaded for chain in chains):
-            raise BadInput(
-                "the plan keeps activations in host memory, which run cannot do; plan without --offload-activations"
-            )
+        for s, (chain, stage) in enumerate(zip(chains, self.plan.allocation.stages, strict=True)):
+            if chain.offloaded and stage.checkpoint:
+                raise BadInput(
+                    f"stage {s} recomputes segments and its activations wait in host memory, where each layer is kept "
+                    "or runs again by itself; plan with --checkpointing none"
+                )
         if self.plan.chain.width > self.plan.chain.tensor:
             ranks, what = self.plan.chain.experts, "a layer's experts"
             if ranks == 1:

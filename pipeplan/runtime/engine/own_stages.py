@@ -36,8 +36,10 @@ from .reading import Reader
 
 if TYPE_CHECKING:
     from ..training.split_stage import SplitStage
+    from ..training.waiting import Waiting
 
 splitting = Late("runtime.training.split_stage:SplitStage")
+waiting_of = Late("runtime.training.waiting:Waiting")
 restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
 
 
@@ -88,7 +90,9 @@ def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], ma
     building = _Building(job, rank, meeting, ties, masters)
     updates = {s: building.update(s) for s in rank.stages}
     draws, common = Draws(options.seed, rank.device), (building.activations, meeting.recorder.later, rank.model)
-    runners = {s: runner_of(rank, s, draws, updates[s].gradients, *common) for s in rank.stages}
+    waits = not options.evaluates and any(x.offloaded for x in job.plan.chain.choices)
+    waiting = waiting_of(rank.device, building.activations) if waits else None
+    runners = {s: runner_of(rank, s, draws, updates[s].gradients, *common, waiting) for s in rank.stages}
     masters.clear()
     trial = Trial()
     torch.manual_seed(options.seed + 1 + rank.number)
@@ -210,14 +214,27 @@ class _Building:
 
 
 def runner_of(
-    rank: Rank, s: int, draws: Draws, gradients: Gradients, activations: HeldBytes, later: Later, model: LoadedModel
+    rank: Rank,
+    s: int,
+    draws: Draws,
+    gradients: Gradients,
+    activations: HeldBytes,
+    later: Later,
+    model: LoadedModel,
+    waiting: Waiting | None = None,
 ) -> StageModule:
-    """Return what passes stage ``s`` of ``model``, which is the rank's, or watched, or whole."""
+    """Return what passes stage ``s`` of ``model``, which is the rank's, or watched, or whole; where the plan lets its
+    activations wait that is with ``waiting``, of each layer all that it saves, or what it reads, and it runs again."""
     lowered, stage = rank.lowered, rank.stage(s)
+    chain = lowered.plan.chain.names[stage.way]
+    waiting = waiting if chain.offloaded else None
+    if waiting is not None:
+        again = (i for i in range(stage.start, stage.stop) if chain.layers[i].again_bytes)
+        stage = replace(stage, checkpoint=tuple((i, i + 1) for i in again))
     has_loss = stage.stop == len(lowered.plan.chain)
     made: StageModule = (splitting if lowered.program.split else StageModule)(
         index=s,
-        pieces=model.pieces(stage),
+        pieces=model.pieces(stage, waiting is not None),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
         gradients=gradients,
         activations=activations,
@@ -228,6 +245,7 @@ def runner_of(
         draws=draws,
         data=model.read_by(stage),
         trained=model.trained,
+        waiting=waiting,
     )
     return made
 

@@ -142,7 +142,8 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
     job, rank, meeting, stages = run.job, run.rank, run.meeting, run.stages
     runners, scaling = stages.runners, stages.scaling
     clock, together = compared_clocks(rank.number, meeting.recorder.lag_ns), rank.together
-    most = [stages.activations.peak_bytes, stages.states.device_bytes, stages.states.host_bytes]
+    held, states = stages.activations, stages.states
+    most = [held.peak_bytes, states.device_bytes, states.host_bytes, held.most_at_home]
     gpu = peak_bytes(rank.device)
     if together is not None:
         most = together.most(most)
@@ -163,6 +164,7 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
             gpu=gpu,
             state_bytes=most[1],
             host_bytes=most[2],
+            waiting_bytes=most[3],
             skipped=() if scaling is None else tuple(scaling.skipped),
             loss_scale=None if scaling is None else scaling.current.scale,
             forgotten=times.forgotten,

@@ -208,6 +208,17 @@ class LoweredRun:
             more = max(more, cost.peak_bytes - cost.kept_bytes)
         return total + more
 
+    def waiting_bytes(self, rank: int) -> tuple[int, int]:
+        """Return what a rank has at most on its device of activations that wait in host memory, and there."""
+        stages = [(s, self.plan.allocation.stages[s]) for s in self.stages_of(rank)]
+        layers = {s: self.plan.chain.names[x.way].layers[x.start : x.stop] for s, x in stages}
+        coming = max(x.on_its_way_bytes for own in layers.values() for x in own)
+        if not coming:
+            return 0, 0
+        lane = next(i for i, lane in enumerate(self.program.lanes) if lane.device == self.devices[rank])
+        held = self.most_held(rank) if self.limit is not None else in_flight(self.timeline, lane)
+        return coming, sum(count * sum(x.host_bytes for x in layers[s]) for s, count in held.items())
+
     @property
     def planned_period_ns(self) -> float:
         """What the plan promises: the pattern's period, or a drained mini-batch's share per microbatch."""

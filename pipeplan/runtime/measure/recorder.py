@@ -188,6 +188,7 @@ class HeldBytes:
         self._bytes: dict[int, int] = {}
         self.held_bytes = 0
         self.peak_bytes = 0
+        self.most_at_home = 0  # of those that wait in host memory
 
     def hold(self, holding: Holding, tensor: Tensor) -> None:
         """Add ``tensor`` to ``holding``."""

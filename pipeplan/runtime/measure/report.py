@@ -62,6 +62,7 @@ class DeviceActivations:
     """Most activation bytes that a device held: as simulated for the plan's order, and as counted.
 
     Where messages decide the order it is let hold ``allowed_bytes``; as much as is planned where the order is fixed.
+    Of activations that wait in host memory those of two layers count, and the host holds the others.
     """
 
     device: int
@@ -69,6 +70,8 @@ class DeviceActivations:
     planned_bytes: int
     measured_bytes: int
     allowed_bytes: int
+    planned_host_bytes: int = 0
+    measured_host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +309,10 @@ def _by_device(
     activations, memory, states = list[DeviceActivations](), list[DeviceMemory](), list[DeviceState]()
     for rank, device in enumerate(lowered.devices):
         use, x, own = uses[device], measurements[rank], lowered.stages_of(rank)
-        allowed = max(use.activation_bytes, lowered.most_activation_bytes(rank))
-        activations.append(DeviceActivations(device, rank, use.activation_bytes, x.peak_activation_bytes, allowed))
+        coming, waiting = lowered.waiting_bytes(rank)
+        planned, allowed = (coming + size for size in (use.activation_bytes, lowered.most_activation_bytes(rank)))
+        figures = planned, x.peak_activation_bytes, max(planned, allowed), waiting, x.waiting_bytes
+        activations.append(DeviceActivations(device, rank, *figures))
         if x.gpu is not None:
             allocated, reserved, others, retries = x.gpu
             gpu = allocated, reserved, reserved + others, retries

@@ -47,10 +47,11 @@ class RankMeasurement:
     ``versions`` maps its stages to the weight versions that were live at once. ``device``, ``exchange`` and ``sums``
     name what it ran on and how messages and sums of gradients travelled; ``gpu`` has the figures of
     :func:`..device.peak_bytes`, None on a CPU. ``state_bytes`` is the most that weights, gradients and optimizer state
-    took on the device, ``host_bytes`` in host memory. In mixed precision ``skipped`` are the versions whose updates
-    overflowed, ``loss_scale`` is the last one. ``forgotten`` operations in the middle of the run are not among
-    ``times``. ``reading`` has the workers of its loader (0: the rank itself) and the ns that each took for a
-    microbatch, None where no loader reads. ``norms`` are those of all gradients, by version, where they are clipped.
+    took on the device, ``host_bytes`` in host memory, where ``waiting_bytes`` of activations were at most. In mixed
+    precision ``skipped`` are the versions whose updates overflowed, ``loss_scale`` is the last one. ``forgotten``
+    operations in the middle of the run are not among ``times``. ``reading`` has the workers of its loader (0: the rank
+    itself) and the ns that each took for a microbatch, None where no loader reads. ``norms`` are those of all
+    gradients, by version, where they are clipped.
     ``kept_off`` is the share of the run in which it could have gone on and others had its core.
     """
 
@@ -65,6 +66,7 @@ class RankMeasurement:
     gpu: tuple[int, int, int, int] | None = None
     state_bytes: int = 0
     host_bytes: int = 0
+    waiting_bytes: int = 0
     skipped: tuple[int, ...] = ()
     loss_scale: float | None = None
     forgotten: int = 0

@@ -127,11 +127,11 @@ class LoadedModel:
         """Return the modules of the layers of ``stage``."""
         return [layer.module for layer in self.of(stage)]
 
-    def pieces(self, stage: Stage) -> tuple[Piece, ...]:
-        """Return the stored and the recomputed pieces of ``stage``."""
+    def pieces(self, stage: Stage, apart: bool = False) -> tuple[Piece, ...]:
+        """Return the stored and the recomputed pieces of ``stage``, stored layers ``apart`` one by one."""
         leaving = self.cut(stage.stop).values
         codes = [[code for code in layer.codes if not code.of_data] for layer in self.of(stage)]
-        return pieces_of(stage.start, codes, stage.checkpoint, leaving)
+        return pieces_of(stage.start, codes, stage.checkpoint, leaving, apart)
 
 
 def with_shards(model: LoadedModel) -> LoadedModel:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from ...errors import RunFailed
 from ..device import CPU
@@ -164,10 +164,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _InWeight:
-    """A weight, or a view of one, whatever that is by now."""
+class _Within:
+    """A tensor in a weight, or a view of one, whatever that is by now, or in the how manieth storage elsewhere."""
 
-    weight: Tensor
+    place: Tensor | int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -180,7 +181,7 @@ class Saved:
     """
 
     def __init__(self, hold: Hold | None = None, weights: Sequence[Tensor] = ()) -> None:
-        self._tensors: list[tuple[Tensor, int] | _InWeight | None] = []
+        self._tensors: list[tuple[Tensor, int] | _Within | None] = []
         self._hold = hold
         self._weights = {x.untyped_storage()._cdata: x for x in weights}
         self.asked: set[int] = set()  # since it was emptied
@@ -193,7 +194,7 @@ class Saved:
         weight = self._weights.get(tensor.untyped_storage()._cdata) if self._weights else None
         if weight is not None:
             offset = int(tensor.storage_offset()) - int(weight.storage_offset())
-            self._tensors.append(_InWeight(weight, tensor.size(), tensor.stride(), offset))
+            self._tensors.append(_Within(weight, tensor.dtype, tensor.size(), tensor.stride(), offset))
             return len(self._tensors) - 1
         self._tensors.append((tensor, tensor._version))
         if self._hold is not None:
@@ -208,8 +209,9 @@ class Saved:
                 "the gradients of weights need something of a forward that they didn't need in the first microbatch; "
                 "such a model runs under schedules that don't split backwards"
             )
-        if isinstance(kept, _InWeight):
-            now = kept.weight.data
+        if isinstance(kept, _Within):
+            assert isinstance(kept.place, Tensor), "what is needed has been brought back"
+            now = kept.place.data
             return now.as_strided(kept.size, kept.stride, int(now.storage_offset()) + kept.offset)
         tensor, version = kept
         if tensor._version != version:
@@ -222,6 +224,26 @@ class Saved:
     def drop_but(self, needed: frozenset[int]) -> None:
         """Keep those numbers alone."""
         self._tensors = [kept if i in needed else None for i, kept in enumerate(self._tensors)]
+
+    def sent(self, stays: Callable[[Tensor], bool]) -> tuple[list[UntypedStorage], list[tuple[Tensor, int]]]:
+        """Let go all that doesn't stay, or was changed; return its storages, and the tensors with their versions."""
+        storages: dict[int, tuple[int, UntypedStorage]] = {}
+        tensors = []
+        for i, kept in enumerate(self._tensors):
+            if isinstance(kept, tuple) and kept[0]._version == kept[1] and not stays(kept[0]):
+                x, storage = kept[0], kept[0].untyped_storage()
+                place, _ = storages.setdefault(storage._cdata, (len(storages), storage))
+                self._tensors[i] = _Within(place, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+                tensors.append(kept)
+        return [x for _, x in storages.values()], tensors
+
+    def returned(self, storages: Sequence[UntypedStorage]) -> None:
+        """Have again what was sent, in ``storages`` with the same bytes."""
+        for i, kept in enumerate(self._tensors):
+            if isinstance(kept, _Within) and isinstance(kept.place, int):
+                found = torch.empty(0, dtype=kept.dtype, device=storages[kept.place].device)
+                found.set_(storages[kept.place], kept.offset, kept.size, kept.stride)
+                self._tensors[i] = found, found._version
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what is kept."""
@@ -243,8 +265,9 @@ def pieces_of(
     layers: Sequence[Sequence[LayerCode]],
     checkpoint: Sequence[tuple[int, int]],
     leaving: Iterable[int],
+    apart: bool = False,
 ) -> tuple[Piece, ...]:
-    """Cut a stage whose first layer is ``start`` into stored and recomputed pieces.
+    """Cut a stage whose first layer is ``start`` into stored and recomputed pieces, stored layers ``apart`` one by one.
 
     Each of its ``layers`` is one of the plan's, and may consist of several of the network's. The values ``leaving`` are
     read behind the stage.
@@ -252,11 +275,11 @@ def pieces_of(
     stop = start + len(layers)
     ranges: list[tuple[int, int, bool]] = []
     position = start
-    for first, last in checkpoint:
-        ranges += [(position, first, False)] if position < first else []
-        ranges.append((first, last, True))
+    for first, last in (*checkpoint, (stop, stop)):
+        ends = range(position, first + 1) if apart else (position, first)
+        ranges += [(a, b, False) for a, b in pairwise(ends) if a < b]
+        ranges += [(first, last, True)] if first < last else []
         position = last
-    ranges += [(position, stop, False)] if position < stop else []
     groups = [([x for group in layers[a - start : b - start] for x in group], again) for a, b, again in ranges]
     pieces: list[Piece] = []
     needed = {*leaving, LOSS}  # behind the piece

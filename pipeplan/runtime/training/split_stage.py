@@ -20,7 +20,8 @@ from ..measure.recorder import Holding
 from ..model.network import LayerCode
 from ..model.pieces import Piece
 from ..model.split_backward import WeightPart, input_part, later_part
-from .stage import Entry, Held, InFlight, StageModule
+from .held import Entry, Held, InFlight
+from .stage import StageModule
 
 
 @dataclass
@@ -88,7 +89,7 @@ class SplitStage(StageModule):
 
     def _first_part(self, number: int, flight: InFlight, known: dict[int, Tensor]) -> Iterator[Later]:
         """Run the first part of a piece's backward, add to the gradients that are ``known``, and yield what is left."""
-        piece, held = self._pieces[number], flight.pieces.pop()
+        piece, held = self._pieces[number], self._last_of(flight)
         self._run_again(piece, held, flight)
         gradients = {value: known.pop(value) for value in piece.makes if value in known}
         ends = [(edge, gradients[value]) for value, edge in held.ends.items() if value in gradients]

@@ -11,81 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import isfinite
 from operator import call
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from ...errors import RunFailed
 from ...schedule.weight_versions import Lent
 from ..device import CPU, on_host
-from ..measure.recorder import HeldBytes, Holding
+from ..measure.recorder import HeldBytes
 from ..model.network import LOSS, TensorSpec
 from ..model.pieces import Cut, Piece, Saved, packed
 from ..model.places import buffers_kept
-from .repeatable import Before, ChangingBuffers, Draws
+from .held import Entry, Held, InFlight, ends_of
+from .repeatable import ChangingBuffers, Draws
 from .weights.gradients import Gradients
+
+if TYPE_CHECKING:
+    from .waiting import Waiting
 
 FromData = Mapping[int, tuple[int, TensorSpec]]
 NO_DATA: FromData = MappingProxyType({})
-
-
-@dataclass
-class Held:
-    """What a piece keeps of one microbatch.
-
-    A stored piece keeps the ends of its graph, by value, a recomputed one what it read and the buffers that it changes
-    as they were. ``gradients`` is where the gradients of the values that ``want`` one arrive, and of those at which
-    graphs end ``inner``.
-    """
-
-    want: tuple[int, ...]
-    ends: dict[int, GradientEdge] = field(default_factory=dict)
-    inner: dict[int, GradientEdge] = field(default_factory=dict)
-    again: tuple[list[Tensor], Before] | None = None
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    holding: Holding = field(default_factory=dict)
-    saved: Saved | None = None
-
-    def begun(self) -> dict[int, tuple[GradientEdge, Tensor]]:
-        """Take and return the ends of the ``inner`` graphs, by value, with the gradients that have come there."""
-        inner, self.inner = self.inner, {}
-        return {value: (edge, self.gradients.pop(value)) for value, edge in inner.items() if value in self.gradients}
-
-
-class Entry(torch.autograd.Function):
-    """The identity at a piece's entry, which catches the gradient.
-
-    A leaf would do the same, but keep the input in memory even where no operation saves it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, caught: dict[int, Tensor], value: int) -> Tensor:
-        """Return ``x``, whose gradient will be ``caught`` as that of ``value``."""
-        ctx.caught, ctx.value = caught, value
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        """Catch the gradient."""
-        ctx.caught[ctx.value] = gradient
-        return None, None, None, None
-
-
-@dataclass
-class InFlight:
-    """What a stage keeps of one microbatch between its forward and its backward."""
-
-    microbatch: int
-    target: Tensor | None
-    pieces: list[Held]
-    counted: bool
-
 
 Through = Callable[[Sequence[InFlight], Sequence[dict[int, Tensor]]], None]  # a backward, which adds to gradients
 
@@ -100,7 +50,7 @@ class StageModule:
     its forward's: stored layers are differentiated at the stored activations, recomputed ones run again with the
     backward's version. ``activations`` counts what is kept. The layers are on ``device`` and have their random
     numbers from ``draws``; ``later(action)`` does what must wait until the device has computed what it was given so
-    far.
+    far. With ``waiting`` what pieces keep is in host memory until their backwards come.
     """
 
     splits = False  # whether backwards come in two parts
@@ -119,6 +69,7 @@ class StageModule:
         draws: Draws | None = None,
         data: FromData = NO_DATA,
         trained: Set[int] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.index = index
         self.versions, self.gradients = gradients.versions, gradients
@@ -141,6 +92,7 @@ class StageModule:
             {LOSS, *leaving, *(v for piece in pieces[i + 1 :] for v in piece.reads)} for i in range(len(pieces))
         ]
         self._reads_newest = reads_newest
+        self._home = waiting
         self._fixed: set[int] = set()  # storages of what modules have
         self._in_flight: dict[int, InFlight] = {}
 
@@ -172,6 +124,7 @@ class StageModule:
         values = self._opened(microbatch, x, inputs)
         self.versions.install(version, lent)
         flight = InFlight(microbatch, target, [], counted)
+        stays = self._staying(target)
         # the stage before waits for gradients, whether or not it trains anything
         wanted = set(self._input.trained) if self.index > 0 else set()
         for number, piece in enumerate(self._pieces):
@@ -185,6 +138,10 @@ class StageModule:
                 with torch.no_grad(), self._buffers[number].apart(recomputed=True) as before:
                     made = self._draws.run(piece, microbatch, entered, target)
                 held.again = entered, before
+                if self._home is not None:
+                    held.again, held.saved = ([], before), Saved()
+                    for tensor in entered:
+                        held.saved.pack(tensor)
                 del before
                 passes_on = bool(held.want) or piece.trains
                 wanted |= set(piece.makes) if passes_on else set()
@@ -198,6 +155,8 @@ class StageModule:
             values.update(zip(piece.makes, made, strict=True))
             del entered, made
             self._forget(values, number)
+            if self._home is not None:
+                self._home.send(held, stays)
         self._in_flight[microbatch] = flight
         self.versions.released(version)
         if self.takes_targets:
@@ -256,7 +215,8 @@ class StageModule:
         flights = [self._in_flight.pop(m) for m in range(microbatch - covers + 1, microbatch + 1)]
         messages = [gradient] * covers if gradient is None or covers == 1 else list(gradient.unbind())
         known = [self._opened_back(message) for message in messages]
-        together = covers if not any(piece.recompute for piece in self._pieces) else 1
+        by_one = self._home is not None or any(piece.recompute for piece in self._pieces)
+        together = 1 if by_one else covers
         self.versions.install(version, lent, back=True)
         self.gradients.attach(version)
         for first in range(0, covers, together):
@@ -271,7 +231,7 @@ class StageModule:
     def _through(self, flights: Sequence[InFlight], gradients: Sequence[dict[int, Tensor]]) -> None:
         """Run all pieces backward, each for all ``flights`` at once, and add to the ``gradients`` of values."""
         for piece in reversed(self._pieces):
-            everybodys = [flight.pieces.pop() for flight in flights]
+            everybodys = [self._last_of(flight) for flight in flights]
             ends: list[GradientEdge] = []
             starts: list[Tensor | None] = []
             for flight, held, known in zip(flights, everybodys, gradients, strict=True):
@@ -295,6 +255,16 @@ class StageModule:
                     held.saved.clear()
                 self._pass_on(piece, held, known)
 
+    def _last_of(self, flight: InFlight) -> Held:
+        """Take what the last piece kept, and let what the one before did come back from where it waits."""
+        held = flight.pieces.pop()
+        if self._home is not None:
+            self._home.fetch(held, flight.counted)
+            self._home.arrive(held)
+            for before in flight.pieces[-1:]:
+                self._home.fetch(before, flight.counted)
+        return held
+
     def _pass_on(self, piece: Piece, held: Held, known: dict[int, Tensor]) -> None:
         """Add what has come to a piece's input to the gradients that are ``known``, and forget what it kept."""
         for value, gradient in held.gradients.items():
@@ -308,6 +278,8 @@ class StageModule:
         if held.again is None:
             return
         (entered, before), held.again = held.again, None
+        if held.saved is not None:
+            entered = [held.saved.unpack(i) for i in range(len(held.saved))]
         with before.installed(), buffers_kept(piece.modules), self._saving(held, flight.counted):
             made = self._draws.run(piece, flight.microbatch, self._entered(piece, entered, held), flight.target)
         held.ends = ends_of(piece, made)
@@ -367,16 +339,10 @@ class StageModule:
     def _saving(self, held: Held, counted: bool, newest: bool = False) -> Iterator[None]:
         """Within the context, count what autograd saves, but for weights and buffers; of weights let it know where they
         are, if a backward is to find the ``newest``. That takes time, so it isn't done without need."""
-        if not (counted or newest or self.splits):
+        if not (counted or newest or self.splits or self._home):
             yield
             return
-        permanent = set[int]()
-        if counted and not (newest and self._fixed):
-            modules = (module for piece in self._pieces for module in piece.modules)
-            tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
-            self._fixed = {x.untyped_storage()._cdata for x in tensors if not (newest and x.requires_grad)}
-        if counted:
-            permanent = self._fixed if newest else self._fixed | self.versions.storages()
+        permanent = self._permanent(newest) if counted else ()
 
         def hold(tensor: Tensor) -> None:
             if tensor.untyped_storage()._cdata not in permanent:
@@ -386,6 +352,20 @@ class StageModule:
         with saved_tensors_hooks(held.saved.pack, held.saved.unpack):
             yield
 
+    def _permanent(self, newest: bool) -> Set[int]:
+        """Return the storages of weights, but for those of which the ``newest`` are found, and of buffers."""
+        if not (newest and self._fixed):
+            modules = (module for piece in self._pieces for module in piece.modules)
+            tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
+            self._fixed = {x.untyped_storage()._cdata for x in tensors if not (newest and x.requires_grad)}
+        return self._fixed if newest else self._fixed | self.versions.storages()
+
+    def _staying(self, target: Tensor | None) -> Callable[[Tensor], bool]:
+        """Return what says whether a saved tensor is there anyway: in weights, buffers or the ``target``."""
+        there = {x.untyped_storage()._cdata for x in (target,) if isinstance(x, Tensor)}
+        there |= set() if self._home is None else self._permanent(self._reads_newest)
+        return lambda x: x.untyped_storage()._cdata in there or x.is_conj() or x.is_neg()
+
     def _check(self, microbatch: int, verb: str, x: Tensor, spec: TensorSpec) -> None:
         """What is sent must be what the other end expects: gloo would reinterpret or abort."""
         if x.shape != spec.shape or x.dtype != spec.dtype:
@@ -393,8 +373,3 @@ class StageModule:
             raise RunFailed(
                 f"stage {self.index} {verb} {found} for microbatch {microbatch}; the model's example: {spec}"
             )
-
-
-def ends_of(piece: Piece, made: Sequence[Tensor]) -> dict[int, GradientEdge]:
-    """Return where the graphs of what a piece made end, for what has one."""
-    return {v: get_gradient_edge(out) for v, out in zip(piece.makes, made, strict=True) if out.requires_grad}

@@ -2,21 +2,26 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from copy import deepcopy
+from dataclasses import replace
 
-from cases.runtime import Whole, built, chain_of, stage_of, zoo_chain
+from cases.runtime import Whole, built, chain_of, sized_chain, stage_of, zoo_chain
 from torch import nn
 from torch.nn import functional
 
 from pipeplan import zoo
 from pipeplan.cost import memory_model
+from pipeplan.cost.roofline import with_offloaded
 from pipeplan.cost.saved import for_weights_bytes, saved_bytes
 from pipeplan.errors import RunFailed
 from pipeplan.plan import Stage
+from pipeplan.runtime.device import CPU
 from pipeplan.runtime.measure.recorder import HeldBytes
 from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.training.repeatable import begin_draws
 from pipeplan.runtime.training.split_stage import SplitStage
 from pipeplan.runtime.training.stage import StageModule
+from pipeplan.runtime.training.waiting import Waiting
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions
 
@@ -231,6 +236,47 @@ def test_a_traced_stage_holds_what_its_profile_says_wherever_it_is_cut(build, da
                 found[name] = found[name] + mine.get(id(p), 0)
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [StageModule, SplitStage])
+def test_what_waits_in_host_memory_is_back_for_its_backward(kind):
+    """Nothing else differs. What layers keep, or read, is there, and that of two on the device, as is planned."""
+    torch.manual_seed(0)
+    normed = nn.Sequential(nn.LayerNorm(32), nn.GELU())
+    layers = [nn.Linear(8, 32), normed, nn.Sequential(nn.Linear(32, 8), nn.Dropout(0.5)), nn.BatchNorm1d(8)]
+    x, target, runs = torch.randn(4, 8), torch.randn(4, 8), []
+    sizes = replace(sized_chain(deepcopy(layers), x, functional.mse_loss, target), offloaded=10**9)
+    planned = with_offloaded(sizes).layers
+    again = tuple((i, i + 1) for i, layer in enumerate(planned) if layer.again_bytes)
+    assert 0 < len(again) < len(planned)
+    for waits in (False, True):
+        activations = HeldBytes()
+        waiting = Waiting(CPU, activations) if waits else None
+        about = {"loss": functional.mse_loss, "checkpoint": again, "activations": activations, "waiting": waiting}
+        stage = stage_of(deepcopy(layers), x, kind=kind, **about)
+        for m in range(3):
+            stage.forward(m, 0, x * (m + 1), target.clone(), counted=True)
+        if waiting is not None:
+            waiting.settle()
+            assert waiting.held_bytes == activations.most_at_home == 3 * sum(layer.host_bytes for layer in planned)
+            assert activations.held_bytes == 0
+        given = []
+        for m in range(3):
+            given.append(stage.backward(m, 0, None) if kind is StageModule else stage.backward_inputs(m, 0, None))
+        for m in range(3) if kind is SplitStage else ():
+            stage.backward_weights(m, 0)
+        assert activations.held_bytes == 0 == (0 if waiting is None else waiting.held_bytes)
+        if waits and kind is StageModule:
+            assert 0 < activations.peak_bytes <= max(layer.on_its_way_bytes for layer in planned)
+        runs.append([stage.losses, *map(torch.Tensor.tolist, [*given, *stage.gradients.due])])
+    assert runs[0] == runs[1]
+
+
+def test_what_changes_on_its_way_to_host_memory_is_refused():
+    waiting, x = Waiting(CPU, HeldBytes()), torch.randn(4, 4)
+    stage = stage_of([nn.Tanh(), nn.ReLU(inplace=True), nn.Tanh()], x, out=x, checkpoint=((1, 2),), waiting=waiting)
+    with pytest.raises(RunFailed, match="was changed in place while it went to host memory; let the plan keep"):
+        stage.forward(0, 0, x, None, counted=True)
 
 
 def test_an_input_that_no_operation_saves_is_not_kept():

@@ -35,13 +35,13 @@ def host_rooms(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype],
     for dtype in dict.fromkeys(dtypes):
         own = [i for i, its in enumerate(dtypes) if its == dtype]
         sizes = [torch.Size(shapes[i]).numel() for i in own]
-        block = _host_block(sum(sizes) * dtype.itemsize, device).view(dtype)
+        block = host_block(sum(sizes) * dtype.itemsize, device).view(dtype)
         for i, part in zip(own, torch.split(block, sizes), strict=True):
             rooms[i] = part.view(shapes[i])
     return [rooms[i] for i in range(len(shapes))]
 
 
-def _host_block(size: int, device: torch.device) -> Tensor:
+def host_block(size: int, device: torch.device) -> Tensor:
     """Return ``size`` bytes; torch's own allocator of locked memory would take the next power of two."""
     if device.type != "cuda" or not size:
         return torch.empty(size, dtype=torch.uint8)
@@ -50,7 +50,7 @@ def _host_block(size: int, device: torch.device) -> Tensor:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types there
     error = runtime.cudaHostRegister(block.data_ptr(), size, 0)
     if int(error):
-        raise RunFailed(f"{size} bytes of host memory for offloaded state cannot be locked (CUDA error {int(error)})")
+        raise RunFailed(f"{size} bytes of host memory for what is offloaded cannot be locked (CUDA error {int(error)})")
     weakref.finalize(pages, runtime.cudaHostUnregister, block.data_ptr())
     return block
 
@@ -90,6 +90,27 @@ class Fetched:
     event: Any
 
 
+class Ways:
+    """The ways between a device and its host: copies each way are made one after the other, in a stream of its own."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, torch.cuda.Stream | None] = {}
+
+    @contextmanager
+    def on(self, which: str, device: torch.device, events: Sequence[Any]) -> Iterator[torch.cuda.Stream | None]:
+        """Within the context be on the way ``which``, behind ``events``; None where there are no streams."""
+        if which not in self._streams:
+            self._streams[which] = new_stream(device)
+        stream = self._streams[which]
+        if stream is None:
+            yield None
+            return
+        for event in events:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield stream
+
+
 class BucketBuffers:
     """Device memory for one bucket at a time, used again and again by all stages of a rank, and the ways to and fro.
 
@@ -102,7 +123,7 @@ class BucketBuffers:
         self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._ahead: dict[int, tuple[object, Piece, Fetched]] = {}  # by region
         self._free: dict[int, list[Any]] = {}  # events by region
-        self._streams: dict[str, torch.cuda.Stream | None] = {}
+        self._ways = Ways()
         self._returned: Any = None
 
     def take(self, name: str, dtype: torch.dtype, device: torch.device, offset: int, size: int) -> Tensor:
@@ -110,7 +131,7 @@ class BucketBuffers:
         key = name, dtype, device
         if key not in self._tensors:
             self._tensors[key] = torch.empty(self.room, dtype=dtype, device=device)
-            made = _event(device)
+            made = event_on(device)
             for region in range(PIECES if made is not None else 0):  # its memory may have been something else's
                 self._free.setdefault(region, []).append(made)
         return self._tensors[key][offset : offset + size]
@@ -138,23 +159,23 @@ class BucketBuffers:
     def fetched(self, device: torch.device, region: int, copies: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Let ``copies`` (to, from) be made, on the way to the device; return the event at which they are there."""
         self._ahead.pop(region, None)
-        with self._on_the_way("there", device, self._free.pop(region, [])):
+        with self._ways.on("there", device, self._free.pop(region, [])):
             for there, home in copies:
                 there.copy_(home, non_blocking=True)
-            event = _event(device)
+            event = event_on(device)
         if event is not None:
             self._free[region] = [event]
         return event
 
     def bring_home(self, device: torch.device, region: int, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Let ``copies`` (to, from) be made, on the way home, behind what the device has been given so far."""
-        stepped = _event(device)
-        with self._on_the_way("home", device, [] if stepped is None else [stepped]) as stream:
+        stepped = event_on(device)
+        with self._ways.on("home", device, [] if stepped is None else [stepped]) as stream:
             for home, there in copies:
                 home.copy_(there, non_blocking=True)
                 if stream is not None:
                     there.record_stream(stream)
-            self._returned = _event(device)
+            self._returned = event_on(device)
         if self._returned is not None:
             self._free[region] = [self._returned]
 
@@ -163,23 +184,8 @@ class BucketBuffers:
         if self._returned is not None:
             self._returned.synchronize()
 
-    @contextmanager
-    def _on_the_way(
-        self, which: str, device: torch.device, events: Sequence[Any]
-    ) -> Iterator[torch.cuda.Stream | None]:
-        if which not in self._streams:
-            self._streams[which] = new_stream(device)
-        stream = self._streams[which]
-        if stream is None:
-            yield None
-            return
-        for event in events:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            yield stream
 
-
-def _event(device: torch.device) -> Any:
+def event_on(device: torch.device) -> Any:
     """Return an event in the current stream; None where there are no streams."""
     if device.type != "cuda":
         return None
