@@ -171,9 +171,17 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
+_MEANT = {"tensor": "--tensor", "data-parallel": "--replicas", "pipeline": "--split"}  # by words of frameworks' options
+
+
 def _as_text(error: click.ClickException) -> click.ClickException:
     """Return an error that quotes what was typed with that as text; others say what click knows, on several lines."""
     quoting = click.BadParameter, click.BadOptionUsage, click.BadArgumentUsage, click.NoSuchOption
     if isinstance(error, click.MissingParameter) or not (isinstance(error, quoting) or type(error) is click.UsageError):
         return error
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        own = {name for x in error.ctx.command.params for name in x.opts}
+        for word, meant in _MEANT.items():
+            if word in error.option_name and meant in own:
+                return click.UsageError(f"{shown(error.message)} Did you mean '{meant}'?", error.ctx)
     return click.UsageError(shown(error.format_message(), SENTENCE), error.ctx)

@@ -380,6 +380,9 @@ def test_a_file_of_another_kind_and_a_mistyped_command_say_what_to_type(
     assert err.startswith(f"error: {plan}: this is a plan, with its profile; pipeplan check, ")
     code, _, err = pipeplan("simulat", plan)
     assert (code, err.splitlines()[-1]) == (2, "Error: No such command 'simulat'. Did you mean simulate?")
+    for said, meant in (("--data-parallel", "--replicas"), ("--tensor-model-parallel-size", "--tensor")):
+        code, _, err = pipeplan("plan", "p.json", said, "4")
+        assert (code, err.splitlines()[-1]) == (2, f"Error: No such option '{said}'. Did you mean '{meant}'?")
 
 
 def test_days_and_dollars_follow_from_the_period_and_all_gpus(profile: str, pipeplan: Command) -> None:
