@@ -21,7 +21,7 @@ from ..partition.granularity import AUTO, merging
 from ..problem import AUTOCAST, Chain, Layer
 from ..registry import Late
 from ..units import format_bytes, format_ns
-from ..zoo import HUGGING_FACE, UNFUSED, ZOO
+from ..zoo import CORES, HUGGING_FACE, ZOO, running_again
 from .asked import Parts
 from .variants import degrees, with_variants
 
@@ -228,8 +228,12 @@ def profile(
     if said and (not isinstance(model, str) or (gpu is None and unmeasured)):
         which = (unmeasured or said)[0].replace("_", "-")
         raise BadInput(f"--{which}: parts of layers are estimated, of models by their name; say --estimate")
-    if selective and UNFUSED not in model:
-        raise BadInput(f"--selective: goes with a zoo's GPT that says {UNFUSED}; fused attention keeps nothing to save")
+    if selective and running_again(str(model)) is None:
+        of_zoo, of_others = CORES
+        raise BadInput(
+            f"--selective: goes with a zoo's GPT that says {of_zoo}, or hf: with {of_others}; fused attention keeps "
+            "nothing to save"
+        )
     ways = {name: degrees(1 if value is None else value, f"--{name}") for name, value in asked.items()}
     if gpu is None and None in ways.values():
         raise BadInput("--tensor any: which degrees are there to be measured? Say them, such as 1,2")

@@ -11,7 +11,7 @@ from ..errors import BadInput
 from ..files.profile_rules import MOST_DEGREE
 from ..names import shown
 from ..problem import Chain, Variant
-from ..zoo import AGAIN, UNFUSED
+from ..zoo import running_again
 
 DEGREES = {
     "tensor": (2, 4, 8),
@@ -39,7 +39,7 @@ def with_variants(
         if (max(of) == 1 and not again) or (by_heads and own["context"] == 1):
             continue
         along = sequence_parallel and own["tensor"] > 1
-        named = model.replace(UNFUSED, AGAIN) if again else model
+        named = running_again(model) or model if again else model
         options = "".join(f",{OPTIONS[x]}={n}" for x, n in own.items() if n > 1)
         options += ",sequence_parallel=true" * along + ",by_heads=true" * by_heads
         try:

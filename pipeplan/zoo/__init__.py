@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "hf:"  # begins the name of a transformers model
 ZOO = "zoo:"  # begins the name of a zoo model where a module:function could stand
-UNFUSED, AGAIN = "attention=unfused", "attention=again"  # options of a GPT; of the second, its core runs again
+CORES = {"attention=unfused": "attention=again", "attn_implementation=eager": "attn_implementation=again"}
+"""Options of a zoo's GPT, and of a transformers model, that keeps attention's scores, and whose core runs again."""
 MODELS = {  # name -> the file that builds it
     **{name: "text.llama" if isinstance(sizes, Llama) else "text.gpt" for name, sizes in TRANSFORMERS.items()},
     **dict.fromkeys(("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"), "text.mixture"),
@@ -34,6 +35,11 @@ MODELS = {  # name -> the file that builds it
     "awd-lm": "text.lstm",
     "gnmt": "text.lstm",
 }
+
+
+def running_again(model: str) -> str | None:
+    """Return what the ``model`` is called whose backwards run the cores of attention again; None where it has none."""
+    return next((model.replace(kept, again) for kept, again in CORES.items() if kept in model or again in model), None)
 
 
 def load(text: str) -> Model[Any]:

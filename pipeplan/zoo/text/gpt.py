@@ -47,11 +47,12 @@ class GPTConfig(Parted):
     causal: bool = True
 
 
-class _Again(torch.autograd.Function):
+class Again(torch.autograd.Function):
     """A function of some tensors of which these alone are saved; the backward runs it again, with the same dropout."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run it."""
         ctx.save_for_backward(*inputs)
         ctx.function, ctx.devices = function, [x.device for x in inputs[:1] if x.is_cuda]
         ctx.states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.devices)
@@ -59,13 +60,16 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        """Run it again, and back."""
+        needs = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needs, strict=True)]
         with torch.enable_grad(), torch.random.fork_rng(ctx.devices):
             torch.set_rng_state(ctx.states[0])
             for state, device in zip(ctx.states[1:], ctx.devices, strict=True):
                 torch.cuda.set_rng_state(state, device)
             out = ctx.function(*inputs)
-        return None, *torch.autograd.grad(out, inputs, gradients)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], gradients))
+        return None, *(next(found) if need else None for need in needs)
 
 
 class Embedding(nn.Module):
@@ -126,7 +130,7 @@ class Block(nn.Module):
         heads = made.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         if self.how == "again":
-            attended = _Again.apply(self._unfused, query, key, value)  # type: ignore[no-untyped-call]  # torch's
+            attended = Again.apply(self._unfused, query, key, value)  # type: ignore[no-untyped-call]  # torch's
         elif self.how == "unfused":
             attended = self._unfused(query, key, value)
         else:

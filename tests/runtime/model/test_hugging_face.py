@@ -70,6 +70,36 @@ def test_a_model_by_its_class_is_planned_and_run_as_plain_training_does_it():
     assert named_state | set(loaded.unused) == set(model.state_dict())
 
 
+def test_cores_of_attention_run_again_with_the_same_gradients():
+    found = []
+    for how in ("eager", "again"):
+        model, inputs = named(f"{LLAMA},attention_dropout=0.3,attn_implementation={how}")(2)
+        kept = {}
+        torch.manual_seed(1)
+        with saved_tensors_hooks(lambda x, kept=kept: kept.setdefault(x.untyped_storage()._cdata, x), lambda x: x):
+            loss = model.train()(**inputs).loss
+        loss.backward()
+        found.append((sum(x.nbytes for x in kept.values()), loss, *(x.grad for x in model.parameters())))
+    (most, *plain), (least, *again) = found
+    assert all(map(torch.equal, plain, again))
+    assert most - least >= 4 * 2 * 4 * 8 * 8 * 4  # of each layer the scores that dropout's product reads, at least
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("GptOssForCausalLM", "GptOssAttention attends with sinks of its own, so its core can't run again alone"),
+        ("XLNetLMHeadModel", "XLNetLMHeadModel has attention that cannot be replaced by one that runs again"),
+    ],
+)
+def test_attention_that_cannot_run_again_alone_is_refused(kind, words):
+    gpt_oss = "num_hidden_layers=1,hidden_size=16,intermediate_size=8,num_local_experts=2,head_dim=4,vocab_size=9"
+    sizes = "n_layer=1,d_model=16,n_head=2,d_inner=8,vocab_size=9" if "XLNet" in kind else gpt_oss
+    build = named(f"{kind},{sizes},sequence=4,attn_implementation=again")
+    with pytest.raises(BadInput, match=words):
+        (lambda model, inputs: model(**inputs))(*build(1))
+
+
 def test_a_folder_has_config_and_perhaps_weights(tmp_path):
     build = named("GPT2LMHeadModel,n_layer=1,n_embd=8,n_head=2,vocab_size=11,n_positions=16,sequence=4")
     with torch.no_grad():

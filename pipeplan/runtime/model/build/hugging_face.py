@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +25,9 @@ from torch._guards import detect_fake_mode
 from ....errors import BadInput
 from ....files.text import read_text
 from ....zoo.model import Data, mixed_seed
+from ....zoo.text.gpt import Again
 from ....zoo.text.rank_part import Group
+from ..structure import refilling, tensors_in
 from ..user_code import user_code
 from .tensor_plan import part_of, spread
 
@@ -31,7 +35,8 @@ CONFIG = "config.json"
 DEGREES = {"tensor": "ranks", "expert_ranks": "experts", "context": "context"}  # options that a group has
 SEQUENCE = "sequence"  # the option that is none of a config: how many tokens a sample has
 START = "decoder_start_token_id"
-ANYWHERE = (START, "image_size")  # entries that models or their inputs read, and not all configs have
+ATTENTION, AGAIN = "attn_implementation", "again"  # how it attends; so, that the backward runs its core again
+ANYWHERE = (START, "image_size", ATTENTION)  # entries that models or their inputs read, and not all configs have
 LONGEST = 128  # tokens of a sample, unless more are asked for
 ALONE = Group()
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -64,6 +69,10 @@ class HuggingFace:
             elif self.group.ranks > 1:
                 part_of(model, self.group)
             self.group.mark(model)
+            if self.config._attn_implementation == AGAIN and not any(map(_own_attention, model.modules())):
+                raise BadInput(
+                    f"hf: {type(model).__name__} has attention that cannot be replaced by one that runs again"
+                )
         return model, inputs_of(self.kind, self.config, batch, self.sequence, _generator(0, seed))
 
     @property
@@ -97,6 +106,9 @@ def named(text: str, part: Group = ALONE) -> HuggingFace:
     along = given.pop("sequence_parallel", False) is True
     degrees = {own: int(given.pop(name, 1)) for name, own in DEGREES.items()}
     group = Group(sequence_parallel=along, by_heads=given.pop("by_heads", False) is True, **degrees)
+    if given.get(ATTENTION) == AGAIN:
+        library.AttentionInterface.register(AGAIN, _attended_again)
+        library.AttentionMaskInterface.register(AGAIN, library.masking_utils.eager_mask)
     path = Path(what)
     if path.exists() or what.endswith(".json") or "/" in what:
         kind, config = _from_file(library, path / CONFIG if path.is_dir() else path, given)
@@ -112,6 +124,30 @@ def _uninitialized() -> AbstractContextManager[Any]:
     """Leave out the initial numbers of weights that are fake: some ways to draw them look at what they drew."""
     found = getattr(getattr(_library(), "initialization", None), "no_init_weights", nullcontext)
     return nullcontext() if detect_fake_mode() is None else found()
+
+
+def _own_attention(module: nn.Module) -> Any:
+    """Return how a module attends kernel by kernel, as its author has it; None where transformers doesn't call that."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
+def _attended_again(module: nn.Module, *tensors: Tensor | None, **said: Any) -> tuple[Tensor, None]:
+    """Attend as ``module`` does kernel by kernel, all of which the backward runs again; BadInput where it has weights
+    for that."""
+    bare = SimpleNamespace(**{name: value for name, value in vars(module).items() if not name.startswith("_")})
+    own, given = _own_attention(module), refilling((tensors, said))
+
+    def core(*inputs: Tensor) -> Tensor:
+        tensors, said = given(inputs)
+        out: Tensor = own(bare, *tensors, **said)[0]
+        return out
+
+    try:
+        return Again.apply(core, *tensors_in((tensors, said))), None  # type: ignore[no-untyped-call]  # torch's
+    except AttributeError as error:
+        raise BadInput(
+            f"hf: {type(module).__name__} attends with {error.name} of its own, so its core can't run again alone"
+        ) from error
 
 
 def _library() -> Any:

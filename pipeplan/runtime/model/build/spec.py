@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....errors import BadInput
 from ....registry import Late
-from ....zoo import AGAIN, HUGGING_FACE, UNFUSED, ZOO, load
+from ....zoo import CORES, HUGGING_FACE, ZOO, load, running_again
 from ..contract import Data
 from ..user_code import said, user_code
 
@@ -48,12 +48,11 @@ class ModelSpec:
     @property
     def selective(self) -> ModelSpec:
         """The same whose backwards run the cores of attention again; BadInput for what has none of its own."""
-        if not self.of_zoo or not any(x in self.build for x in (UNFUSED, AGAIN)):
-            raise BadInput(
-                f"model {self.build}: the plan recomputes attention's core, which run does of a zoo's GPT alone with "
-                f"{UNFUSED}; export it"
-            )
-        return replace(self, build=self.build.replace(UNFUSED, AGAIN))
+        again = running_again(self.build) if self.of_zoo or self.build.startswith(HUGGING_FACE) else None
+        if again is None:
+            ways = " or ".join(f"{name} with {how}" for name, how in zip(("a zoo's GPT", "hf:"), CORES, strict=True))
+            raise BadInput(f"model {self.build}: the plan recomputes attention's core, which run does of {ways} alone")
+        return replace(self, build=again)
 
     def exchanges_by(self, does: Callable[[Tensor, str], Tensor]) -> None:
         """Let parts that are built in this process exchange by what ``does`` returns for a tensor and a kind."""
