@@ -32,7 +32,7 @@ EFFORT = 4 * 10**7  # operations that moves may time anew, unless more or less i
 SHAKE = 48  # moves of passes that take as long as one round of shaking
 ROUNDS = ((0.06, 0), (0.03, -1), (0.06, 1), (0.015, -1))  # heat over a microbatch's mean work, start: -1 is the best
 JUSTIFIED, MOST_JUSTIFIED = 2 * 10**5, 40  # operations, and orders, that are justified at the beginning
-EXACT, MOVES_A_STEP = 50_000, 8  # steps of the exact search, 3 seconds; without a solver as few as moves let be
+EXACT, MOVES_A_STEP = 120_000, 8  # steps of the exact search, 3 seconds; without a solver as few as moves let be
 FEW_PASSES = 120  # of which that is mostly over in so many
 INTERRUPTED = "interrupted"
 
