@@ -198,7 +198,7 @@ def test_what_replicas_exchange_in_passes_is_not_run(zero):
     plan = replace(plan, chain=replace(plan.chain, selective=True), policy=replace(plan.policy, zero=0))
     with pytest.raises(
         BadInput,
-        match="the plan recomputes attention's core, which run does of a zoo's GPT alone",
+        match="the plan recomputes attention's core, which run does of a zoo's GPT with attention=unfused or hf: with ",
     ):
         run_plan(plan, EXPLODING, uncorrected(steps=1, lr=0.1))
 
