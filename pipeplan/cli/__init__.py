@@ -119,8 +119,6 @@ def main() -> NoReturn:
     try:
         code = group.main(standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.Exit as error:
-        code = error.exit_code
     except click.ClickException as error:
         _as_text(error).show()
         code = 2

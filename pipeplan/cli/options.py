@@ -106,10 +106,6 @@ class Gpus(click.ParamType[tuple[int, ...]]):
     def __init__(self, most: int = MOST_COUNT) -> None:
         self.most = most
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """Return how it is written, which click would put in capitals."""
-        return self.name
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Return the counts; BadInput for what is none."""
         return value if isinstance(value, tuple) else gpu_counts(str(value), _name(param), self.most)
@@ -171,8 +167,6 @@ class Share(click.ParamType[float]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return ``0.05`` for ``5%``."""
-        if isinstance(value, float):
-            return value
         text = str(value)
         if not text.endswith("%"):
             self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)

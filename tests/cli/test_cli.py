@@ -17,7 +17,7 @@ from cases.files import written
 from cases.patience import SECONDS, without_progress
 from conftest import Command
 
-from pipeplan.cli import _lacking
+from pipeplan.cli import _escaped, _lacking, group, main
 
 SMALL = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "12GB/s"]
 
@@ -284,6 +284,13 @@ def test_a_plan_edited_by_hand_is_refused_with_the_field(plan: str, pipeplan: Co
     code, out, _ = pipeplan("check", plan, "--json")
     assert code == 1
     assert json.loads(out)["valid"] is False
+
+
+def test_what_an_output_lacks_is_escaped_and_what_else_is_lacking_is_a_traceback(monkeypatch) -> None:
+    assert _escaped(UnicodeEncodeError("ascii", "a\u00e9\u20acb", 1, 3, "no")) == ("\\u00e9\\u20ac", 3)
+    monkeypatch.setattr(group, "main", lambda **_: exec("import pipeplan.nothing"))
+    with pytest.raises(ImportError, match="nothing"):
+        main()
 
 
 def test_a_closed_pipe_prints_no_traceback(profile: str) -> None:

@@ -21,6 +21,7 @@ from pipeplan import choices
 from pipeplan.check.targets import TARGETS
 from pipeplan.cli import COMMANDS, group
 from pipeplan.cli.showing import FIRST, GROUPS, OURS, OWN, GroupedCommand
+from pipeplan.errors import PipeplanError
 from pipeplan.files.frameworks import WRITERS
 from pipeplan.partition import ALGORITHMS
 from pipeplan.schedule.kinds import KINDS
@@ -216,6 +217,44 @@ def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Com
         "told": "not installed: profile and run need it",
         "help": "pip install 'pipeplan[torch]'",
     }
+
+
+def test_the_doctor_says_what_does_not_work_and_what_helps(monkeypatch) -> None:
+    from pipeplan.cli import doctor
+    from pipeplan.schedule.periodic import solvers
+
+    def broken(name: str) -> None:
+        raise PipeplanError(f"no {name}")
+
+    def told() -> list[list[str]]:
+        found = [x for x in doctor.examined() if x.name not in ("pipeplan", *doctor.NEEDED[1:])]
+        return [[x.name, x.state, x.told.partition(",")[0], x.help] for x in found]
+
+    monkeypatch.setattr(doctor, "findings", list)
+    monkeypatch.setattr(doctor, "version", lambda name: f"{name} 1")
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "4.0")
+    monkeypatch.setattr(doctor, "OLDEST", sys.version_info[:2])
+    monkeypatch.setattr(solvers, "refuse_lacking", lambda name: None)
+    good = [
+        ["Python", "good", "4.0", ""], ["click", "good", "click 1", ""], ["CBC", "good", "runs: -O solver=cbc", ""],
+        ["HiGHS", "good", "highspy 1", ""], ["transformers", "good", "transformers 1", ""],
+        ["matplotlib", "good", "matplotlib 1", ""],
+    ]  # fmt: skip
+    assert told() == good
+    monkeypatch.setattr(doctor, "OLDEST", (4, 1))
+    monkeypatch.setattr(solvers, "refuse_lacking", broken)
+    assert [x for x in told() if x not in good] == [
+        ["Python", "broken", "4.0", "at least 4.1 is needed"],
+        ["CBC", "broken", "no cbc", "-O solver=highs"],
+        ["HiGHS", "broken", "no highs", "pip install --force-reinstall highspy"],
+    ]
+    monkeypatch.setattr(doctor, "version", missing)
+    assert [x for x in told() if x[0] not in ("Python", "CBC")] == [
+        ["click", "broken", "lacks", "pip install click"],
+        ["HiGHS", "absent", "not installed: -O solver=highs needs it", "pip install 'pipeplan[highs]'"],
+        ["transformers", "absent", "not installed: models named hf:CONFIG need it", "pip install 'pipeplan[models]'"],
+        ["matplotlib", "absent", "not installed: pictures", "pip install 'pipeplan[plots]'"],
+    ]
 
 
 def test_the_doctor_looks_at_gpus_nccl_and_links(monkeypatch) -> None:

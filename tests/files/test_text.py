@@ -43,6 +43,9 @@ def test_what_is_longer_than_allowed_is_refused_and_what_is_as_long_is_read(tmp_
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         with pytest.raises(BadInput, match=r"is longer than 9\.9e-05 MB, the most that is read"):
             read_text(place, 99)
+    path.write_text("a,b\n" + "x" * 140_000)
+    with pytest.raises(BadInput, match=r"long: line 2: field larger than field limit"):
+        list(read_csv(str(path)))
     os.truncate(path, MOST_BYTES + 1)
     for read in (read_text, lambda name: list(read_csv(name))):
         with pytest.raises(BadInput, match="is longer than 64 MB"):

@@ -114,6 +114,8 @@ run zb.json --dry-run --metrics loss,,x
 export plan.json --to torch-csv --schedule nothing
 export plan.json --to nothing
 export zb.json --to torchtitan --schedule 1f1b --rename block
+export zb.json --to torchtitan --schedule 1f1b --rename (=b
+profile zoo:gpt-tiny --microbatch 2 --estimate a100 --tensor-plan a:b -o x.json
 show plan.json -o x.txt
 show plan.json --width 0
 synthesize
@@ -137,6 +139,8 @@ run run.json {M} --trace -
 run run.json {M} --evaluate --clip-norm 2
 run run.json {M} --bracket
 run run.json {M} --bracket --json --threads 2
+run run.json {M} --bracket --threads 3
+run run.json {M} --debug --trace nowhere/t.json
 run run.json {M} --against flush --save s.pt --checkpoint c --checkpoint-every 2 --keep-checkpoints 3 --trace t.json
 run run.json {M} --against run.json --vertical-sync --json
 run run.json {M} --against run.json --resume
@@ -252,6 +256,7 @@ COMMANDS = {
     "compare-out": "compare a.json --gpus 2 --mem 1GB --algorithms contiguous --weights 2bw --csv rows.csv",
     "import-out": f"{IMPORTED} -o today.json --best best.json",
     "import-stdout": f"{IMPORTED} -o - --best b.json",
+    "import-best": IMPORTED.replace("train.sh", "best.sh"),
     "check-bounds": "check plan.json --bounds",
     "check-small": "check small.json --schedule gpipe.csv",
     "check-incomplete": "check --schedule short.csv",
@@ -277,6 +282,8 @@ COMMANDS = {
     "list-algorithms": "list algorithms --json",
     "list-profiles": "list profiles",
     "report-loop": "report loop.json -o page.html",
+    "report-short": "report run.json -o page.html --trace short.json",
+    "report-other": "report run.json -o page.html --trace other.json --microbatches 4",
     "report-run": "report run.json -o page.html --trace trace.json --microbatches 4",
 }
 
@@ -320,6 +327,7 @@ def files(folder: Path) -> None:
     names = ["embedding", *(f"block{i}" for i in range(4)), "head"]
     gpt = replace(chain, name="gpt", layers=tuple(replace(chain.layers[1], name=x) for x in names), microbatch=2)
     (folder / "gpt.json").write_text(profile_text(gpt))
+    (folder / "best.sh").write_text("--num-layers 4 --pipeline-model-parallel-size 1 --global-batch-size 16")
     (folder / "train.sh").write_text("--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 16")
     of_a_model(folder)
     for name, words in MADE_LATER.items():
@@ -345,6 +353,17 @@ def of_a_model(folder: Path) -> None:
         script = script_of(Policy("2bw", 2), Schedule(), steps, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
         found = replace(make_report(script, replayed(script, 3)), transfers=(TransferTime("F", 0, 1, 7 * 10**5, 1),))
         (folder / f"{name}.json").write_text(measured_trace(script.plan, found))
+        if steps > 2:
+            ends, last = [times[-1].end_ns for times in found.times], found.times[0][-1]
+            beside = [
+                replace(last, activity=kind, stage=stage, start_ns=ends[0] + start, end_ns=ends[0] + stop)
+                for kind, stage, start, stop in (
+                    ("AGREE", -1, 0, 10**6), ("REDUCE", 0, -(2 * 10**6), 10**6), ("REDUCE", 0, -(10**6), 5 * 10**5),
+                    ("REDUCE", 0, 10**6, 2 * 10**6), ("WAIT_F", 0, 10**6, 2 * 10**6),
+                )
+            ]  # fmt: skip
+            other = replace(found, times=((*found.times[0], *beside), *found.times[1:]))
+            (folder / "other.json").write_text(measured_trace(script.plan, other))
         bound = quick_bound(Problem(script.plan.chain, script.plan.platform, script.plan.policy))
         plan = replace(script.plan, lower_bounds=(bound,))
         (folder / "run.json").write_text(plan_text(plan))
@@ -478,7 +497,9 @@ def plans(folder: Path) -> str:
     """Return what plans print of themselves: lines that none before has."""
     from pipeplan.files.plans import load_plan
     from pipeplan.plan import Alternative, Plan
+    from pipeplan.report.page.html import chart_html
     from pipeplan.report.tables.plan import print_plan
+    from pipeplan.report.tables.searches import print_grids
 
     names = ("plan", "zb", "loop", "replicas", "segments", "shifts", "parallel", "driven")
     plan, zb, loop, replicas, segments, shifts, parallel, driven = (load_plan(str(folder / f"{x}.json")) for x in names)
@@ -562,7 +583,17 @@ def plans(folder: Path) -> str:
         lines = [x.rstrip() for x in told.getvalue().splitlines()]
         parts += [f"$ {name}", *(x for x in lines if x not in seen)]
         seen.update(lines)
-    return "\n".join(parts) + "\n"
+    grid = {
+        "inter": 2, "data": 1, "microbatch": 8, "ac": 1, "offload": True, "placement": "pipeline", "limit": 2,
+        "batch_ns": 110 * ms, "simulated": "one pipeline",
+    }  # fmt: skip
+    others = [{"inter": 4, "data": 1, "reason": "too small"}, grid | {"inter": 1, "simulated": "in full"}, grid]
+    with redirect_stdout(io.StringIO()) as told:
+        print_grids(found(replicas, grid=grid, batch=16, bound_ns=99 * ms, microbatches=[8], grids=others))
+        frame = chart_html(loop)
+        print(frame[:16], frame.count("pattern"), frame[-50:])
+    lines = [x.rstrip() for x in told.getvalue().splitlines()]
+    return "\n".join([*parts, "$ grids", *(x for x in lines if x not in seen)]) + "\n"
 
 
 def measured(folder: Path) -> str:
@@ -631,7 +662,7 @@ def played(folder: Path) -> str:
 
     def line(words: str) -> list[str]:
         told.clear()
-        shares = iter((1.1, 1.2, BadInput("too busy"), 1.3))
+        shares = iter((1.1, BadInput("too busy") if "--threads 3" in words else 1.2))
 
         def now(plan: Plan, spec: Any, threads: int, **more: Any) -> float:
             told.append(f"> profiled on {threads}, {sorted(more)}")
@@ -646,7 +677,8 @@ def played(folder: Path) -> str:
             texts.append(f"traced {trace.stat().st_size > 5000}")
             trace.unlink()
         found = [x.rstrip().replace(str(folder), "HERE") for text in texts for x in text.splitlines()]
-        found = [re.sub(r"the zoo has .*", "the zoo has others", x) for x in found if x[:4] not in ("Usag", "Try ")]
+        left_out = ("Usage: ", "Try ", *(["  "] if "--debug" in words else []))
+        found = [re.sub(r"the zoo has .*", "the zoo has others", x) for x in found if not x.startswith(left_out)]
         fresh = [x for x in found if x not in seen]
         seen.update(fresh)
         return [f"$ {words.replace(M, 'M')}: {len(found)} lines", *fresh]

@@ -126,7 +126,9 @@ def test_a_resumed_run_has_the_same_average_plateau_and_patience(tmp_path):
     again = run_plan(other, model, replace(part, checkpoint=tmp_path / "c", steps=10, resume=True))
     assert list(again.evaluations) == [10]
     last = uncorrected(steps=3, lr=0.05, averaged=True, evaluates=True, resume=True, checkpoint=tmp_path / "d")
-    assert len(run_plan(other, model, last).losses) == 6
+    losses = run_plan(other, model, last).losses
+    assert len(losses) == 6
+    assert losses == pytest.approx(run_plan(plan, model, last).losses)
     run_plan(plan, model, uncorrected(steps=2, lr=0.05, checkpoint=tmp_path / "e"))
     with pytest.raises(BadInput, match="there is no running average of"):
         run_plan(plan, model, replace(last, checkpoint=tmp_path / "e"))

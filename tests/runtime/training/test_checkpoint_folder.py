@@ -27,6 +27,7 @@ from pipeplan.runtime.processes import agreement
 from pipeplan.runtime.processes.agreement import one_run, writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
+from pipeplan.runtime.training.state import checkpoint
 from pipeplan.runtime.training.state.checkpoint import (
     ABOUT,
     FileSum,
@@ -255,12 +256,16 @@ def test_what_is_written_of_a_checkpoint_is_known_to_the_last_word(folder):
         newest(place / "x")
 
 
-def test_each_process_sums_its_share_and_waits_for_the_slowest(folder):
+def test_each_process_sums_its_share_and_waits_for_the_slowest(folder, monkeypatch):
     first = Two(0)
     assert newest(folder, None, first).position.step == 4
     assert first.asked == [(f"step-00000002 {LAST}", 0.0), (None, 0.0), (None, 1000 / (2 * 10**7))]
     (folder / LAST / FILES[2]).write_bytes(bytes(500))
     assert newest(folder, None, Two(0)).position.step == 4
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "crc_of", lambda *_: os.read(-1, 1))
+        with pytest.raises(BadInput, match=f"{LAST}/{FILES[1]}: cannot be read: Bad file descriptor"):
+            newest(folder)
     second = Two(1, LAST)
     sums = "rank-00001.pt: its checksum is 0283b97a, not 9dd11c8f as when it was written"
     with pytest.raises(BadInput, match=rf"^{folder}: no checkpoint is good: {folder}/{LAST}/{sums}$"):

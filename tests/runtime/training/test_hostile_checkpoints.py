@@ -174,9 +174,11 @@ def test_a_state_that_could_not_be_loaded_safely_is_refused_at_the_start(value, 
 def test_tensors_are_written_without_what_lies_beside_them(tmp_path, one_rank):
     large = torch.randn(10**6)
     shared = large[:9]
+    whole = torch.randn(2000)
     weights = {"a": shared.view(3, 3), "b": shared, "c": torch.tensor(1.5), "d": torch.nn.Parameter(torch.zeros(0, 2))}
+    weights |= {"e": large[:: 10**5], "f": shared.view(3, 3).t(), "g": whole, "h": whole, "i": large[:4] > 0}
     write(tmp_path, Position(1, 1), "test", 0, state_of(**weights), None, set())
-    assert newest(tmp_path).files["rank-00000.pt"].bytes < 10**4
+    assert newest(tmp_path).files["rank-00000.pt"].bytes < 2 * 10**4, "nor twice what two have"
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in weights.items()}
     read(newest(tmp_path), found, set())
     assert all(torch.equal(found[name], x) for name, x in weights.items())
@@ -223,9 +225,19 @@ def test_all_that_a_rank_takes_up_is_what_the_files_have(tmp_path, one_rank):
 
 
 def test_a_loss_scale_is_taken_up_where_there_is_one_and_somebody_who_scales():
-    taken = []
+    taken, given = [], {}
     scaling = SimpleNamespace(resume=lambda *scale: taken.append(scale))
     for scale, who in ((None, scaling), ((4.0, 3), None), ((4, 3.0), scaling)):
         _take_up(TrainingState({}, {}, None, scale=scale), SimpleNamespace(), {}, who)
     assert taken == [(4.0, 3)]
     assert [type(x) for x in taken[0]] == [float, int]
+    stepper = SimpleNamespace(restore_state=lambda index, entries: given.update({index: entries}), take_masters=int)
+    rank = SimpleNamespace(names=lambda s: {f"w{s}": "w"})
+    updates = {
+        s: SimpleNamespace(stepper=stepper, versions=SimpleNamespace(place_of=lambda weight: int(weight[1:])))
+        for s in (3, 5, 7)
+    }
+    entries = {"sum": torch.ones(2)}
+    _take_up(TrainingState({}, {"w": entries}, None), rank, updates, None)
+    assert given[3] is entries
+    assert len({x["sum"].data_ptr() for x in given.values()}) == 3, "each steps its own"

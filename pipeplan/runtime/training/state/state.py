@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 
 
 def trained_state(rank: Rank, stages: Sequence[int], updates: Mapping[int, StageUpdate]) -> dict[str, Tensor]:
-    """Return the state of the layers of ``stages``, whose first has the rest, with the newest weights, in full
-    precision, named as in the whole model.
+    """Return the state of the layers of ``stages``, whose first has the rest, with the weights that are installed, in
+    full precision, named as in the whole model.
 
     What replicas share must have been assembled, or have room, before.
     """
-    for update in updates.values():
-        update.versions.install_newest()
     state = dict(rank.model.unused) if 0 in stages else {}
     for s in stages:
         for layer in rank.layers(s):
@@ -124,7 +122,7 @@ def training_state(
                 large = {key: x for key, x in optimizer[name].items() if is_large(x)}
                 optimizer[name] |= wholes(large, dict.fromkeys(large, shards[name]), together)
     state = TrainingState(model, optimizer, random_state(rank.device), shares=_shares(rank))
-    if trial is not None and rank.number == 0:
+    if trial is not None:
         state = replace(state, trial=(trial.value, trial.step, trial.since))
     rates = _own_rates(rank, updates)
     if rates is None:
@@ -134,9 +132,9 @@ def training_state(
 
 
 def _shares(rank: Rank) -> int | None:
-    """Return how many workers share the data of the first stage's rank, where that decides what they give."""
+    """Return how many workers share the data, where that decides what they give."""
     loader = rank.model.data.source
-    return loader.shares if isinstance(loader, Batches) and 0 in rank.first_of else None
+    return loader.shares if isinstance(loader, Batches) else None
 
 
 def check_savable(rank: Rank, updates: Mapping[int, StageUpdate]) -> None:
@@ -171,7 +169,7 @@ def restore(checkpoint: Checkpoint, rank: Rank, updates: Mapping[int, StageUpdat
 
     loaded = read(checkpoint, state, trained, part)
     shares = _shares(rank)
-    if not (rank.lowered.evaluates or shares in (None, loaded.shares) or loaded.shares is None):
+    if not rank.lowered.evaluates and len({shares, loaded.shares} - {None}) > 1:
         raise BadInput(
             f"data: the checkpoint {checkpoint.path} was written with {loaded.shares} loader workers, this run has "
             f"{shares}, and what these share can only be read in order, so other samples would follow: set "

@@ -99,10 +99,8 @@ def _write_file(path: Path, state: TrainingState) -> tuple[int, int]:
     with path.open("wb") as file:
         try:
             _save(fields, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # what torch says then is about its own bookkeeping
-                raise error.__context__ from None
-            raise
+        except RuntimeError as error:  # what torch says of a full disk is about its own bookkeeping
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -127,10 +125,10 @@ def _save(value: Any, file: Any) -> None:
 
 
 def _alone(part: Tensor) -> Tensor:
-    """Return ``part`` of some memory as if that were all of it; one in host memory without a copy."""
-    if part.device.type != "cpu" or not part.is_contiguous() or not part.numel():
-        return part.to("cpu", copy=True)
-    found = torch.from_numpy(part.reshape(-1).view(torch.uint8).numpy())
+    """Return ``part`` of some memory as if that were all of it; one in a row in host memory without a copy."""
+    if part.device.type != "cpu":
+        return part.cpu()
+    found = torch.from_numpy(part.contiguous().view(-1).view(torch.uint8).numpy())
     return found.view(part.dtype).view(part.shape)
 
 
