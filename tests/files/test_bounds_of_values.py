@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
@@ -19,6 +22,8 @@ if __name__ == "__main__":
 import msgspec
 
 from pipeplan.errors import BadInput
+from pipeplan.files.machines import accelerators
+from pipeplan.files.machines.accelerators import KINDS, accelerator
 from pipeplan.files.machines.platforms import PlatformFile, platform_form, platform_of, platform_of_gpus
 from pipeplan.files.profile_rules import check_chain
 from pipeplan.files.profiles import profile_text, read_profile
@@ -26,12 +31,8 @@ from pipeplan.problem import Chain, Layer
 
 KEPT = Path(__file__).with_name("values.txt")
 NAMES, MOST = ("a", "b", "c", "d"), 10**15
-CHAIN = Chain(
-    "four",
-    tuple(Layer(x, 100, 200, 40, 10, saved_bytes=30, parameters=10) for x in NAMES),
-    10,
-    device="some CPU, 1 thread",
-)
+LAYERS = tuple(Layer(x, 100, 200, 40, 10, saved_bytes=30, parameters=10) for x in NAMES)
+CHAIN = Chain("four", LAYERS, 10, device="some CPU, 1 thread")
 NEEDS = {"saved_bytes": 20, "gradient_bytes": 10, "saves": []}
 PART = {"tensor": 2, "sequence_parallel": False, "layers": json.loads(profile_text(CHAIN))["layers"]}
 ONE = {"kind": "all-reduce", "backward": False, "bytes": 8, "count": 2, "hidden": 1}
@@ -155,7 +156,7 @@ def label(change: dict[str, Any]) -> str:
 
 
 def named(letters: int) -> tuple[Layer, ...]:
-    return (CHAIN.layers[0], replace(CHAIN.layers[1], name="x" * letters))
+    return (LAYERS[0], replace(CHAIN.layers[1], name="x" * letters))
 
 
 def told() -> str:
@@ -197,7 +198,37 @@ def told() -> str:
             lines.append(f"{words}: {len(platform)} {platform.devices[0]} {platform.levels} {assumed}")
         except BadInput as error:
             lines.append(f"{words}: {error}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *of_accelerators()]) + "\n"
+
+
+def of_accelerators() -> Iterator[str]:
+    """Yield what kernels reach on GPUs of the table, and what is taken of others."""
+    for name in ("v100", "a100", "h200", "b200"):
+        gpu = accelerator(name)
+        for number, last in (("float32", False), ("float16", False), ("bfloat16", True), ("tf32", False)):
+            yield f"{name} {number} {last}: {[gpu.rate(kind, number, last) for kind in KINDS]}"
+        types = ("float32", "float16", "float8_e4m3fn")
+        yield f"{name}: {[gpu.number(dtype, kind) for dtype in types for kind in KINDS[::4]]}"
+        for host in (None, "20us", "graphs", "9us,30us"):
+            with patch.object(accelerators, "spread_of_hosts", lambda *x: (x[2][0][0] / 10**4, x[2][1][1] / 10**4)):
+                ranges = [gpu.range_of(CHAIN, gpu.constants(host), x) for x in (False, True)]
+            yield f"{name} {host}: {ranges}"
+    own = {"name": "x", "memory": "8GB", "bandwidth": "5GB/s", "tflops": {"float32": 1.0}}
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "x.json")
+        for more in (
+            *({"rates": {"softmax": x}} for x in (100, 101, [0.1, 100], [0.1, 101], [0, 1], 0)),
+            *({"rates": x} for x in ("h200", "h2000")),
+            *({"tflops": x} for x in ({"float32": 0}, {"float32": -1, "tf32": 2}, {"float32": 3, "tf32": 2})),
+            *({"host_time": x} for x in ("2us", "x", "compiled", "2us,3us,4us")),
+        ):
+            path.write_text(json.dumps(own | more))
+            try:
+                found = accelerator(str(path))
+                reached = found.rate("softmax", "float32"), found.number("float32", "convolution"), found.constants()
+                yield f"{more}: {reached}"
+            except BadInput as error:
+                yield f"{more}: {str(error).replace(folder, '')}"
 
 
 def test_what_is_taken_and_what_is_said_of_the_first_value_that_is_not_is_what_is_kept() -> None:
