@@ -203,7 +203,7 @@ def told() -> str:
 
 def of_accelerators() -> Iterator[str]:
     """Yield what kernels reach on GPUs of the table, and what is taken of others."""
-    for name in ("v100", "a100", "h200", "b200"):
+    for name in ("v100", "a100", "h200", "rtx4090"):
         gpu = accelerator(name)
         for number, last in (("float32", False), ("float16", False), ("bfloat16", True), ("tf32", False)):
             yield f"{name} {number} {last}: {[gpu.rate(kind, number, last) for kind in KINDS]}"
