@@ -52,7 +52,7 @@ def read_rows(path: str) -> list[MeasuredRow]:
     if unknown or "ms" not in heads or len(set(heads)) < len(heads):
         what = f"'{shown(unknown[0])}' isn't a column" if unknown else "column ms is missing, or one is there twice"
         raise BadInput(f"{path}: {what}; the first line names some of {', '.join(COLUMNS)}")
-    if len(table) < 2 or len(table) > MOST_ROWS:
+    if not 1 <= len(table) - 1 <= MOST_ROWS:
         raise BadInput(f"{path}: has {len(table) - 1} rows under its heads; 1 to {MOST_ROWS} are read")
     rows = []
     for number, cells in enumerate(table[1:], 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,10 @@ from pipeplan.errors import BadInput
 from pipeplan.files.machines import accelerators
 from pipeplan.files.machines.accelerators import KINDS, accelerator
 from pipeplan.files.machines.platforms import PlatformFile, platform_form, platform_of, platform_of_gpus
+from pipeplan.files.measured_runs import read_rows
 from pipeplan.files.profile_rules import check_chain
 from pipeplan.files.profiles import profile_text, read_profile
+from pipeplan.files.schedule_csv import read_schedule
 from pipeplan.problem import Chain, Layer
 
 KEPT = Path(__file__).with_name("values.txt")
@@ -198,7 +200,51 @@ def told() -> str:
             lines.append(f"{words}: {len(platform)} {platform.devices[0]} {platform.levels} {assumed}")
         except BadInput as error:
             lines.append(f"{words}: {error}")
-    return "\n".join([*lines, *of_accelerators()]) + "\n"
+    with TemporaryDirectory() as folder:
+        return "\n".join([*lines, *of_accelerators(), *of_texts(Path(folder))]) + "\n"
+
+
+NODE = (
+    "node{0} -- ReLU(x) -- forward_compute_time={0}, backward_compute_time=2, activation_size={1}, parameter_size=4.5"
+)
+SIZES = "[1.5; 2; 3.0]"
+FIRST, SECOND, THIRD = (NODE.format(i, SIZES) for i in (1, 2, 30))
+BOTH = f"{FIRST}\n{SECOND}\n"
+TEXTS: dict[Callable[[str], Any], Sequence[str]] = {
+    read_rows: (
+        "ms", "ms\n1", "ms,ms\n1,1", "gb\n1", "ms,x\n1,1", "", " ms , gb \n 1 , 2 \n\n,\n", "ms\n0", "ms\n-1",
+        "ms\n1e12",
+        "ms\n9e11", "ms\nnan", "ms,gb\n1,x", "ms,gb\n1,", "ms,batch\n1", "ms\n1,2", "ms,batch\n1,8",
+    ),
+    lambda path: len(read_rows(path)): ["ms\n" + "1\n" * n for n in (10**4, 10**4 + 1)],
+    lambda path: [row.count("batch") for row in read_rows(path)]: [
+        f"ms,batch\n1,{x}" for x in ("8", "", "0", "999999999", "1234567890", "-1", "x", "\u0663")
+    ],
+    read_profile: (
+        FIRST, f"{BOTH}\tnode1 -- node2\n", BOTH, f"{FIRST}\n{FIRST}", f"{BOTH}\tnode1 -- node3",
+        f"{BOTH}\tnode1 -- node2\n  node2 -- node1", f"{SECOND}\n{FIRST}\n\tnode1 -- node2", f"{FIRST}\n\tx", "x\n",
+        f"{BOTH}{THIRD}\n node1 -- node2\n node1 -- node30\n node2 -- node30", FIRST.replace("=1,", "=-1,"),
+        FIRST.replace("=1,", "=x,"), FIRST.replace("node1", "node" + "1" * 19), FIRST.replace("node1 ", "n1 "),
+        FIRST.replace(SIZES, "[1.5; 2"), FIRST.replace(SIZES, "1e3"), f"\ufeff{FIRST}\n\n \n",
+    ),
+    read_schedule: (
+        "0F0,0B0", "0F0,0B0\n\n1F0", "0F0,,0B0\n", "0F0,0X0", "", ",", "0F0,0I0,0W0", "0F-1", "0SEND_F0", "99999999F0",
+        "0F0,0UNSHARD,(0F1;0B0)OVERLAP_F_B", "0F0,(0F1;x)OVERLAP_F_B", "0F0,1REDUCE_GRAD2\n\n\n",
+    ),
+}  # fmt: skip
+
+
+def of_texts(folder: Path) -> Iterator[str]:
+    """Yield what is read of texts that are no JSON, or why they aren't."""
+    for read, texts in TEXTS.items():
+        for i, text in enumerate(texts):
+            path = folder / f"{i}.{'txt' if read == read_profile else 'csv'}"
+            path.write_text(text)
+            try:
+                told = re.sub(r", \w+=(None|\(\))", "", repr(read(str(path))))
+            except BadInput as error:
+                told = f"! {error}"
+            yield f"{text[-60:]!r}: {told.replace(str(folder), '')}"
 
 
 def of_accelerators() -> Iterator[str]:
