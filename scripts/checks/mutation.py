@@ -14,6 +14,7 @@ tries only the sample's faults in these lines again. The exit code is 1 where le
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import itertools
 import json
@@ -24,7 +25,6 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -119,22 +119,36 @@ def _moved(lines: dict[str, list[Any]], old: str, new: str) -> dict[str, list[An
     return found
 
 
-def asked_of(mutant: Mutant, known: dict[str, Any], order: dict[str, int]) -> dict[str, Any]:
+def asked_of(mutant: Mutant, known: dict[str, Any], order: Sequence[str]) -> dict[str, Any]:
     """Return what a worker needs of a fault: the text with it, and the tests that reach it, quick files first."""
     lines, source = known["lines"][mutant.module], (PACKAGE / mutant.module).read_text()
     starts = _line_starts(compile(source, mutant.module, "exec"))
     line = max((x for x in starts if x <= mutant.line), default=1)
     tests = set(lines.get(str(line), []))
     imported = mutant.block is None or "" in tests
-    if imported:
-        tests = {x for every in lines.values() for x in every}
-    tests = {x for x in tests & known["took"].keys() if x.partition("::")[0] in order}
-    files: dict[str, float] = defaultdict(float)
+    if imported:  # of a default, what calls the function comes first
+        tests = {x for at in _called_with(source, mutant.line) for x in lines.get(str(at), [])}
+    near = _quick_first(tests, known["took"], order)
+    rest = {x for every in lines.values() for x in every} - tests if imported else set()
+    asked = {"tests": near + _quick_first(rest, known["took"], order), "near": len(near), "imported": imported}
+    return {"module": mutant.module, "source": mutant.applied(source), **asked}
+
+
+def _called_with(source: str, line: int) -> range:
+    """Return the lines of the function whose parameters stand in a line; none where these are none."""
+    found = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
+    heads = [x for x in found if x.lineno <= line < x.body[0].lineno or line == x.lineno == x.body[0].lineno]
+    return range(heads[-1].body[0].lineno, (heads[-1].end_lineno or line) + 1) if heads else range(0)
+
+
+def _quick_first(tests: set[str], took: dict[str, float], files: Iterable[str]) -> list[str]:
+    """Return the tests that ``took`` knows and that are in some files, those of quick files first."""
+    each = dict.fromkeys(files, 0.0)
+    tests = {x for x in tests & took.keys() if x.partition("::")[0] in each}
     for test in tests:
-        files[test.partition("::")[0]] += known["took"][test]
-    ranked = sorted(files, key=lambda x: (order[x] if imported else 0, files[x]))
-    chosen = [test for file in ranked for test in known["took"] if test in tests and test.partition("::")[0] == file]
-    return {"module": mutant.module, "source": mutant.applied(source), "tests": chosen, "imported": imported}
+        each[test.partition("::")[0]] += took[test]
+    place = {test: i for i, test in enumerate(took)}
+    return sorted(tests, key=lambda x: (each[x.partition("::")[0]], x.partition("::")[0], place[x]))
 
 
 def _line_starts(code: CodeType) -> set[int]:
@@ -208,7 +222,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pipeplan-mutants-") as name:
         folder = Path(name)
         known_lines = reached(sorted(touched), files, arguments.reached, folder)
-        order = {str(x.relative_to(ROOT)): i for i, x in enumerate(files)}
+        order = [str(x.relative_to(ROOT)) for x in files]
         faults = [
             {**asked_of(x, known_lines, order), "number": i, "seconds": arguments.seconds} for i, x in enumerate(asked)
         ]

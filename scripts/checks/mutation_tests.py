@@ -7,6 +7,7 @@ it, as the file has for whatever they start. What runs on import needs a process
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import json
@@ -94,8 +95,10 @@ def _noticed(fault: dict[str, Any], items: dict[str, pytest.Item]) -> str:
     while tests := [x for x in fault["tests"] if x in items and x not in failing]:
         path.write_text(fault["source"])
         try:
-            found = None if fault["imported"] else _forked([items[x] for x in tests], path, ends)
-            found = _alone(tests, ends) if found is None else found
+            near = [items[x] for x in fault["tests"][: fault["near"]] if x in tests]
+            found = _forked(near, path, ends) if near else None
+            if found is None or (fault["imported"] and not found):
+                found = _alone(tests, ends)
         finally:
             path.write_text(source)
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what is compiled of it still holds
@@ -150,7 +153,7 @@ def _put_in(path: Path) -> bool:
                 walk(inner)
 
     walk(compile(path.read_text(), str(path), "exec", dont_inherit=True))
-    changed = False
+    changed, defaults = False, _defaults(path.read_text())
     for name, same in _functions()[str(path)].items():
         olds = sorted({x.__code__ for x in same}, key=lambda x: x.co_firstlineno)
         if len(olds) == len(codes[name]):
@@ -159,7 +162,33 @@ def _put_in(path: Path) -> bool:
                 if len(new.co_freevars) == len(function.__code__.co_freevars):
                     changed |= new != function.__code__
                     function.__code__ = new
+        if len(olds) == 1 and name in defaults:
+            for function in same:
+                was = function.__defaults__ or (), function.__kwdefaults__ or {}
+                changed |= was != defaults[name]
+                function.__defaults__, function.__kwdefaults__ = defaults[name]
     return changed
+
+
+def _defaults(source: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the defaults of functions by their qualified names, as far as they are constants."""
+    found = {}
+
+    def walk(node: ast.AST, prefix: str) -> None:
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.FunctionDef):
+                with suppress(ValueError):
+                    named = zip(inner.args.kwonlyargs, inner.args.kw_defaults, strict=True)
+                    found[f"{prefix}{inner.name}"] = (
+                        tuple(map(ast.literal_eval, inner.args.defaults)),
+                        {arg.arg: ast.literal_eval(value) for arg, value in named if value is not None},
+                    )
+                walk(inner, f"{prefix}{inner.name}.<locals>.")
+            else:
+                walk(inner, f"{prefix}{inner.name}." if isinstance(inner, ast.ClassDef) else prefix)
+
+    walk(ast.parse(source), "")
+    return found
 
 
 @cache

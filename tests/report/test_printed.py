@@ -84,6 +84,24 @@ simulate plan.json --trace - --json
 simulate plan.json --jitter 5
 simulate plan.json --jitter 500%
 simulate plan.json --jitter x%
+simulate plan.json --jitter 100.5%
+simulate plan.json --jitter -1%
+simulate plan.json --width 39
+simulate plan.json --width 10001
+simulate plan.json --microbatches 0
+simulate plan.json --microbatches 1000001
+simulate plan.json --jitter 5% --seed -1
+run zb.json --dry-run --lr -1
+run zb.json --dry-run --lr nan
+run zb.json --dry-run --lr inf
+run zb.json --dry-run --clip-norm 0
+run zb.json --dry-run --limit 0
+run zb.json --dry-run --coarsening 0
+run zb.json --dry-run --link-delay 1
+plan a.json --gpus 4097 --mem 1GB
+plan a.json --gpus 2x3x4 --mem 1GB
+plan a.json --gpus 2 --mem 1GB --zero 4
+plan a.json --gpus 2 --mem 1GB -O effort=9
 simulate plan.json --schedule nf1b --microbatches 7
 simulate driven.json --schedule pattern
 export segments.json --to torch-csv
@@ -150,7 +168,7 @@ run zb.json {M} --against flush --clip-norm 1 --device cpu
 run tight.json {M} --against flush --device cpu
 run run.json {M} --callback builtins:print
 run run.json {M} --link-delay 1ms
-run run.json {M} --optimizer AdamW,weight_decay=0.1 --scheduler StepLR,step_size=2 --warmup 2 --no-decay a,b --lr 1
+run run.json {M} --optimizer AdamW,weight_decay=0.1 --scheduler StepLR,step_size=2 --warmup 2 --no-decay a,b --lr 0
 run run.json {M} --groups a:b --threads 2 --seed 5 --timeout 61s --link-delay 1ms --load l.pt --max-restarts 2
 run run.json {M} --half bf16 --loss-scale 8 --loss-scale-window 3 --bucket-size 9 --coarsening all --no-compare
 run run.json {M} --ema 0.9 --averaged --delay-correction sc --device cpu
@@ -265,6 +283,7 @@ COMMANDS = {
     "check-free-json": "check --schedule loop.csv --semantics free --json",
     "simulate-best": "simulate zb.json --schedule best --schedule gpipe",
     "simulate-narrow": "simulate plan.json --schedule 1f1b --schedule gpipe --jitter 5% --runs 3 --width 70",
+    "simulate-shares": "simulate zb.json --schedule dualpipev --pass-overlap 0% --weight-keeps 100% --width 40",
     "simulate-two-ways": "simulate zb.json --schedule dualpipev --pass-overlap 50%",
     "simulate-limit": "simulate driven.json --limit 1 --microbatches 3",
     "export-json": "export loop.json --to torch-csv --json",
