@@ -429,6 +429,7 @@ def printed(words: str, folder: Path) -> str:
     text = re.sub(r"(?<=,)\d+\.\d+(?=,(?:True|False))", "_", text)
     text = re.sub(r'("seconds"[:,] )[\d.e-]+', r"\1_", text)
     text = re.sub(r"0\.1\.0[.\w]*", "VERSION", text)
+    text = re.sub(r"Usage: \S.*?(?=( \w+)? \[OPTIONS\])", "Usage: pipeplan", text)
     return "\n".join(x.rstrip() for x in text.splitlines()) + "\n"
 
 
