@@ -47,7 +47,6 @@ class LiveLine:
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._streams = sys.stdout, sys.stderr
 
     def __enter__(self) -> LiveLine:
         self._streams = sys.stdout, sys.stderr

@@ -84,11 +84,31 @@ def test_a_thread_draws_while_the_search_is_busy_and_ends_with_it() -> None:
 
 def test_a_stream_that_is_gone_stops_nothing() -> None:
     stream = Terminal()
-    live = LiveLine(Status(), stream)
+    live = LiveLine(Status("search"), stream)
     stream.close()
     live.tick(time.perf_counter() + 5)
+    assert live._over.is_set(), "nobody can be told"
     with live:
         pass
+
+
+def test_what_a_search_took_is_told_before_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, out, flushed = Terminal(), Terminal(), list[str]()
+    monkeypatch.setattr(stream, "flush", lambda: flushed.append(stream.getvalue()))
+    monkeypatch.setattr(sys, "stdout", out)
+    live = LiveLine(Status("search", candidates=3), stream)
+    live._began = live._wrote = live._began - 10
+    with live:
+        live.tick(live._began + 10)
+        print("the result")
+        assert flushed[-1] == stream.getvalue()
+    assert stream.getvalue().endswith("; 3 candidates\n")
+    assert stream.getvalue().count("candidates\n") == 1
+    failed = LiveLine(Status("search", candidates=3), stream)
+    with failed:
+        failed.tick(failed._began + 10)
+        failed.__exit__(ValueError, None, None)
+    assert stream.getvalue().count("candidates\n") == 1, "what ended badly took nothing"
 
 
 GPUS = ("--gpus", "2", "--mem", "1GB")

@@ -79,17 +79,19 @@ def entries(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_writing_replaces_the_whole_file(tmp_path):
-    target = tmp_path / "plan.json"
+def test_writing_replaces_the_whole_file(tmp_path, monkeypatch):
+    target, sizes = tmp_path / "plan.json", []
+    monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
     write_text(str(target), "old text that is longer")
     write_text(str(target), "new")
+    assert sizes == [23, 3], "all of it is there before it is synced"
     assert target.read_text() == "new"
     assert entries(tmp_path) == ["plan.json"]
     mask = os.umask(0o027)
     try:
         write_text(str(target), "again")
     finally:
-        os.umask(mask)
+        assert os.umask(mask) == 0o027, "as it was"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
@@ -105,6 +107,9 @@ def test_a_failure_leaves_the_old_file_whole_and_nothing_behind(step, error, tmp
     target.write_text("old")
 
     def fail(*args, **kwargs):
+        for path in tmp_path.glob(".pipeplan-*"):
+            if step == "chmod":  # and somebody has tidied up
+                path.unlink()
         raise error
 
     monkeypatch.setattr(os, step, fail)
