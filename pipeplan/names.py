@@ -16,7 +16,7 @@ def shown(text: str, most: int = NAME) -> str:
     is left of a long one are its end. What was shown once is shown the same again.
     """
     if len(text) > 2 * most:  # a name of megabytes costs no more than a short one
-        text = text[:most] + text[-most - 1 :]
+        text = text[:most] + text[-most:]
     text = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
     if len(text) <= most:
         return text

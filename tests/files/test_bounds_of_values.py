@@ -26,6 +26,8 @@ from pipeplan.files.machines import accelerators
 from pipeplan.files.machines.accelerators import KINDS, accelerator
 from pipeplan.files.machines.platforms import PlatformFile, platform_form, platform_of, platform_of_gpus
 from pipeplan.files.measured_runs import read_rows
+from pipeplan.files.piper_json import AGAIN
+from pipeplan.files.piper_json import KEPT as KEPT_BY
 from pipeplan.files.profile_rules import check_chain
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.files.schedule_csv import read_schedule
@@ -204,10 +206,19 @@ def told() -> str:
         return "\n".join([*lines, *of_accelerators(), *of_texts(Path(folder))]) + "\n"
 
 
+def piper(number: int, kept: float | None, again: float | None = None, name: str = "", degrees: Any = ("1",)) -> Any:
+    """Return a node of an input of Piper's, of so many milliseconds."""
+    about = {"parameterSize": 3.5, "memoryUsageA": 2.4}
+    ways = [
+        {"id": x, "timePerSample": y / 1000, **about} for x, y in ((KEPT_BY, kept), (AGAIN, again)) if y is not None
+    ]
+    return {"id": number, "name": name, "TMPCs": dict.fromkeys(degrees, ways)}
+
+
 NODE = (
     "node{0} -- ReLU(x) -- forward_compute_time={0}, backward_compute_time=2, activation_size={1}, parameter_size=4.5"
 )
-SIZES = "[1.5; 2; 3.0]"
+SIZES, COST = "[1.5; 2; 3.0]", "communicationCost"
 FIRST, SECOND, THIRD = (NODE.format(i, SIZES) for i in (1, 2, 30))
 BOTH = f"{FIRST}\n{SECOND}\n"
 TEXTS: dict[Callable[[str], Any], Sequence[str]] = {
@@ -227,6 +238,21 @@ TEXTS: dict[Callable[[str], Any], Sequence[str]] = {
         FIRST.replace("=1,", "=x,"), FIRST.replace("node1", "node" + "1" * 19), FIRST.replace("node1 ", "n1 "),
         FIRST.replace(SIZES, "[1.5; 2"), FIRST.replace(SIZES, "1e3"), f"\ufeff{FIRST}\n\n \n",
     ),
+    lambda path: read_profile(path, Path(path).read_text()): [
+        json.dumps({"nodes": nodes, "edges": [dict(zip(("sourceId", "destId", COST), x, strict=True)) for x in edges]})
+        for nodes, edges in (
+            ([piper(1, 3), piper(0, 4, 5, name="in")], [(0, 1, 7.5), (0, 1, 8.4)]),
+            ([piper(1, 3, 6), piper(0, 4, 8.000001), piper(2, 4, 4)], [(0, 1, 7.5), (0, 2, 9.5)]),
+            ([piper(0, 3, 2, degrees=("1", "2", "x", "01", "2048"))], []),
+            ([piper(0, 3, 2, degrees=("2",))], []),
+            ([piper(0, 3), piper(1, 3, degrees=("1", "2"))], [(0, 1, 1)]),
+            ([piper(0, 3), piper(0, 3)], []),
+            ([piper(0, 3)], [(0, 1, 1)]),
+            ([piper(0, 3), piper(1, 3)], [(0, 1, 1), (1, 0, 1)]),
+            ([piper(0, None, 3)], []),
+            ([], []),
+        )
+    ],
     read_schedule: (
         "0F0,0B0", "0F0,0B0\n\n1F0", "0F0,,0B0\n", "0F0,0X0", "", ",", "0F0,0I0,0W0", "0F-1", "0SEND_F0", "99999999F0",
         "0F0,0UNSHARD,(0F1;0B0)OVERLAP_F_B", "0F0,(0F1;x)OVERLAP_F_B", "0F0,1REDUCE_GRAD2\n\n\n",
