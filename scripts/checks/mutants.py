@@ -102,8 +102,8 @@ class _Finder:
         self.limits = {
             target.id
             for node in self.tree.body
-            if isinstance(node, ast.Assign) and _beyond(node.value)
-            for target in node.targets
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _beyond(node.value)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if isinstance(target, ast.Name)
         }
         self.unordered: set[ast.AST] = set()  # collections in which something is looked up

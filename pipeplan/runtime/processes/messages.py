@@ -135,10 +135,10 @@ class StoreStop:
     """
 
     def __init__(self, store: Any, rank: int, world: int, first: int, timeout_s: float) -> None:
-        self._store, self._rank, self._world, self._first = store, rank, world, first
+        self._store, self._rank, self._world = store, rank, world
         self._timeout = timedelta(seconds=timeout_s)
         self._changed = threading.Condition()
-        self._begun, self._limit = -1, NEVER
+        self._begun, self._limit = first, NEVER
         self._deciding = self._asked = False
         self._failed: str | None = None
         self._finished = threading.Event()
@@ -192,7 +192,7 @@ class StoreStop:
         self._tell()
         keys = [f"begun/{rank}" for rank in range(self._world)]
         self._store.wait(keys, self._timeout)
-        limit = max(self._first, *map(int, self._store.multi_get(keys))) + 1
+        limit = max(map(int, self._store.multi_get(keys))) + 1
         with self._changed:
             self._limit = limit
             self._deciding = False
