@@ -246,6 +246,9 @@ def test_what_is_written_of_a_checkpoint_is_known_to_the_last_word(folder):
         str(folder / "step-00000006"), Position(6, 24), "healthy", 7
     )  # fmt: skip
     assert newest(folder) == found
+    (folder / "step-00000006" / ABOUT).write_text(text.replace(',\n "crc32": 2305897815', ""))
+    with pytest.raises(BadInput, match=r"its checksum is 89713557, not 00000000 as when it was written$"):
+        about(folder / "step-00000006")
     assert plan_of(str(folder)) == plan_of(str(folder / "step-00000006")) == str(folder / "step-00000006" / "plan.json")
     assert sorted(x.name for x in folder.iterdir()) == ["step-00000002", LAST, "step-00000006"]
     for place in (folder / LAST, folder / "nowhere"):
@@ -276,10 +279,11 @@ def test_each_process_sums_its_share_and_waits_for_the_slowest(folder, monkeypat
     assert sorted(told) == ["rank-00000.pt"] * (told.count("rank-00000.pt")) + ["rank-00001.pt"]
     with pytest.raises(BadInput, match=f"{folder}/{LAST}/rank-0.*; {folder}/step-00000002/rank-00000.pt: no$"):
         newest(folder, None, None, lambda path: f"{path}: no")
-    for step in (6, 8):
+    for step in (99_999_999, 100_000_000):
         (folder / folder_of(step)).mkdir()
     with pytest.raises(
-        BadInput, match=r"good: .*8/run.json: .*; .*6/run.json: .*; .*4/rank-0000..pt: [^;]*; and 1 more$"
+        BadInput,
+        match=r"good: .*100000000/run.json: .*; .*-99999999/run.json: .*; .*4/rank-0000..pt: [^;]*; and 1 more$",
     ):
         newest(folder, None, None, lambda path: f"{path}: no")
 
@@ -303,6 +307,7 @@ def test_a_file_that_is_not_there_as_it_was_written_lets_nothing_appear(folder):
         about(folder / "step-00000006")
     appear(folder, 6, seed=2**64 - 1)
     assert newest(folder).seed == 2**64 - 1
+    assert begin(folder / "gone" / "meanwhile", 6).is_dir()
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def _size(path: Path) -> int:
 def crc_of(path: Path, leaving: Event | None = None) -> int:
     """Return the CRC-32 of a file, or of a part when nobody wants it any more."""
     crc = 0
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         while (chunk := file.read(CHUNK)) and not (leaving is not None and leaving.is_set()):
             crc = zlib.crc32(chunk, crc)
     return crc
