@@ -616,7 +616,16 @@ def plans(folder: Path) -> str:
         frame = chart_html(loop)
         print(frame[:16], frame.count("pattern"), frame[-50:])
     lines = [x.rstrip() for x in told.getvalue().splitlines()]
-    return "\n".join([*parts, "$ grids", *(x for x in lines if x not in seen)]) + "\n"
+    parts += ["$ grids", *(x for x in lines if x not in seen)]
+    called = ("model.embed.tokens", "model.h.0.attention.core", "model.h.1.mlp(gelu)", "model.norm..scale", "head")
+    layers = [replace(x, name=name) for x, name in zip(plan.chain.layers, called, strict=True)]
+    dotted = of(plan, layers=tuple(layers))
+    for width in range(40, 121, 3):
+        with redirect_stdout(io.StringIO()) as told:
+            print_plan(dotted, width=width)
+        rows = [x.rstrip() for x in told.getvalue().splitlines() if x[:1].isdigit()]
+        parts += [f"$ {width}", *rows]
+    return "\n".join(parts) + "\n"
 
 
 def measured(folder: Path) -> str:
