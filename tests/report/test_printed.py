@@ -620,10 +620,10 @@ def plans(folder: Path) -> str:
     called = ("model.embed.tokens", "model.h.0.attention.core", "model.h.1.mlp(gelu)", "model.norm..scale", "head")
     layers = [replace(x, name=name) for x, name in zip(plan.chain.layers, called, strict=True)]
     dotted = of(plan, layers=tuple(layers))
-    for width in range(40, 121, 3):
+    for width in (40, *range(64, 92), *range(109, 115), 130, 150):
         with redirect_stdout(io.StringIO()) as told:
             print_plan(dotted, width=width)
-        rows = [x.rstrip() for x in told.getvalue().splitlines() if x[:1].isdigit()]
+        rows = [x.rstrip() for x in told.getvalue().splitlines() if re.match(r"\d +\d-", x)]
         parts += [f"$ {width}", *rows]
     return "\n".join(parts) + "\n"
 
