@@ -269,6 +269,7 @@ COMMANDS = {
     "export-megatron": "export loop.json --to megatron",
     "report": "report replicas.json -o page.html",
     "report-zb": "report zb.json -o page.html --schedule gpipe --schedule 1f1b --schedule pipedream",
+    "calibrate-few": "calibrate estimate.json --gpu a100 --measured few.csv --hosts-alone -o mine.json",
     "plan-out": f"plan a.json {ON} {STAGES} --weights 2bw -o new.json",
     "plan-stdout": f"plan a.json {ON} {STAGES} --weights 2bw --json -o -",
     "compare-out": "compare a.json --gpus 2 --mem 1GB --algorithms contiguous --weights 2bw --csv rows.csv",
@@ -299,6 +300,8 @@ COMMANDS = {
     "help": "--help",
     "help-plan": "plan --help",
     "help-export": "export --help",
+    "diff-order": "diff a.json fewer.json --match order",
+    "diff-weights": "diff a.json b.json --match weights --json",
     "list-gpus": "list gpus",
     "list-schedules": "list schedules",
     "list-algorithms": "list algorithms --json",
@@ -371,6 +374,7 @@ def of_a_model(folder: Path) -> None:
     done = called([*ESTIMATED.split(), "-q", "-o", "estimate.json"], folder)
     assert (done.code, done.raised) == (0, None), done
     (folder / "runs.csv").write_text("ms,batch,gb\n" + "".join(f"{n + n % 3},{2 * n},0.1\n" for n in range(1, 10)))
+    (folder / "few.csv").write_text("ms,batch\n2,2\n3,4\n")
     for name, steps in (("trace", 12), ("short", 2)):
         script = script_of(Policy("2bw", 2), Schedule(), steps, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
         found = replace(make_report(script, replayed(script, 3)), transfers=(TransferTime("F", 0, 1, 7 * 10**5, 1),))
