@@ -274,7 +274,7 @@ COMMANDS = {
     "plan-stdout": f"plan a.json {ON} {STAGES} --weights 2bw --json -o -",
     "compare-out": "compare a.json --gpus 2 --mem 1GB --algorithms contiguous --weights 2bw --csv rows.csv",
     "import-out": f"{IMPORTED} -o today.json --best best.json",
-    "import-stdout": f"{IMPORTED} -o - --best b.json",
+    "import-stdout": f"{IMPORTED} -o - --best found.json",
     "import-best": IMPORTED.replace("train.sh", "best.sh"),
     "check-bounds": "check plan.json --bounds",
     "check-small": "check small.json --schedule gpipe.csv",
