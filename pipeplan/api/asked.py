@@ -206,7 +206,9 @@ ROWS = f"""
     Tensor parallelism: N GPUs of a server run each layer together, in the best of several degrees; any: all degrees
     up to 8 of a named model; with each also one for every stage, where that is better.  [default: all that the profile
     has; of a model 1, but any for a target that runs them]
---sequence-parallel         With --tensor and a named model: split activations between products along the sequence.
+--sequence-parallel
+    With --tensor and a named model: split activations between products along the sequence.  [default: no, but yes with
+    any degree for a target that runs them]
 --experts any|N,N,..
     Expert parallelism of mixtures: N replicas share the experts of each layer, in the best of several degrees; any:
     4, 8, 16, 32 and 64.  [default: all that the profile has; of a model 1]

@@ -235,12 +235,12 @@ def _refuse_with_each(said: Planning, question: Question) -> None:
 
 def _parts_of(profile: Given, said: Planning) -> Parts:
     """Return in which degrees a model that is named is estimated: where nobody says, in all for a target that can run
-    them."""
+    them, and all are split along the sequence, too."""
     parted: Parts = part_of(Parts, said)
     target = None if said["for_"] is None else TARGETS[said["for_"]]
     if said["tensor"] == EACH:
         return {**parted, "tensor": ANY}
-    if is_name(profile) and said["tensor"] is None and target is not None and target.tensor:
+    if is_name(profile) and said["tensor"] in (None, ANY) and target is not None and target.tensor:
         return {**parted, "tensor": ANY, "sequence_parallel": True}
     return parted
 

@@ -9,6 +9,7 @@ from cases.variants import plain_layers
 from oracles.partition import contiguous_optimum
 
 import pipeplan as pp
+from pipeplan.api.planning import _parts_of
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
 from pipeplan.check.targets import express
@@ -192,6 +193,9 @@ def test_exports_name_the_degree_or_say_that_they_cannot(profiled):
     assert "--tensor-model-parallel-size 4 --sequence-parallel" in found.export("megatron")
     with pytest.raises(CannotExpress, match="4 GPUs run each layer together"):
         found.export("deepspeed")
+    for degrees, along in ((None, True), ("any", True), ("2,4", False)):  # of a named model
+        said = {"tensor": degrees, "sequence_parallel": False, "for_": "megatron"}
+        assert _parts_of(GPT, said)["sequence_parallel"] is along
 
 
 def test_transformers_models_are_parted_by_their_own_plan():
