@@ -67,13 +67,13 @@ def main() -> None:
             assert period is None
             continue
         feasible += 1
-        reached += period == truth
-        if period != truth:
+        reached += period is not None and period <= truth  # updates may wait less with another pattern than tried there
+        if period is None or period > truth:
             print(f"{seed}: auto {period}, brute force {truth}")
             worst = max(worst, float("inf") if period is None else period / truth)
     print(f"{options.instances} instances in {time.perf_counter() - began:.0f} s")
     print(f"where a class beats one that contains it: {inverted}")
-    print(f"where auto equals brute force: {reached} of {feasible} feasible ones; {worst:.3f} times it at worst")
+    print(f"where auto is as good as brute force: {reached} of {feasible} feasible ones; {worst:.3f} times it at worst")
 
 
 def climb(profile: str, more: dict[str, Any]) -> None:
