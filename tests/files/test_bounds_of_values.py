@@ -267,7 +267,8 @@ def of_texts(folder: Path) -> Iterator[str]:
             path = folder / f"{i}.{'txt' if read == read_profile else 'csv'}"
             path.write_text(text)
             try:
-                told = re.sub(r", \w+=(None|\(\))", "", repr(read(str(path))))
+                found = read(str(path))
+                told = json.dumps(json.loads(profile_text(found))) if isinstance(found, Chain) else repr(found)
             except BadInput as error:
                 told = f"! {error}"
             yield f"{text[-60:]!r}: {told.replace(str(folder), '')}"

@@ -708,7 +708,12 @@ def played(folder: Path) -> str:
 
         with patch("pipeplan.cli.run.period_now", now):
             done = called(words.split(), folder)
-        texts = [entries(done.out) if done.out.startswith("{") else done.out, done.err, *told, str(done.code)]
+        out = done.out
+        if out.startswith("{"):
+            figures = json.loads(out)
+            kept = {key: x for key, x in figures.items() if key in ("bracket", "beside", "steps", "notes")}
+            out = entries(json.dumps(kept) + "\n") if kept else entries(out)
+        texts = [out, done.err, *told, str(done.code)]
         if (trace := folder / "t.json").exists():
             texts.append(f"traced {trace.stat().st_size > 5000}")
             trace.unlink()

@@ -19,7 +19,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, FileSum, begin, crc_of, file_of, finish, newest
-from pipeplan.runtime.training.state.state import _take_up
+from pipeplan.runtime.training.state.state import _take_up, check_savable
 from pipeplan.runtime.training.state.written import TrainingState, _alone, check_rates, read, unreadable, write
 from pipeplan.runtime.training.update.stepper import Rates
 
@@ -166,6 +166,14 @@ def test_every_schedule_of_torch_goes_on(name, tmp_path, one_rank):
 def test_a_state_that_could_not_be_loaded_safely_is_refused_at_the_start(value, tmp_path, one_rank):
     with pytest.raises(BadInput, match=r"^checkpoint: the optimizer's or the schedule's state has more than"):
         check_rates([{"lr": 0.1}], {"mine": value})
+    stages = SimpleNamespace(plan=SimpleNamespace(allocation=SimpleNamespace(stages=(0, 1))))
+    rank = SimpleNamespace(lowered=stages, modules=lambda s: [torch.nn.Linear(1, 1)], first_of={0})
+    rates = SimpleNamespace(groups=[{"lr": 0.1}], schedule={"mine": value})
+    updates = {0: SimpleNamespace(stepper=SimpleNamespace(rates=rates))}
+    with pytest.raises(BadInput, match=r"^checkpoint: the optimizer's or the schedule's state has more than"):
+        check_savable(rank, updates)
+    rank.first_of = {1}
+    check_savable(rank, updates)  # which another rank writes
     with pytest.raises(RunFailed, match=r"step-00000002 cannot be written by rank 0 .* has more than tensors"):
         write(tmp_path, Position(2, 4), "test", 0, state_of(([], value)), None, set())
     assert newest(tmp_path) is None
