@@ -126,8 +126,8 @@ def _save(value: Any, file: Any) -> None:
 
 def _alone(part: Tensor) -> Tensor:
     """Return ``part`` of some memory as if that were all of it; one in a row in host memory without a copy."""
-    if part.device.type != "cpu":
-        return part.cpu()
+    if part.device.type != "cpu" or not part.numel():
+        return part.to("cpu", copy=True)
     found = torch.from_numpy(part.contiguous().view(-1).view(torch.uint8).numpy())
     return found.view(part.dtype).view(part.shape)
 
