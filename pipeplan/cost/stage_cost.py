@@ -27,12 +27,12 @@ class StageCost:
     bytes) of the last one on the same devices that begins gradients of weights that this one keeps, of updates to come.
     ``kept_bytes`` stays per microbatch in flight; ``peak_bytes`` is what the one in its backward holds at most (equal
     without recomputation). ``sync_period_ns`` is the least period at which the replicas' all-reduces keep up.
-    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step,
+    ``update_share_ns`` is the part of ``backward_ns`` that is the microbatch's share of the optimizer's step, 0 where
+    that comes behind a drained batch,
     ``recompute_ns`` the part, rounded down, in which layers run forward again; where that is a pass of its own, it is
     ``recomputed_bytes`` that a microbatch holds behind it.
-    ``update_ns`` is the time from the last backward of a drained batch to the next batch: the all-reduce, and the
-    optimizer's step where it overlaps with that instead of being charged to backwards. ``step_ns`` is that step where
-    it waits for the norm of all gradients.
+    ``update_ns`` is what the all-reduce behind a drained batch takes, with the optimizer's step where the two overlap;
+    ``step_ns`` is that step where it comes behind all sums of its devices.
     Schedules that split the backward run its last ``backward_weight_ns`` later, and hold all ``saved_bytes`` of the
     microbatch (recomputed ones too) from the backward's start until then, and ``split_buffer_bytes`` of more buffers.
     Where the profile says what is needed until then it is ``held_between_bytes``, from the end of the backward's first
@@ -98,9 +98,9 @@ def stage_cost(
     gradient = memory_model.gradient_bytes(policy, *own)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
-    step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.steps_apart else 0
-    if policy.coarsening is not None and not policy.clip:
-        update = time_model.overlapped_ns(policy, update, step, parameters)
+    step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.drains else 0
+    if policy.overlaps:
+        update, step = time_model.overlapped_ns(policy, update, step, parameters), 0
     working = int(chain.working_bytes(start, stop))
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
     between = for_weights_bytes(chain, start, stop)
@@ -131,7 +131,7 @@ def stage_cost(
         split_buffer_bytes=int(memory_model.split_message_bytes(policy, chain.cut_bytes[start] * (start > 0), r)),
         update_ns=update,
         update_share_ns=time_model.scaled(share, speed),
-        step_ns=step if policy.clip else 0,
+        step_ns=step,
         held_between_bytes=None if between is None else between[0],
         gradient_bytes=0 if between is None else between[1],
         recompute_ns=time_model.recompute_ns(recompute, speed),

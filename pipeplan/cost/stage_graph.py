@@ -324,8 +324,8 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
     """Return when all updates after a drained batch are over, for stages whose last backwards end at ``done_ns``.
 
     Sums of weights in several stages begin when all of these are done, and so does the update of what stages of one
-    group of devices share; all-reduces of stages that share devices follow each other. Where gradients are clipped all
-    sums begin then, and when the last is over comes that of the norm, and then the steps.
+    group of devices share; all-reduces of stages that share devices follow each other, and then come their steps. Where
+    gradients are clipped all sums begin then, and when the last is over comes that of the norm, and then the steps.
     """
     clips = graph.policy.clip
     ready = [max(done_ns)] * len(done_ns) if clips else list(done_ns)
@@ -340,9 +340,9 @@ def updates_end_ns(graph: StageGraph, done_ns: Sequence[int]) -> int:
     for at, s in sorted(zip(ready, range(len(ready)), strict=True)):
         stage = graph.stages[s]
         ends[stage.resource] = max(ends[stage.resource], at) + stage.update_ns
-    if not clips:
-        return max(ends)
     steps = [0] * len(graph.resources)
     for stage in graph.stages:
         steps[stage.resource] += stage.step_ns
-    return max(ends) + graph.norm_ns + max(steps)
+    if clips:
+        return max(ends) + graph.norm_ns + max(steps)
+    return max(end + own for end, own in zip(ends, steps, strict=True))

@@ -148,15 +148,21 @@ class StageTables:
         least, back, behind = (np.asarray(x).astype(np.int64) for x in found)
         return np.maximum(forward, least), np.maximum(backward, back) + behind
 
-    def update(self, device: Device, replicas: int, path: tuple[int, int]) -> Ints:
-        """Return what an update takes behind the last backward, at least: the sums, or the step where that is apart."""
-        chain, policy, sums = self.problem.chain.timed(device.times), self.problem.policy, self.sums(replicas, path)
-        if not policy.steps_apart:
-            return sums
+    def steps(self, device: Device, replicas: int) -> Ints:
+        """Return what the optimizer's step behind a drained mini-batch takes."""
+        chain, policy = self.problem.chain.timed(device.times), self.problem.policy
+        if not policy.drains:
+            return np.zeros_like(self.start + self.stop)
         return self.once(
-            ("update", device.times, device.speed, replicas, path),
-            lambda: np.maximum(sums, time_model.step_ns(chain, policy, self.start, self.stop, replicas, device.speed)),
+            ("steps", device.times, device.speed, replicas),
+            lambda: time_model.step_ns(chain, policy, self.start, self.stop, replicas, device.speed),
         )
+
+    def update(self, device: Device, replicas: int, path: tuple[int, int]) -> Ints:
+        """Return what an update takes behind the last backward, at least: the sums and the step, or the longer of two
+        that overlap."""
+        sums, steps = self.sums(replicas, path), self.steps(device, replicas)
+        return np.maximum(sums, steps) if self.problem.policy.overlaps else sums + steps
 
 
 def largest_synced_gradient(policy: Policy, period: int, replicas: int, bandwidth: int, latency_ns: int = 0) -> int:

@@ -136,9 +136,9 @@ def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int, sharers: 
     long for all ``sharers`` of it together.
 
     Each replica steps once every ``update_interval`` microbatches, of which it sees one in ``replicas``, so a
-    microbatch pays ``replicas / update_interval`` of a step; nothing where steps come behind a drained batch.
+    microbatch pays ``replicas / update_interval`` of a step; nothing where they come behind a drained batch.
     """
-    if policy.steps_apart:
+    if policy.drains:
         return 0
     return ceil_div(update_ns * replicas, policy.update_interval(replicas) * sharers)
 

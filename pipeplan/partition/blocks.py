@@ -91,10 +91,11 @@ class Pipe:
         platform = self.tables.problem.platform
         return self.tables.exchanging(forward, backward, len(group), platform.paths[platform.level_of(group)])
 
-    def _sums(self, group: tuple[int, ...]) -> Ints:
-        """Return the sum of gradients over a group."""
+    def _update(self, group: tuple[int, ...]) -> Ints:
+        """Return the update behind the last backward on a group."""
         platform = self.tables.problem.platform
-        return self.tables.sums(len(group), platform.paths[platform.level_of(group)])
+        path = platform.paths[platform.level_of(group)]
+        return self.tables.update(platform.slowest(group), len(group), path)
 
     def _trip(self, one: tuple[int, ...], other: tuple[int, ...]) -> Ints:
         """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
@@ -154,7 +155,7 @@ class Pipe:
         Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it
         sends on: M U + P. Running a steps ahead, with A for what the stages and transfers behind it take, it waits for
         the first backward: P + M U + A - (a - 1) F. And as microbatch m + a comes in after m has gone back, it takes
-        P + ceil(M / a) (U + A). What it sums follows M U. The least time that all stages of a split stay within is
+        P + ceil(M / a) (U + A). Its update follows M U. The least time that all stages of a split stay within is
         bisected; for one a dynamic program keeps the shortest P at every cut. O(p n^2) for n cuts and each step.
         """
         tables = self.fitting if fit else self.times
@@ -164,7 +165,7 @@ class Pipe:
         for s, (table, held) in enumerate(zip(tables, self.in_flight, strict=True)):
             known = np.where(table >= NEVER, NEVER // (4 * count), table)
             end = count * known
-            floors.append(end + self._sums(self.groups[s]))
+            floors.append(end + self._update(self.groups[s]))
             if self.ahead:
                 behind = (bare[-1] - bare + sum(moves[s:]))[None, :]
                 end = np.maximum(

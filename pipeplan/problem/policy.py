@@ -178,8 +178,9 @@ class Policy:
     built, and what activations take is the profile's to say.
     ``bucket_parameters`` is the number of parameters whose optimizer state is on the device at a time with ``offload``,
     and that are gathered or scattered together with ``zero`` 2 and 3.
-    With ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
-    one chunk while the next is summed (Myelin section V-C); None: its steps are spread over the backwards before.
+    The optimizer steps once behind a drained batch; elsewhere each backward is charged its share of that. With
+    ``coarsening``, for drained batches, gradients are summed in chunks of so many buckets, and the optimizer steps
+    one chunk while the next is summed (Myelin section V-C); None: it steps behind the sums.
     ``bytes_per_parameter`` is what another engine holds of one version of the weights, their gradient and the
     optimizer's state; None: what ``optimizer`` and ``precision`` say. ``shared_bytes_per_parameter`` of them are what
     replicas share with ``zero``.
@@ -267,9 +268,9 @@ class Policy:
         return (not self.clip or row.together) and (not self.sharing.scattered or row.drains)
 
     @property
-    def steps_apart(self) -> bool:
-        """Whether optimizer steps come behind a drained batch, with sums or after them, and not among its backwards."""
-        return self.coarsening is not None or (self.clip and self.drains)
+    def overlaps(self) -> bool:
+        """Whether optimizer steps overlap with the sums behind a drained batch, which the norm of all waits for."""
+        return self.coarsening is not None and not self.clip
 
     @property
     def waits_for_norm(self) -> bool:

@@ -31,7 +31,7 @@ def flush_makespan_ns(timeline: Timeline) -> int:
 
 def longest_span_ns(timeline: Timeline) -> int:
     """Return the time of a mini-batch where no barrier stands between two: the longest that one device takes, from its
-    first start to the end of its stages' all-reduces.
+    first start to the end of its stages' all-reduces and steps.
 
     Such runs check the optimizer's step afterwards (Qi et al. 2024, section 4), so that a device begins the next
     mini-batch when it is done with this one.
@@ -39,7 +39,7 @@ def longest_span_ns(timeline: Timeline) -> int:
     program = timeline.program
     stages = program.graph.stages
     return max(
-        timeline.span_ns(i) + sum(stages[s].update_ns for s in program.stages_of(i))
+        timeline.span_ns(i) + sum(stages[s].update_ns + stages[s].step_ns for s in program.stages_of(i))
         for i, lane in enumerate(program.lanes)
         if lane.device is not None and lane.steps
     )

@@ -183,7 +183,7 @@ def plan_of(
     platform = Platform.flat(count, 10**12)
     policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync)
     graph = stage_graph(chain, platform, policy, made)
-    loose = stage_graph(chain, platform, replace(policy, weights="flush"), made)
+    loose = stage_graph(chain, platform, replace(policy, weights="flush" if policy.drains else "latest"), made)
     pattern = best_one_f_one_b_star(loose) if graph.contiguous else schedule_ilp(loose).pattern
     assert pattern is not None
     if accumulate is None:

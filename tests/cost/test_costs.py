@@ -322,9 +322,10 @@ def test_overlapped_sums_and_steps_are_two_machines_in_a_row():
         assert time_model.overlapped_ns(policy, chunks * sum_ns, chunks * step_ns, parameters) == stepped
 
 
-def test_steps_that_overlap_are_not_charged_to_backwards():
+def test_steps_behind_a_drained_batch_are_not_charged_to_backwards():
     chain = Chain("one", (Layer("a", 1, 2, 4, 0, optimizer_ns=100),), 0)
-    assert time_model.backward_ns(chain, Policy("flush", 4), 0, 1) == 27
+    assert time_model.backward_ns(chain, Policy("2bw", 4), 0, 1) == 27
+    assert time_model.backward_ns(chain, Policy("flush", 4), 0, 1) == 2
     assert time_model.backward_ns(chain, Policy("flush", 4, coarsening=1), 0, 1) == 2
     assert time_model.step_ns(chain, Policy(), 0, 1, 4, Fraction(3)) == 34
 

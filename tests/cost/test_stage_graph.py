@@ -162,8 +162,11 @@ def test_every_cost_of_random_stages():
             assert cost.weight_bytes == sum(x.weight_bytes for x in layers)
             assert cost.parameters == sum(x.parameter_count for x in layers)
             step = sum(x.optimizer_ns for x in layers) * (1 if plan.policy.zero else stage.replicas)
-            work = sum(x.backward_ns for x in layers) + again + -(-step // max(stage.replicas, plan.policy.accumulate))
+            each = 0 if plan.policy.drains else -(-step // max(stage.replicas, plan.policy.accumulate))
+            work = sum(x.backward_ns for x in layers) + again + each
             speed = min(plan.platform.devices[d].speed for d in stage.devices)
+            behind = -(-step // stage.replicas) if plan.policy.drains else 0
+            assert cost.step_ns == -(-behind // speed)
             assert cost.backward_ns == -(-work // speed)
             assert cost.forward_ns == -(-sum(x.forward_ns for x in layers) // speed)
             assert graph.resources[cost.resource].devices == stage.devices
@@ -319,7 +322,8 @@ def test_what_layers_share_is_held_and_stepped_once_on_a_device():
     alone = [(100, 25, 8, 0, ((2, 80),)), (420, 105, 16 - least, 0, ()), (320, 80, 8 - least, 0, ())]
     for weights in ("2bw", "stash", "latest"):
         assert found(one, Policy(weights, accumulate=1), *fields) == alone
-    assert found(one, Policy("flush", accumulate=1), *fields) == [(*x[:4], ()) for x in alone]
+    assert found(one, Policy("flush", accumulate=1), *fields) == [(*x[:2], 0, 0, ()) for x in alone]
+    assert found(one, Policy("flush", accumulate=1), "step_ns") == [(8,), (16 - least,), (8 - least,)]
     assert found(one, bw, "sync_period_ns") == [(0,)] * 3
     two = [Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 4, (0,))]  # copies on two devices, the third stage has none
     assert found(two, bw, *fields) == [(100, 25, 8, 0, ()), (500, 125, 16, 80, ()), (320, 80, 8 - least, 80, ())]

@@ -81,8 +81,8 @@ class Judged:
     def step(self, stage: dict[str, Any]) -> int:
         """Return what a microbatch pays of the optimizer's step."""
         replicas = len(stage["devices"])
-        if self.policy["coarsening"] is not None:
-            return 0  # it overlaps with the sum behind the batch
+        if self.policy["weights"] == "flush":
+            return 0  # it comes behind the batch
         sharers = replicas if self.policy["zero"] else 1
         return ceil(Fraction(self.total(stage, "optimizer_ns") * replicas, self.interval(replicas) * sharers))
 
@@ -323,7 +323,15 @@ class Judged:
         ends: dict[tuple[int, ...], int] = defaultdict(int)
         for at, s in sorted(zip(done, range(last + 1), strict=True)):
             ends[self.homes[s]] = max(ends[self.homes[s]], at) + self.update(self.stages[s])
+        for stage, home in zip(self.stages, self.homes, strict=True):
+            ends[home] += self.whole_step(stage) if self.policy["coarsening"] is None else 0
         return ceil(Fraction(max(ends.values()), count))
+
+    def whole_step(self, stage: dict[str, Any]) -> int:
+        """Return the time of a stage's step behind a batch."""
+        sharers = len(stage["devices"]) if self.policy["zero"] else 1
+        speed: Fraction = min(self.speed[d] for d in stage["devices"])
+        return ceil(ceil(Fraction(self.total(stage, "optimizer_ns"), sharers)) / speed)
 
     def update(self, stage: dict[str, Any]) -> int:
         """Return the time of a stage's sum behind a batch, and of its step where the two overlap in chunks."""
@@ -331,8 +339,7 @@ class Judged:
         summed = self.sync(stage) * self.interval(replicas)
         if self.policy["coarsening"] is None:
             return summed
-        speed = min(self.speed[d] for d in stage["devices"])
-        step = ceil(ceil(Fraction(self.total(stage, "optimizer_ns"), replicas if self.policy["zero"] else 1)) / speed)
+        step = self.whole_step(stage)
         parameters = sum(self.parameters(x) for x in self.layers[stage["start"] : stage["stop"]])
         chunk = self.policy["coarsening"] * self.policy["bucket_parameters"]
         return max(summed, step) + ceil(Fraction(min(summed, step), max(1, ceil(Fraction(parameters, chunk)))))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cases.drained import drained_instance, soonest_placed
 
 from pipeplan.check.bounds import any_bound
-from pipeplan.check.bounds.drained.proofs import proved, quoted
+from pipeplan.check.bounds.drained.proofs import proved, quoted, shape_bound
+from pipeplan.check.targets import Shape
 from pipeplan.deadline import Deadline
 from pipeplan.integers import ceil_div
+from pipeplan.plan import Stage
+from pipeplan.planner.drained.run import drained_run
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.target import derived
@@ -48,6 +52,16 @@ def test_whole_layers_what_fills_and_what_fits_count() -> None:
     late = replace(problem, deadline=Deadline.within(0))
     assert list(quoted(late, "zbv")) == []
     assert [x.allocation for x in quoted(problem, "1f1b")] == ["contiguous"] * 2
+
+
+def test_updates_go_on_while_the_last_gradient_goes_back() -> None:
+    """The second rank sums its gradients, 4000, and steps in 500, beside the first one's last backward of 2000."""
+    weights = Layer("b", 1000, 2000, 4000, 0, optimizer_ns=500)
+    chain = Chain("four", tuple(weights if i == 1 else Layer("a", 1000, 2000, 0, 0) for i in range(4)), 0)
+    problem = Problem(chain, Platform.flat(4, 10**9, 10**9), Policy("flush", 4), checkpointing="none")
+    run = drained_run(problem, tuple(Stage(i, i + 1, ((0, 1), (2, 3))[i % 2]) for i in range(4)), "interleaved")
+    assert run is not None
+    assert run.makespan_ns == shape_bound(problem, "interleaved", Shape(2, 2, 2), np.arange(5)) == 17_500
 
 
 def test_a_plan_quotes_it_and_a_file_that_says_more_is_refuted() -> None:

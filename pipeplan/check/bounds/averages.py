@@ -17,7 +17,7 @@ def work_ns(problem: Problem) -> Fraction:
     # where they share it, no more, however many there are: more than accumulate of them make updates rarer
     fewest = problem.most_replicas if problem.policy.zero else 1
     step = Fraction(time_model.whole_step_ns(chain, 0, len(chain)), problem.policy.update_interval(fewest))
-    if problem.policy.coarsening is not None:  # overlaps with all-reduces
+    if problem.policy.overlaps:  # with all-reduces
         step = Fraction(0)
     return int(sums.forward_ns[-1]) + int(sums.backward_ns[-1]) + step
 

@@ -301,7 +301,7 @@ class Facts:
 def _step_shares(chain: Chain, problem: Problem) -> list[Fraction]:
     """Return what each layer's backward is charged of the optimizer's steps, at least; ns on a device of speed 1."""
     policy = problem.policy
-    if policy.steps_apart:
+    if policy.overlaps:
         return [Fraction(0)] * len(chain)
     steps = [layer.optimizer_ns for layer in chain.layers]
     for shared in chain.sums.shared:

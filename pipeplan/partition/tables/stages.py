@@ -172,7 +172,7 @@ def replica_counts(problem: Problem) -> range:
     the steps of all replicas take more than a nanosecond of each microbatch.
     """
     policy, most = problem.policy, problem.most_replicas
-    step = 0 if policy.steps_apart else int(problem.chain.sums.optimizer_ns[-1])
+    step = 0 if policy.drains else int(problem.chain.sums.optimizer_ns[-1])
     if policy.zero:
         differs = step > 0 and policy.update_interval(most) > policy.update_interval()
     else:

@@ -80,7 +80,7 @@ def costed(chain: Chain, platform: Platform, policy: Policy, asked: Configuratio
         drained = ", ".join(name for name, x in known.items() if x.drains and x.build is not None)
         raise BadInput(f"schedule: {asked.schedule!r} doesn't drain; those that do are {drained}")
     microbatches = batch // chain.microbatch
-    drained_policy = replace(policy.drained(microbatches), clip=asked.barrier, coarsening=None if asked.barrier else 1)
+    drained_policy = replace(policy.drained(microbatches), clip=asked.barrier)
     problem = Problem(chain, platform, drained_policy, checkpointing="segments")
     split = asked.split or str(len(chain))
     replicas = None if asked.on is not None else replicated(split, asked.pipelines)

@@ -245,8 +245,8 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
         try:
             walk.try_all(map(Allocation, incumbent.seen))
             move(walk)
-            if propose is not None:
-                alone = Incumbent(problem, incumbent.settings, limits=limits)
+            for asked in (problem, replace(problem, checkpointing="none")) if propose is not None else ():
+                alone = Incumbent(asked, incumbent.settings, limits=limits)
                 propose(alone)
                 if alone.best is not None:
                     walk.take(alone.best)

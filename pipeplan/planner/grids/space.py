@@ -306,7 +306,7 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
 
     With U(s) the time of a stage and P(s) that of those before it a batch takes at least M U(s) + P(s). Work in all is
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
-    the mean over the stages of M U(s) and the update after it, or M times the largest layer.
+    the mean over the stages of M U(s) and the update behind it, or M times the largest layer.
     """
     problem, count, p = time_model.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
     sums, platform = problem.chain.sums, problem.platform
@@ -314,14 +314,11 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     passes = int(sums.forward_ns[-1] + sums.backward_ns[-1])
     chain = problem.chain
     step = Fraction(time_model.whole_step_ns(chain, 0, len(chain)), problem.policy.sharers(config.pipelines))
-    overlaps = problem.policy.coarsening is not None
-    work = passes + (Fraction(0) if overlaps else step / count)
-    drain = work / (1 - Fraction(count - 1, count) ** p)
+    drain = passes / (1 - Fraction(count - 1, count) ** p)
     gradient: int = memory_model.gradient_of(chain, problem.policy, 0, len(chain))
     steps = problem.policy.sharing.update * (config.pipelines - 1)
     rounds = Fraction(steps * gradient * 10**9, config.pipelines * platform.paths[0][0])
     rounds += steps * platform.paths[0][1] * (gradient > 0)
-    if overlaps:
-        rounds = max(rounds, step / speed)
+    rounds = max(rounds, step / speed) if problem.policy.overlaps else rounds + step / speed
     largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
-    return ceil(max(drain / speed, (count * work / speed + rounds) / p, count * largest / speed))
+    return ceil(max(drain / speed, (count * passes / speed + rounds) / p, count * largest / speed))

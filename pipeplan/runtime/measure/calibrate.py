@@ -23,7 +23,7 @@ def calibrated(
     """Return the run's program, its devices in the same order (or under the same rules), as long as measured.
 
     ``occupied`` is what each stage's passes and updates take of their process, sends included; updates are charged as
-    costs charge them: to backwards by shares, or to the end of the batch where they overlap with sums. A message is
+    costs charge them: to backwards by shares, or to the end of a drained batch. A message is
     there so long after its send as it was ``handed`` over, at once where nobody waited for any; as that was measured
     beside everything else that travels, transfers don't wait for each other. ``waits_ns`` are each stage's waits at
     updates: a drained mini-batch ends with them, otherwise backwards are charged their share.
@@ -31,7 +31,6 @@ def calibrated(
     program, decides = lowered.program, lowered.by_arrival
     graph = program.graph
     policy = replace(graph.policy, accumulate=lowered.interval)
-    overlaps = policy.coarsening is not None and not policy.clip
     stages = []
     for s, cost in enumerate(graph.stages):
         replicas = graph.resources[cost.resource].replicas
@@ -45,8 +44,8 @@ def calibrated(
                 recompute_ns=occupied["R", s],
                 backward_weight_ns=occupied["W", s] + int(share),
                 sync_period_ns=0,
-                update_ns=waits_ns[s] + (step if overlaps else 0) if lowered.drains else 0,
-                step_ns=step if policy.clip else 0,
+                update_ns=waits_ns[s] if lowered.drains else 0,
+                step_ns=step if lowered.drains else 0,
                 update_share_ns=int(share),
             )
         )

@@ -217,8 +217,10 @@ def _tails(graph: StageGraph, problem: OrderProblem, at: Sequence[int], barrier:
     works = range(len(problem.durations))
     if barrier:
         steps = [sum(s.step_ns for s in graph.stages if s.resource == r) for r in range(len(graph.resources))]
-        rest = graph.norm_ns + max(steps) if graph.policy.clip else 0
-        return tuple(graph.stages[at[k]].update_ns * (problem.machines[k] in problem.devices) + rest for k in works)
+        if graph.policy.clip:
+            steps = [graph.norm_ns + max(steps)] * len(steps)
+        own = [machine in problem.devices for machine in problem.machines]
+        return tuple(graph.stages[at[k]].update_ns * own[k] + steps[problem.machines[k]] for k in works)
     found = []
     for k in works:
         machine = problem.machines[k]
@@ -227,7 +229,7 @@ def _tails(graph: StageGraph, problem: OrderProblem, at: Sequence[int], barrier:
             continue
         stages = graph.stages_on(machine)
         first = min(problem.head[other] for other in problem.on[machine])
-        found.append(sum(graph.stages[s].update_ns for s in stages) - first)
+        found.append(sum(graph.stages[s].update_ns + graph.stages[s].step_ns for s in stages) - first)
     return tuple(found)
 
 

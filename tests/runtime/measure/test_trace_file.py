@@ -92,11 +92,11 @@ def test_the_comparison_names_every_operation():
     assert [x["measured_activation_bytes"] for x in figures["devices"]] == [10, 20]
 
 
-@pytest.mark.parametrize("coarsening", [None, 2])
-def test_the_comparison_takes_the_share_of_the_update_off_planned_backwards_that_have_one(coarsening):
-    """Steps of 800 for every 4 microbatches: 200 in each backward, none where they overlap with sums of gradients."""
-    policy = Policy("flush", accumulate=4, coarsening=coarsening)
-    script = script_of(policy, Schedule("flush", 4), 5, times=((100, 400), (100, 400)), optimizer_ns=800)
+@pytest.mark.parametrize("weights", ["2bw", "flush"])
+def test_the_comparison_takes_the_share_of_the_update_off_planned_backwards_that_have_one(weights):
+    """Steps of 800 for every 4 microbatches: 200 in each backward, none where they come behind a batch."""
+    policy, schedule = Policy(weights, accumulate=4), Schedule("flush", 4) if weights == "flush" else Schedule()
+    script = script_of(policy, schedule, 5, times=((100, 400), (100, 400)), optimizer_ns=800)
     report = make_report(script, replayed(script, 1, update=800))
     figures = comparison(script.plan, measured_of(script.plan, report))
     rows = {(x["kind"], x["stage"]): x["planned_ns"] for x in figures["operations"]}

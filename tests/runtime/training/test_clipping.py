@@ -127,10 +127,11 @@ def test_a_plan_knows_what_is_waited_for(chain):
         assert clipping(plan, False) == plain
         before, after = (stage_graph(chain, p.platform, p.policy, p.allocation.stages) for p in (plain, plan))
         if weights == "flush":
-            sums = updates_end_ns(before, [50_000, 10_000])  # of the weight in both stages
-            assert after.norm_ns == 2 * plan.platform.paths[-1][1] + 1  # 8 bytes take no whole nanosecond
             steps = 3000 + 4000 + 5000 + 6000
-            assert updates_end_ns(after, [50_000, 10_000]) == sums + after.norm_ns + steps
+            updates = updates_end_ns(before, [50_000, 10_000])  # of the weight in both stages
+            assert after.norm_ns == 2 * plan.platform.paths[-1][1] + 1  # 8 bytes take no whole nanosecond
+            assert updates == 50_000 + before.stages[0].update_ns + steps
+            assert updates_end_ns(after, [50_000, 10_000]) == updates + after.norm_ns
             assert all(x.update_share_ns == 0 for x in after.stages)
         else:
             more = [b.waiting_bytes - a.waiting_bytes for a, b in zip(before.stages, after.stages, strict=True)]

@@ -37,7 +37,8 @@ def drained_bound(problem: Problem, kind: ScheduleKind | None = None) -> Bound |
 
     A stage on r GPUs, one of which has M microbatches, ``i`` of whose layers come before it, holds at most a of them.
 
-    1. No forward comes before one has gone through the layers before; then there are M of all its passes, and the sum.
+    1. No forward comes before one has gone through the layers before; then there are M of all its passes, and the
+       update.
     2. Behind its last gradient of an input are the backwards of the layers before.
     3. Each microbatch is held while it goes to the loss and back, so that takes M / a times as long, rounded up. It may
        be recomputed meanwhile, but where the schedule has that within backwards.
@@ -94,7 +95,7 @@ class _Separate(LeastTables):
         work = stages.work(self.fastest, replicas) + self.held[:, None] + self.held[None, :]
         later = stages.later(self.fastest, replicas) if self.splits else 0
         room = self.most_bytes - stages.weights_bytes(1, replicas) - stages.buffers(replicas)
-        sums = self.sums(replicas)
+        update = self.update(replicas)
         ends = self.there[:, None] + self.back[:, None]
         for first, last in _ranges(count):
             self.problem.deadline.check()
@@ -104,7 +105,7 @@ class _Separate(LeastTables):
             own = work + np.where(fits, again, 0).astype(np.int64)
             held = (work if self.apart else own) - later + self._behind[None, :]
             total = np.maximum(
-                self.there[:, None] + count * own + sums,
+                self.there[:, None] + count * own + update,
                 ends + np.maximum(count * (own - later), ceil_div(count, last) * held),
             )
             yield np.where(fits, total, _BEYOND)

@@ -28,30 +28,34 @@ _MOST = 2 * 10**6  # ways to have so many layers in each of its stages, of one G
 class Loop(Placed):
     """As many stages on each rank, in turn.
 
-    A rank begins when a forward has come through a layer for each rank before it, then has M passes of all its stages,
-    and where backwards are whole the last of them goes back through those layers. When its first backward begins it
-    holds as many microbatches of each stage as the kind's order says. What doesn't fit it recomputes, at the best ratio
-    of bytes to time of any layer. Layers are dealt out to the ranks by numbers, so that all are over in time.
+    A rank begins when a forward has come through a layer for each rank before it, then has M passes of all its stages.
+    Behind them it makes updates; where backwards are whole the last also goes back through those layers. When its first
+    backward begins it holds as many microbatches of each stage as the kind's order says. What doesn't fit it
+    recomputes, at the best ratio of bytes to time of any layer. Layers are dealt out to the ranks by numbers, so that
+    all are over in time.
     """
-
-    @cached_property
-    def before(self) -> list[int]:
-        """For each rank what comes before its first pass, and behind its last where backwards are whole."""
-        found = [int(head.min()) for head in self.heads]
-        if KINDS[self.kind].splits:
-            return found
-        bare = self.tables.back - self.tables.transfer
-        trip = int(self.tables.transfer[1:-1].min(initial=NEVER))
-        return [before + int(bare[rank]) + rank * trip for rank, before in enumerate(found)]
 
     def least(self, than: int | None = None) -> int | None:
         """Return the least time within which stages of this shape may be over; None where they fit in no way."""
+        whole, heads = not KINDS[self.kind].splits, [int(head.min()) for head in self.heads]
+        found = self._least(self.steps, self.sums * (whole and self.shape.pipelines > 1), heads, self.shared[1])
+        if whole and found is not None:
+            bare = self.tables.back - self.tables.transfer
+            trip = int(self.tables.transfer[1:-1].min(initial=NEVER))
+            through = [before + int(bare[rank]) + rank * trip for rank, before in enumerate(heads)]
+            none = np.zeros_like(self.work)
+            found = max(found, self._least(none, none, through, 0) or 0)
+        return than if found is None or (than is not None and than < found) else found
+
+    def _least(self, steps: Ints, sums: Ints, before: Sequence[int], once: int) -> int | None:
+        """Return the least time for passes, ``steps`` of all stages and ``sums`` of each rank's first, and what comes
+        ``before`` a rank or behind its passes, ``once`` ns of which may be counted twice; None where nothing fits."""
         ranks, stages = self.shape.ranks, self.shape.ranks * self.shape.chunks
-        own = self.work + self.held[:, None] + self.held[None, :]
+        own = self.work + steps + self.held[:, None] + self.held[None, :]
         price = min(self.price, 1e12) / max(self.counts)
         columns: list[tuple[Ints, Ints, Ints]] = []
         for s, count in enumerate(self.counts):
-            summed = self.sums * (s < ranks and not KINDS[self.kind].splits and self.shape.pipelines > 1)
+            summed = sums * (s < ranks)
             kept = count * self.tables.saved + self.weights
             three = (own + summed, kept, self.weights if np.isfinite(self.price) else kept)
             stage = self.tables.stages.stop > self.tables.stages.start
@@ -60,12 +64,10 @@ class Loop(Placed):
         works = [_of_one(columns[rank::ranks], self.room, price) for rank in range(ranks)]
         total = int(reduce(_joined, works)[-1])
         if total >= NEVER:
-            return than
-        once = self.shared[1]
-        ends = [np.where(x < NEVER, x + early - once, NEVER) for x, early in zip(works, self.before, strict=True)]
-        evenly = ceil_div(max(total, int(own[0, -1])) + sum(self.before) - ranks * once, ranks)
-        found = max(self.floor_ns, _least_longest(ends), evenly)
-        return found if than is None else min(found, than)
+            return None
+        ends = [np.where(x < NEVER, x + early - once, NEVER) for x, early in zip(works, before, strict=True)]
+        evenly = ceil_div(max(total, int(own[0, -1])) + sum(before) - ranks * once, ranks)
+        return max(self.floor_ns, _least_longest(ends), evenly)
 
 
 def _least_of(table: Ints, stage: int, stages: int) -> Ints:
@@ -153,8 +155,8 @@ class Vee(Placed):
     """Two stages on each rank, placed like a V.
 
     1. A rank begins when a forward has come through all layers before its first stage and as many transfers as there
-       are ranks before it; then it has M passes of each of both stages, and the sum of one's gradients. What is no
-       weight part is over before the last gradient goes back through the layers before.
+       are ranks before it; then it has M passes of each of both stages, the sum of one's gradients, and steps. What is
+       no weight part is over before the last gradient goes back through the layers before.
     2. When its first backward begins it holds as many microbatches of both stages as the kind's order says, one at
        least. What doesn't fit it recomputes, at the best ratio of bytes to time of any layer.
     """
@@ -216,10 +218,11 @@ class Vee(Placed):
         """Return the ways in which a rank may end, each with the conditions that then hold at once."""
         ends, turn = self.held, rank == self.shape.ranks - 1  # between whose stages nothing is sent
         held = ends[:, None] + ends[None, :] * (not turn), ends[:, None] * (not turn) + ends[None, :]
-        one, other = (self.work + messages for messages in held)
+        done, two = (self.work - self.later + messages for messages in held)
+        one, other = (self.work + self.steps + messages for messages in held)
         back = self.tables.back
         always: list[_Condition] = [
-            (one - self.later, _falling(other - self.later), lambda budget: budget - back),
+            (done, _falling(two), lambda budget: budget - back),
             *self._room(rank, one, other),
         ]
         if self.shape.pipelines == 1:

@@ -20,7 +20,7 @@ from ....cost import memory_model, time_model
 from ....cost.saved import first_saved
 from ....cost.stage_graph import stage_graph
 from ....cost.stage_tables import StageTables
-from ....integers import Ints
+from ....integers import Ints, ceil_div
 from ....plan import Schedule, ScheduleKind, Stage
 from ....problem import Chain, Device, Layer, Platform, Policy, Problem
 from ....schedule.kinds import KINDS, program_of_kind, too_long, vee
@@ -128,10 +128,10 @@ class LeastTables:
             table[i, i + 1 :] = np.minimum.accumulate(ratios[i:])
         return table[np.ix_(self.cuts, self.cuts)] * _FINE
 
-    def sums(self, replicas: int) -> Ints:
-        """Return what the sum of a stage's gradients takes."""
-        rings = [self.stages.sums(replicas, path) for path in self.problem.platform.paths]
-        least: Ints = np.minimum.reduce(rings)
+    def update(self, replicas: int) -> Ints:
+        """Return what the update of a stage takes behind its last backward."""
+        every = [self.stages.update(self.fastest, replicas, path) for path in self.problem.platform.paths]
+        least: Ints = np.minimum.reduce(every)
         return least
 
 
@@ -169,7 +169,7 @@ class Placed:
 
     @cached_property
     def work(self) -> Ints:
-        """The work of a stage, all microbatches."""
+        """The passes of a stage, all microbatches."""
         return self.tables.stages.work(self.tables.fastest, self.shape.pipelines) * self.tables.microbatches
 
     @cached_property
@@ -178,9 +178,15 @@ class Placed:
         return self.tables.stages.later(self.tables.fastest, self.shape.pipelines) * self.tables.microbatches
 
     @cached_property
+    def steps(self) -> Ints:
+        """What the optimizer's step of a stage takes behind that, but where it overlaps with sums."""
+        steps = self.tables.stages.steps(self.tables.fastest, self.shape.pipelines)
+        return steps * (not self.tables.problem.policy.overlaps)
+
+    @cached_property
     def sums(self) -> Ints:
-        """What the sum of a stage's gradients takes."""
-        return self.tables.sums(self.shape.pipelines)
+        """What the sum of a stage's gradients takes, beside :attr:`steps`."""
+        return self.tables.update(self.shape.pipelines) - self.steps
 
     @cached_property
     def weights(self) -> Ints:
@@ -189,15 +195,15 @@ class Placed:
 
     @cached_property
     def shared(self) -> tuple[int, int]:
-        """Bytes, and ns of steps of a mini-batch, that a rank may have once where several of its stages count them."""
+        """Bytes, and ns of steps, that a rank may have once where several of its stages count them."""
         problem, pipelines = self.tables.problem, self.shape.pipelines
         policy, speed = problem.policy, self.tables.fastest.speed
         size = steps = 0
         for one in problem.chain.sums.shared:
             more = int(one.holders[-1]) - 1
             size += more * int(memory_model.weights_bytes(policy, one.weight_bytes, one.parameters, 1, pipelines))
-            share = time_model.update_share_ns(policy, one.optimizer_ns, pipelines, policy.sharers(pipelines))
-            steps += more * self.tables.microbatches * (int(time_model.scaled(share, speed)) + 1)
+            step = ceil_div(one.optimizer_ns, policy.sharers(pipelines))
+            steps += more * (int(time_model.scaled(step, speed)) + 1)
         return size, steps
 
     @cached_property
