@@ -118,6 +118,7 @@ def plan(
         profile, words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
     )
     until, began = deadline.part(2) if best else deadline, time.perf_counter()
+    orders = dict[tuple[str, int], Problem]()  # with their layers in the order of the plan, by variant and sharing
 
     def of_part(part: Profile) -> OfDegree:
         segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
@@ -136,7 +137,8 @@ def plan(
 
         def of(problem: Problem, beat_ns: int | None) -> Planned:
             if said["for_"] is None:
-                return _searched(question, problem)
+                found, orders[problem.chain.variant, problem.policy.zero] = _searched(question, problem)
+                return found
             return _for_target(question, as_held(problem, said["for_"])[0], tell, beat_ns)
 
         if said["zero"] == ANY:
@@ -161,6 +163,9 @@ def plan(
         raise BadInput("--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others")
     asked_for = parts(given, {**said, **({"tensor": None} if each else {})}, again)
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
+    if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
+        ordered = orders[found.plan.chain.variant, found.plan.policy.zero]
+        found = _with_alternatives(question, found, replace(ordered, deadline=until))
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
         found = found if problem.chain.variants else priced(problem, found, said["for_"], question.settings)
@@ -309,26 +314,32 @@ def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], 
     return found
 
 
-def _searched(question: Question, problem: Problem) -> Planned:
-    """Return the plan that is found, or stated, under the weights that are asked for or that are less late."""
+def _searched(question: Question, problem: Problem) -> tuple[Planned, Problem]:
+    """Return the plan that is found, or stated, under the weights that are asked for or that are less late, and the
+    problem in the order of its layers."""
     from ..planner.least_late import drained_quickly, least_late
-    from ..planner.what_if.alternatives import with_alternatives
-
-    said = question.said
-    asked = said["weights"] is not None
-    free = question.kind is None and said["limit"] is None and question.stated is None
 
     def drained(interval: int) -> Planned | None:
         return drained_quickly(problem, interval, question.settings)
 
-    found, ordered = (
-        question.found(problem) if asked else least_late(problem, question.found, drained if free else None)
-    )
-    if question.stated is not None or problem.chain.variants:  # other stages are no alternatives, or of one degree
-        return found
+    if question.said["weights"] is not None:
+        return question.found(problem)
+    return least_late(problem, question.found, drained if _free(question) else None)
+
+
+def _free(question: Question) -> bool:
+    """Whether any schedule will do, and any stages."""
+    return question.kind is None and question.said["limit"] is None and question.stated is None
+
+
+def _with_alternatives(question: Question, found: Planned, ordered: Problem) -> Planned:
+    """Return the plan that is found with what others take, whose weights are kept otherwise."""
+    from ..planner.what_if.alternatives import with_alternatives
+
     quiet = replace(question.settings, progress=None, explained=False, status=Status())
     other = replace(question, settings=quiet, kind=None)
-    return with_alternatives(found, ordered, question.settings, asked or not free, lambda x: other.found(x)[0])
+    drained = question.said["weights"] is not None or not _free(question)
+    return with_alternatives(found, ordered, question.settings, drained, lambda x: other.found(x)[0])
 
 
 def read_plan(path: str | Path) -> PlanResult:

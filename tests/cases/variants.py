@@ -11,6 +11,7 @@ from oracles.partition import contiguous_optimum
 import pipeplan as pp
 from pipeplan.api.problems import problem_of
 from pipeplan.api.tensor import parts
+from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer
 
 
@@ -36,15 +37,16 @@ def assert_best_of_all_variants(chain: Chain, words: dict[str, Any]) -> None:
     """Each variant's plan is what brute force finds, no bound is above it, and the plan of all is the best of them."""
     periods = []
     for part in parts(pp.Profile(chain), {}):
-        least = contiguous_optimum(problem_of(part, **words)[0])
+        problem = problem_of(part, **words)[0]
+        least = contiguous_optimum(problem)
         if least is None:
             with pytest.raises(pp.Infeasible):
-                pp.plan(part, algorithm="contiguous", **words)
+                make_plan(problem, "contiguous")
             continue
-        found = pp.plan(part, algorithm="contiguous", **words)  # which the validator has passed
+        found = make_plan(problem, "contiguous")  # which the validator has passed
         assert found.plan.allocation.claimed_period_ns == least[0]
         assert all(x.period_ns <= least[0] for x in found.plan.lower_bounds)
-        periods.append(found.period_ns // part.chain.several)
+        periods.append(found.evaluation.period_ns // part.chain.several)
     found = pp.plan(chain, algorithm="contiguous", **words)
     assert found.period_ns // found.plan.chain.several == min(periods)
     for told in found.plan.provenance.options["tensor"].values():

@@ -201,8 +201,8 @@ def test_stages_of_two_degrees_train_a_gpt_as_one_process_and_go_on_in_equal_one
 @pytest.mark.parametrize(
     ("model", "widths", "begins"),
     [
-        ("clip-tiny", (2, 1, 1), ("text.embedding.tokens", "text.blocks.1")),
-        ("llava-tiny", ((1, 1), 2), ("language.embedding..cat",)),
+        ("clip-tiny,picture_blocks=1", (2, 1, 1), ("text.embedding.tokens", "text.blocks.1")),
+        ("llava-tiny,picture_blocks=1,blocks=1", ((1, 1), 2), ("language.embedding..cat",)),
     ],
 )
 def test_two_towers_of_degrees_of_their_own_train_as_one_process(tmp_path, model, widths, begins):
