@@ -92,6 +92,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def no_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans say nothing of other weights, for which is searched behind them, mostly for longer than for them."""
+    monkeypatch.setattr("pipeplan.planner.what_if.alternatives.COMPARED", [])
+
+
+@pytest.fixture
 def pipeplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run the command in this process: ``pipeplan("plan", ..., stdin="")`` gives (exit code, stdout, stderr)."""
     from pipeplan.cli import main

@@ -9,6 +9,8 @@ from cases.files import written
 
 import pipeplan as pp
 
+pytestmark = pytest.mark.usefixtures("no_alternatives")
+
 NONSENSE = (
     *(
         None,
@@ -52,7 +54,7 @@ def calls(tmp_path_factory):
         "plan": (pp.plan, {**asked, "algorithm": "balance", "weights": "2bw"}),
         "grid": (pp.grid, {**asked, "batch": 16, "microbatches": [4], "effort": "quick"}),
         "estimate": (pp.estimate, {**asked, "batch": 16, "microbatches": [4], "effort": "quick"}),
-        "compare": (pp.compare, {**asked, "algorithms": "balance"}),
+        "compare": (pp.compare, {**asked, "algorithms": "balance", "weights": "2bw"}),
         "read_plan": (pp.read_plan, {"path": str(folder / "plan.json")}),
         "read_profile": (pp.read_profile, {"path": path}),
         "synthesize": (pp.synthesize, {"plan": plain, "microbatches": 2, "moves": 5}),
