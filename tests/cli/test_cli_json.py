@@ -7,8 +7,7 @@ none goes or changes its type.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from cases.even_profile import PROFILE
 from cases.files import written
-from cases.patience import SECONDS
+from click.testing import CliRunner
 
 from pipeplan.cli import COMMANDS, group
 
@@ -55,17 +54,20 @@ SCRIPT = "--num-layers 12 --pipeline-model-parallel-size 2 --micro-batch-size 4 
 
 
 def output_of(command: str, folder: Path) -> Any:
-    if command in BEFORE:
-        subprocess.run(
-            [sys.executable, "-m", "pipeplan", *BEFORE[command].split()], cwd=folder, check=True, timeout=SECONDS
-        )
-    line = [sys.executable, "-m", "pipeplan", command, *LINES[command].split(), "--json"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
-    assert done.stdout, (line, done.stderr)
-    found = json.loads(done.stdout)
+    with chdir(folder):
+        if command in BEFORE:
+            called(BEFORE[command])
+        said = called(f"{command} {LINES[command]} --json")
     if command == "plan":
-        (folder / "plan.json").write_text(done.stdout)
-    return found
+        (folder / "plan.json").write_text(said)
+    return json.loads(said)
+
+
+def called(line: str) -> str:
+    """What a command in this process prints."""
+    done = CliRunner().invoke(group, line.split(), catch_exceptions=False)
+    assert done.exit_code == 0, (line, done.stderr)
+    return done.stdout
 
 
 def files(folder: Path) -> None:

@@ -16,8 +16,6 @@ MODEL = """
 import torch
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()

@@ -74,7 +74,7 @@ def test_saved_bytes_are_those_of_the_whole_model(name, batch):
 
 
 ARCHITECTURES = [
-    *("gpt2-small", "llama-7b", "vgg16", "resnet50", "densenet121", "awd-lm", "gnmt"),
+    *("gpt2-small", "llama-7b", "vgg16", "resnet50", "densenet121", "awd-lm,sequence=8", "gnmt,sequence=8"),
     *("inception-v3", "inception-v3-auxiliary"),
 ]
 

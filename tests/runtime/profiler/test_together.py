@@ -27,7 +27,7 @@ from pipeplan.runtime.profiler.steps import MeasureOptions
 
 OWN = "cases.parted:build,tensor_plan=cases.parted:plan"
 QWEN = (
-    "hf:Qwen3ForCausalLM,num_hidden_layers=2,hidden_size=16,intermediate_size=24,num_attention_heads=4,head_dim=8,"
+    "hf:Qwen3ForCausalLM,num_hidden_layers=1,hidden_size=16,intermediate_size=24,num_attention_heads=4,head_dim=8,"
     "num_key_value_heads=2,vocab_size=256,sequence=8,max_position_embeddings=8,tie_word_embeddings=false"
 )
 QUICK = {"microbatch": 2, "device": "cpu", "steps": 2, "warmup": 1, "granularity": "block"}
