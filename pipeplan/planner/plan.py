@@ -170,7 +170,7 @@ def _found(
     else:
         relaxed = widen and problem.policy.vertical_sync
         moves = algorithm == AUTO and EFFORTS[effort].rounds > 0
-        again = partial(search, effort=EFFORTS[effort].again, tighter=()) if moves else propose
+        again = partial(search, effort=EFFORTS[effort].again) if moves else propose
         first, again = (synced(one) if relaxed else one for one in (propose, again))
         found = _plan_pattern(problem, first, again, settings, widen, moves)
     incumbent, status = found

@@ -250,12 +250,16 @@ class _SegmentFinder:
     def __init__(self, problem: Problem, labels_of: Callable[[int], AnyLabels]) -> None:
         self._problem, self._labels_of = problem, labels_of
         self._known: dict[int, AnyLabels] = {}
+        self._found: dict[tuple[int, ...], Ranges] = {}
 
     def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
         """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
         replica."""
-        labels, at = self._quickest(start, stop, in_flight, replicas, memory)
-        return labels.ranges(int(at[0]))
+        key = start, stop, in_flight, replicas, memory
+        if key not in self._found:
+            labels, at = self._quickest(*key)
+            self._found[key] = labels.ranges(int(at[0]))
+        return self._found[key]
 
     def ways(self, start: int, stop: int, replicas: int, memory: int) -> list[Ranges]:
         """Return segments that fit with one microbatch, the cheapest first, each keeping less than those before."""

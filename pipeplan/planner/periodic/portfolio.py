@@ -31,7 +31,7 @@ one_special = Late("planner.periodic.special:one_special")
 FEW_LAYERS = 500  # with more a walk makes fewer moves
 QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 times as long
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
-TIGHTER = (9,)  # tenths of the memory, in which plans leave room for moves
+LESS = 9, 10  # of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
@@ -39,7 +39,7 @@ MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a seco
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
     """How many candidates to try: periods tried between the one-special bound and the incumbent, and walks; ``deep``:
-    whether what bounds all plans is looked for where that takes seconds.
+    whether bounds that take seconds, and plans in less memory, are looked for.
 
     There are ``rounds`` of ``walks``, which may become worse meanwhile, as long as a round has found something better:
     each of ``steps`` where the best plan is :data:`MUCH` or more above the bound by averages, else of as many less.
@@ -69,7 +69,7 @@ EFFORTS = {
 }
 
 
-def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = TIGHTER) -> None:
+def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     """Propose allocations to ``incumbent`` until its best is near the bound of class ``any`` or ``effort`` is spent.
 
     Where the cost is not the period of a pattern only the contiguous plan is proposed.
@@ -113,7 +113,7 @@ def search(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int] = 
         _try_every(incumbent, every, done)
         return
     status.phase = "where walks start"
-    _widen(incumbent, effort, () if problem.policy.open else tighter)
+    _widen(incumbent, effort)
     if done():
         return
     if incumbent.best is not None and evenly_shared(problem, incumbent.best.allocation):
@@ -216,7 +216,7 @@ def _times(stages: Sequence[Stage]) -> int:
     return max(1, len(stages) // QUICK_STAGES) ** 4 if shared else 1
 
 
-def _widen(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -> None:
+def _widen(incumbent: Incumbent, effort: SearchEffort) -> None:
     """Try more places from which walks may start: the evenest split over single devices where there is nothing; else
     the best plan that recomputes whole stages, as steps seldom bring these about, also without replicas, which steps
     seldom take apart; last what is found in less memory, so that more of it is seldom worse."""
@@ -228,18 +228,16 @@ def _widen(incumbent: Incumbent, effort: SearchEffort, tighter: Sequence[int]) -
     quick = places(problem) <= MOST_PLACES
     for replicas in (True, False)[: 2 if quick else 1] if problem.replicas else (False,):
         incumbent.try_all(contiguous(replace(problem, checkpointing=whole, replicas=replicas)))
-    if not (quick and effort.rounds) or incumbent.expired or incumbent.near_bound:
+    if not (quick and effort.deep) or problem.policy.open or incumbent.expired or incumbent.near_bound:
         return
     if evenly_shared(problem, incumbent.best.allocation):
         return
-    for share in tighter:
-        other = Incumbent(
-            on_less_memory(problem, share, 10), replace(incumbent.settings, progress=None, status=Status())
-        )
-        other.floor_ns = incumbent.floor_ns  # less memory makes no plan shorter
-        search(other, effort.again, ())
-        if other.best is not None:
-            incumbent.try_(other.best.allocation)
+    alone = replace(incumbent.settings, progress=None, status=Status())
+    other = Incumbent(on_less_memory(problem, *LESS), alone)
+    other.floor_ns = incumbent.floor_ns  # less memory makes no plan shorter
+    search(other, effort.again)
+    if other.best is not None:
+        incumbent.try_(other.best.allocation)
 
 
 def propose_contiguous(incumbent: Incumbent) -> Iterator[Allocation]:
