@@ -164,8 +164,8 @@ def plan(
     asked_for = parts(given, {**said, **({"tensor": None} if each else {})}, again)
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
-        ordered = orders[found.plan.chain.variant, found.plan.policy.zero]
-        found = _with_alternatives(question, found, replace(ordered, deadline=until))
+        here = orders[found.plan.chain.variant, found.plan.policy.zero]
+        found = _with_alternatives(question, found, replace(here, deadline=until))
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
         found = found if problem.chain.variants else priced(problem, found, said["for_"], question.settings)

@@ -47,7 +47,7 @@ def assert_best_of_all_variants(chain: Chain, words: dict[str, Any]) -> None:
         assert found.plan.allocation.claimed_period_ns == least[0]
         assert all(x.period_ns <= least[0] for x in found.plan.lower_bounds)
         periods.append(found.evaluation.period_ns // part.chain.several)
-    found = pp.plan(chain, algorithm="contiguous", **words)
-    assert found.period_ns // found.plan.chain.several == min(periods)
-    for told in found.plan.provenance.options["tensor"].values():
+    best = pp.plan(chain, algorithm="contiguous", **words)
+    assert best.period_ns // best.plan.chain.several == min(periods)
+    for told in best.plan.provenance.options["tensor"].values():
         assert told["bound_ns"] is None or told["period_ns"] is None or told["bound_ns"] <= told["period_ns"]
