@@ -171,6 +171,7 @@ READ: dict[str, list[str]] = {
         LOOPED.replace("interleaved1f1b", "zbvzerobubble") + AT + "layers.3,layers.4,layers.5,layers.6,layers.7",
         f"{PAIR}{AT}layers.3 layers.2", f"{LOOPED}{AT}layers.3 layers.5,norm", AT + "layers.99", 'hello = "world"',
         '[training]\nsteps = "many"', TOML.replace("microbatch_size = 2", "microbatch_size = 4"),
+        TOML.replace("global_batch_size = 64", "global_batch_size = -1"),
         TOML.replace("global_batch_size = 64", "global_batch_size = 65"), ALONE.replace("64", "65"),
         TOML.replace("local_batch_size = 8", "local_batch_size = 7"), TOML.replace('mode = "full"', 'mode = "op"'),
     ],
