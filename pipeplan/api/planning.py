@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Unpack
 
@@ -94,7 +94,7 @@ def plan(
     :func:`..planner.what_if.best_order.ordered`. ``jobs`` processes search at a time; any number finds the same.
     ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
     """
-    from ..planner.what_if.alternatives import with_unpipelined
+    from ..planner.what_if.alternatives import with_alternatives, with_unpipelined
     from ..planner.what_if.best_order import OWN, TRIED, WHY_NOT, ordered
     from ..planner.what_if.target import priced
 
@@ -165,7 +165,8 @@ def plan(
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
         here = orders[found.plan.chain.variant, found.plan.policy.zero]
-        found = _with_alternatives(question, found, replace(here, deadline=until))
+        drained = said["weights"] is not None or not _free(question)  # else it was looked for
+        found = with_alternatives(found, replace(here, deadline=until), question.settings, drained)
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
         found = found if problem.chain.variants else priced(problem, found, said["for_"], question.settings)
@@ -317,29 +318,21 @@ def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], 
 def _searched(question: Question, problem: Problem) -> tuple[Planned, Problem]:
     """Return the plan that is found, or stated, under the weights that are asked for or that are less late, and the
     problem in the order of its layers."""
-    from ..planner.least_late import drained_quickly, least_late
+    from ..planner.least_late import drained_quickly, found_quickly, least_late
 
+    @cache
     def drained(interval: int) -> Planned | None:
         return drained_quickly(problem, interval, question.settings)
 
     if question.said["weights"] is not None:
         return question.found(problem)
-    return least_late(problem, question.found, drained if _free(question) else None)
+    hint = partial(found_quickly, settings=question.settings) if question.said["algorithm"] == AUTO else None
+    return least_late(problem, question.found, *((drained, hint) if _free(question) else ()))
 
 
 def _free(question: Question) -> bool:
     """Whether any schedule will do, and any stages."""
     return question.kind is None and question.said["limit"] is None and question.stated is None
-
-
-def _with_alternatives(question: Question, found: Planned, ordered: Problem) -> Planned:
-    """Return the plan that is found with what others take, whose weights are kept otherwise."""
-    from ..planner.what_if.alternatives import with_alternatives
-
-    quiet = replace(question.settings, progress=None, explained=False, status=Status())
-    other = replace(question, settings=quiet, kind=None)
-    drained = question.said["weights"] is not None or not _free(question)
-    return with_alternatives(found, ordered, question.settings, drained, lambda x: other.found(x)[0])
 
 
 def read_plan(path: str | Path) -> PlanResult:

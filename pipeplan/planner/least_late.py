@@ -24,6 +24,7 @@ from .plan import Planned, make_plan
 
 DEARER = Fraction(1, 50)  # that a period may be longer for gradients that are less late
 AS_LONG = Fraction(1, 1000)  # that it may be for gradients that aren't late at all
+FAR = Fraction(5, 4)  # of a period, from which on a longer search is taken not to make up for it
 LONGER = Fraction(1, 1000), Fraction(1, 200), DEARER  # that a period may be for fewer microbatches in flight
 WORTH = 10  # with gradients late by one update training takes a tenth longer, by scripts/bench/time_to_loss.py
 NODES = 2 * 10**5  # splits of orders times operations squared: about a second
@@ -31,20 +32,24 @@ LOOKS = 4 * 10**5  # at the clock, which a quick search may take: some seconds w
 
 Found = tuple[Planned, Problem]  # the problem may have its layers in another order
 Quickly = Callable[[int], Planned | None]
+Hint = Callable[[Problem], Planned | None]
 
 
-def least_late(problem: Problem, find: Callable[[Problem], Found], drained: Quickly | None = None) -> Found:
+def least_late(
+    problem: Problem, find: Callable[[Problem], Found], drained: Quickly | None = None, hint: Hint | None = None
+) -> Found:
     """Return of what ``find`` finds of ``problem``, whose policy is 2bw, under that and ``stash`` the plan whose
     gradients are least late on average, of those within 2% of the best period; it names what the others take.
 
     Where the best that ``drained`` finds with updates every so many microbatches takes at most 1.001 times as long, it
     is what ``find`` finds that drains, if that does so, too. 2bw is only searched if its plans can be so much shorter:
-    without replicas ``stash`` holds no more and waits for nothing. An open interval is one of 2bw alone, which can have
-    any. Infeasible where neither has a plan.
+    without replicas ``stash`` holds no more and waits for nothing. Where what a quick search, the ``hint``, finds under
+    ``stash`` takes :data:`FAR` as long as 2bw, or what drains no longer than either, no other looks for more. An open
+    interval is one of 2bw alone, which can have any. Infeasible where neither has a plan.
     """
     if problem.policy.open or not problem.policy.goes_with("stash"):
         return find(problem)
-    found = _delayed(problem, find)
+    found = _delayed(problem, find, drained, hint)
     quick = None if drained is None or problem.deadline.passed else drained(found[0].plan.interval)
     if quick is None or found[0].plan.provenance.solver_status == "interrupted":
         return found
@@ -109,19 +114,29 @@ def _as_long(one: Planned, other: Planned) -> bool:
     return one.evaluation.period_ns <= other.evaluation.period_ns * (1 + AS_LONG)
 
 
-def _delayed(problem: Problem, find: Callable[[Problem], Found]) -> Found:
+def _delayed(problem: Problem, find: Callable[[Problem], Found], drained: Quickly | None, hint: Hint | None) -> Found:
     """Return the least late of the two policies that never drain."""
+    stashed = problem.with_policy(replace(problem.policy, weights="stash"))
+    half = problem.deadline.part(2)
     first: Found | None = None
+    second: Found | None = None
+    quick = None if hint is None else hint(stashed)
+    if quick is not None and _worth_asking(problem, quick):
+        with suppress(Infeasible):
+            second = find(replace(problem, deadline=half))
+        if second is not None and second[0].plan.provenance.solver_status == "interrupted":
+            return second
+        if second is not None and _settled(second[0], quick, drained):
+            return _naming(second, quick, quickly=True)
     try:
-        stashed = problem.with_policy(replace(problem.policy, weights="stash"))
-        first = find(replace(stashed, deadline=problem.deadline.part(2)))
+        first = find(stashed if second is not None else replace(stashed, deadline=half))
     except Infeasible:
         if _holds_no_more(problem):
             raise
-    if first is not None and not _worth_asking(problem, first[0]):
+    if first is not None and second is None and not _worth_asking(problem, first[0]):
         return first
     try:
-        second = find(problem)
+        second = second or find(problem)
     except Infeasible:
         if first is None:
             raise
@@ -132,6 +147,15 @@ def _delayed(problem: Problem, find: Callable[[Problem], Found]) -> Found:
     if _period(one) > _period(other) * (1 + DEARER):
         one, other = other, one
     return _naming(one, other[0])
+
+
+def _settled(found: Planned, quick: Planned, drained: Quickly | None) -> bool:
+    """Whether nothing more need be found under the policy of ``quick``, as it takes far longer, or what drains doesn't
+    take longer than either."""
+    if quick.evaluation.period_ns >= found.evaluation.period_ns * FAR:
+        return True
+    soon = None if drained is None else drained(found.plan.interval)
+    return soon is not None and _as_long(soon, found) and _as_long(soon, quick)
 
 
 def _worth_asking(problem: Problem, stashed: Planned) -> bool:

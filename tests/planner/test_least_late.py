@@ -130,6 +130,25 @@ def test_without_replicas_one_search_is_enough() -> None:
     assert asked == ["2bw"], "only 2bw has any interval"
 
 
+def test_what_a_quick_search_finds_far_longer_is_not_looked_for() -> None:
+    """What replicas sum is waited for under stash, not under 2bw."""
+    layers = Layer("most", 10_000, 20_000, 13_000, 10), Layer("rest", 100, 200, 10, 10)
+    problem = Problem(Chain("two", layers, 10), Platform.flat(2, 10**9, 10**9), Policy("2bw", 2))
+    asked: list[str] = []
+
+    def find(problem: Problem) -> tuple[Planned, Problem]:
+        asked.append(problem.policy.weights)
+        return make_plan(problem, "contiguous"), problem
+
+    without = least_late(problem, find)[0]
+    assert asked == ["stash", "2bw"]
+    quick = least_late(problem, find, hint=lambda x: make_plan(x, effort="quick"))[0]
+    assert (asked[2:], quick.plan.allocation) == (["2bw"], without.plan.allocation)
+    (stash,) = quick.plan.provenance.alternatives
+    assert stash.quick
+    assert (stash.period_ns or 0) > 1.25 * quick.evaluation.period_ns
+
+
 @pytest.mark.parametrize("weights", [None, "2bw", "stash", "flush", "latest"])
 def test_the_batch_is_a_rule_and_the_same_under_every_policy(weights: str | None) -> None:
     problem, said = problem_of(as_profile(GPT), gpus=3, mem="16GB", weights=weights)
@@ -216,7 +235,7 @@ def test_two_delayed_policies_say_the_same_of_each_other(seed: int) -> None:
     of = {x: problem.with_policy(Policy(x, 8)) for x in ("2bw", "stash")}
     own = {x: make_plan(asked, "contiguous") for x, asked in of.items()}
     for weights, other in (("2bw", "stash"), ("stash", "2bw")):
-        told = with_alternatives(own[weights], of[weights], find=lambda x: make_plan(x, "contiguous"))
+        told = with_alternatives(own[weights], of[weights])
         (said,) = [x.period_ns for x in told.plan.provenance.alternatives if x.weights == other]
         assert said <= max(own[other].evaluation.period_ns, own[weights].evaluation.period_ns)
 

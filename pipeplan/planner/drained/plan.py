@@ -245,9 +245,10 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
         try:
             walk.try_all(map(Allocation, incumbent.seen))
             move(walk)
-            for asked in (problem, replace(problem, checkpointing="none")) if propose is not None else ():
+            for asked in (problem, replace(problem, checkpointing="none")):
                 alone = Incumbent(asked, incumbent.settings, limits=limits)
-                propose(alone)
+                if propose is not None:
+                    propose(alone)
                 if alone.best is not None:
                     walk.take(alone.best)
         finally:

@@ -33,6 +33,7 @@ from .limits import LimitSearch
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
 SPLIT_WORK = 4 * 10**6  # of all splits, in operations squared: about a second
+NODE_WORK = 26  # operations squared for each node of an integer program, above which so few nodes found no pattern
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 MOST_KNOWN = 50_000  # stages whose costs are remembered
 GRACE_S = 2.0  # for simple plans where the time limit left none
@@ -302,6 +303,9 @@ class Incumbent:
         settled = settle(graph, bound, (cutoff or one_at_a_time(graph).period_ns + 1) - 1, splits)
         if settled.proved:
             return settled.pattern, "cutoff" if settled.pattern is None else "optimal"
+        if nodes is not None and len(graph.operations) ** 2 > NODE_WORK * nodes:
+            self.stopped = self.stopped or "node limit"
+            return settled.pattern, "node limit"
         result = schedule_ilp(
             graph,
             solver=self.settings.solver,

@@ -6,7 +6,6 @@ not by a clock: equal inputs give equal answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,22 +18,20 @@ from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ..least_late import found_quickly
 from ..periodic.incumbent import Incumbent, Settings
 from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
-from ..periodic.special import one_special
 from ..plan import Planned, make_plan
 
 COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
 MOST_RECOMPUTED = 1000  # layers, each of which may run again
 NEARLY = 1.1  # as long as a pipeline at most: what takes none is then said
-Find = Callable[[Problem], Planned]
 
 
 def with_alternatives(
-    planned: Planned, problem: Problem, settings: Settings | None = None, drained: bool = True, find: Find | None = None
+    planned: Planned, problem: Problem, settings: Settings | None = None, drained: bool = True
 ) -> Planned:
     """Return the plan with what others take with weights kept otherwise, at the same interval: of those that drain by
     a quick search, unless without ``drained`` that was made before; of others the plan's own stages and the best
-    contiguous ones, and where there are none, or these take longer than the plan, what ``find``, the search that it is
-    from, finds; beside a plan that drains, where there are none, MadPipe's or those of a quick search.
+    contiguous ones, and where there are none, or these take longer than a plan that never drains, those of a quick
+    search.
 
     Left out are what the plan names already, all for networks and platforms that take longer to search, the
     drained one for mini-batches that take longer to simulate, and what the problem's deadline cuts off.
@@ -49,7 +46,7 @@ def with_alternatives(
         for weights in COMPARED:
             asked = drained or not WEIGHTS[weights].drains
             if asked and weights not in known and problem.policy.goes_with(weights):
-                found += _alternative(problem, weights, planned, settings, find)
+                found += _alternative(problem, weights, planned, settings)
     found.sort(key=lambda x: COMPARED.index(x.weights) if x.weights in COMPARED else -1)
     options = dict(plan.provenance.options)
     if plan.allocation.data_parallel:
@@ -92,11 +89,10 @@ def _pipeline_ns(problem: Problem, plan: Plan) -> int | None:
         return None
 
 
-def _alternative(
-    problem: Problem, weights: Weights, planned: Planned, settings: Settings, find: Find | None
-) -> list[Alternative]:
+def _alternative(problem: Problem, weights: Weights, planned: Planned, settings: Settings) -> list[Alternative]:
     """Return what the best plan found takes; nothing of one that drains where a quick search doesn't come to an end."""
     plan, drains, periods = planned.plan, WEIGHTS[weights].drains, list[int]()
+    quickly = drains or plan.policy.drains
     policy = replace(problem.policy, weights=weights, accumulate=plan.interval, vertical_sync=False)
     here = problem.with_policy(policy)
     here.deadline.check()
@@ -111,12 +107,9 @@ def _alternative(
         if not plan.policy.drains:
             incumbent.try_(Allocation(plan.allocation.stages))
         incumbent.try_all(propose_contiguous(incumbent))
-        if plan.policy.drains and incumbent.best is None:
-            incumbent.try_all(one_special(incumbent, 1))
         periods += [] if incumbent.best is None else [incumbent.best.cost]
         longer = not plan.policy.drains and periods > [planned.evaluation.period_ns]
-        if find is not None and (longer or not periods):
-            with suppress(BadInput, Infeasible):
-                other = found_quickly(here, settings) if plan.policy.drains else find(here)
-                periods += [] if other is None else [other.evaluation.period_ns]
-    return [Alternative(weights, plan.interval, min(periods, default=None), drains or plan.policy.drains)]
+        if longer or not periods:
+            quick, quickly = found_quickly(here, settings), True
+            periods += [] if quick is None else [quick.evaluation.period_ns]
+    return [Alternative(weights, plan.interval, min(periods, default=None), quickly)]
