@@ -181,16 +181,16 @@ def plan_of(
     made = tuple(x if isinstance(x, Stage) else Stage(*x) for x in stages)
     count = 1 + max(d for stage in made for d in stage.members)
     platform = Platform.flat(count, 10**12)
-    policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync)
-    graph = stage_graph(chain, platform, policy, made)
-    loose = stage_graph(chain, platform, replace(policy, weights="flush" if policy.drains else "latest"), made)
-    pattern = best_one_f_one_b_star(loose) if graph.contiguous else schedule_ilp(loose).pattern
-    assert pattern is not None
-    if accumulate is None:
-        accumulate = 1 if weights == "stash" else most_in_flight(graph, starts_of(pattern), pattern.period_ns)
-        return plan_of(
-            chain, stages, weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync
-        )
+    chosen, enough = accumulate is None, False
+    while not enough:  # another interval may be best in another order, which may hold more
+        policy = Policy(weights=weights, accumulate=accumulate, optimizer=optimizer, vertical_sync=vertical_sync)
+        graph = stage_graph(chain, platform, policy, made)
+        loose = stage_graph(chain, platform, replace(policy, weights="flush" if policy.drains else "latest"), made)
+        pattern = best_one_f_one_b_star(loose) if graph.contiguous else schedule_ilp(loose).pattern
+        assert pattern is not None
+        least = 1 if weights == "stash" else most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+        enough = not chosen or (accumulate or 0) >= least
+        accumulate = accumulate if enough else least
     schedule = Schedule("flush", accumulate) if weights == "flush" else Schedule()
     plan = Plan(chain, platform, policy, Allocation(made), pattern, (), Provenance("by hand"), schedule)
     check(plan)
