@@ -193,6 +193,7 @@ OTHERWISE = [  # of other chains, on other GPUs
         replace(decoder(), experts=2, microbatch=4),
         4,
     ),
+    ("torchtitan", f"{PAIR}{P}data_parallel_shard_degree 0", decoder(), 4),
     ("torchtitan", f"{P}pipeline_parallel_degree 16", decoder(), 16),
     ("torchtitan", f"{PAIR}{LESS} 12", decoder(), 2),
     ("torchtitan", f"{PAIR}{LESS} 20", decoder(), 2),

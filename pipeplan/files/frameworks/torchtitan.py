@@ -159,7 +159,7 @@ def _pipelines(source: Source, ranks: int) -> tuple[int, bool]:
     """Return how many pipelines the degrees of data parallelism make of the GPUs, and whether they share state."""
     options, gpus = source.options, source.gpus * source.chain.several
     replicate = options.count("parallelism.data-parallel-replicate-degree", 1)
-    shard = options.count("parallelism.data-parallel-shard-degree", -1, least=-1)
+    shard = options.count("parallelism.data-parallel-shard-degree", 0, least=-1)
     if shard < 1:
         shard = max(1, gpus // (ranks * replicate))
     if ranks * replicate * shard != gpus:
@@ -183,7 +183,7 @@ def _microbatches(source: Source, ranks: int, pipelines: int) -> tuple[int, tupl
     each = options.count("training.num-tokens-per-microbatch-per-dp-rank", 16384) * source.chain.several
     if whole > 0 and whole % (each * pipelines):
         raise BadInput(f"{options.path}: {whole} tokens an update aren't a multiple of {each} on {pipelines} GPUs")
-    return max(1, whole // each) if whole > 0 else pipelines, ()
+    return whole // each if whole > 0 else pipelines, ()
 
 
 def _of_samples(source: Source, local: str, ranks: int, pipelines: int) -> tuple[int, tuple[str, ...]]:
