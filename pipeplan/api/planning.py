@@ -326,8 +326,10 @@ def _searched(question: Question, problem: Problem) -> tuple[Planned, Problem]:
 
     if question.said["weights"] is not None:
         return question.found(problem)
+    if not _free(question):
+        return least_late(problem, question.found)
     hint = partial(found_quickly, settings=question.settings) if question.said["algorithm"] == AUTO else None
-    return least_late(problem, question.found, *((drained, hint) if _free(question) else ()))
+    return least_late(problem, question.found, drained, hint)
 
 
 def _free(question: Question) -> bool:

@@ -121,7 +121,7 @@ def _delayed(problem: Problem, find: Callable[[Problem], Found], drained: Quickl
     first: Found | None = None
     second: Found | None = None
     quick = None if hint is None else hint(stashed)
-    if quick is not None and _worth_asking(problem, quick):
+    if quick is not None and quick.plan.provenance.solver_status != "time limit" and _worth_asking(problem, quick):
         with suppress(Infeasible):
             second = find(replace(problem, deadline=half))
         if second is not None and second[0].plan.provenance.solver_status == "interrupted":
