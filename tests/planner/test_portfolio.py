@@ -14,15 +14,21 @@ from oracles.any_class import optimum
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.saved import storages
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.deadline import Deadline
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.partition.contiguous.contiguous import contiguous
 from pipeplan.partition.madpipe.exact import one_special_bound
+from pipeplan.plan import Stage
+from pipeplan.planner.periodic import incumbent
 from pipeplan.planner.periodic.incumbent import Settings, Status
 from pipeplan.planner.periodic.portfolio import EFFORTS
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.pattern import one_at_a_time
+from pipeplan.schedule.periodic.ilp import IlpResult, IlpStatus
+from pipeplan.schedule.periodic.turns import Settled
 
 HIGHS = Settings("highs")
 
@@ -171,3 +177,16 @@ def test_high_effort_is_never_worse_than_normal(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(EFFORTS, "high", EFFORTS["quick"])
     found = make_plan(problem, settings=replace(HIGHS, gap=0.0), effort="high")
     assert (found.evaluation.period_ns, found.plan.provenance.options["effort"]) == (normal, "high")
+
+
+@pytest.mark.parametrize(("said", "told"), [("node limit", "node limit"), ("cutoff", "optimal"), ("failed", "failed")])
+def test_what_propagation_found_stays_where_the_integer_program_finds_nothing_better(
+    said: IlpStatus, told: IlpStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = uneven()
+    stages = (Stage(0, 1, (0,)), Stage(1, 3, (1,)), Stage(3, 5, (0,)))
+    graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+    known = one_at_a_time(graph)
+    monkeypatch.setattr(incumbent, "settle", lambda *_: Settled(known, 1, 1, False))
+    monkeypatch.setattr(incumbent, "schedule_ilp", lambda *_, **told: IlpResult(None, said, told["lower_bound_ns"]))
+    assert incumbent.Incumbent(problem, HIGHS).schedule(graph, None) == (known, told)

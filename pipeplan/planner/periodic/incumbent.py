@@ -312,8 +312,8 @@ class Incumbent:
             limits=SolverLimits(
                 self.settings.node_limit, self.settings.time_limit_s, self.problem.deadline.remaining_s()
             ),
-            cutoff_period_ns=cutoff,
-            lower_bound_ns=bound,
+            cutoff_period_ns=cutoff if settled.pattern is None else settled.pattern.period_ns,
+            lower_bound_ns=settled.bound_ns,
         )
         if result.status in ("time limit", "unproved"):
             self.stopped = "time limit"
@@ -321,7 +321,9 @@ class Incumbent:
             self.stopped = self.stopped or "node limit"
         elif result.status == "failed":
             self.settings.status.unsolved += 1
-        return result.pattern, result.status
+        if settled.pattern is not None and result.status == "cutoff":
+            return settled.pattern, "optimal"
+        return result.pattern or settled.pattern, result.status
 
 
 Propose = Callable[[Incumbent], None]  # tries allocations of the incumbent's problem
