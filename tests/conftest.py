@@ -114,3 +114,13 @@ def pipeplan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return caught.value.code, out, err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def command_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the files of those commands whose output is kept."""
+    pytest.importorskip("torch")
+    from cases.printed import files
+
+    files(made := tmp_path_factory.mktemp("printed"))
+    return made

@@ -1,13 +1,9 @@
-"""Which values of profiles and platforms are taken to the last one, and what is said of the first that isn't?
-
-``python tests/files/test_bounds_of_values.py`` keeps it in ``values.txt``: read the difference before it is committed.
-"""
+"""Which values of profiles and platforms are taken to the last one, and what is said of the first that isn't?"""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -16,10 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-
 import msgspec
+from cases.kept import check_kept
 
 from pipeplan.errors import BadInput
 from pipeplan.files.machines import accelerators
@@ -305,8 +299,4 @@ def of_accelerators() -> Iterator[str]:
 
 
 def test_what_is_taken_and_what_is_said_of_the_first_value_that_is_not_is_what_is_kept() -> None:
-    assert told() == KEPT.read_text()
-
-
-if __name__ == "__main__":
-    KEPT.write_text(told())
+    check_kept(told(), KEPT)

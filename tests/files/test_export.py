@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from cases.kept import check_kept
 from cases.patience import SECONDS
 from cases.plans import greedy_pattern
 from torch import nn
@@ -447,9 +444,4 @@ def written_out() -> str:
 
 
 def test_files_are_what_is_kept():
-    """``python tests/files/test_export.py`` keeps what they are now: read the difference before it is committed."""
-    assert written_out() == KEPT.read_text()
-
-
-if __name__ == "__main__":
-    KEPT.write_text(written_out())
+    check_kept(written_out(), KEPT)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
-import tempfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from cases.kept import check_kept
 from conftest import Command
 
 from pipeplan.check.targets import TARGETS, Shape, refusals
@@ -225,8 +220,7 @@ def read_all(tmp_path):
 
 
 def test_what_others_run_is_read_or_refused_as_is_kept(tmp_path):
-    """``python tests/files/test_imports.py`` keeps what is read now: read the difference before it is committed."""
-    assert read_all(tmp_path) == KEPT.read_text()
+    check_kept(read_all(tmp_path), KEPT)
 
 
 def test_the_plan_that_is_run_is_judged_beside_the_best(tmp_path, pipeplan: Command) -> None:
@@ -258,8 +252,3 @@ def test_the_plan_that_is_run_is_judged_beside_the_best(tmp_path, pipeplan: Comm
     script.write_text("--num-layers 12 --micro-batch-size 2 --global-batch-size 16")
     _, _, err = pipeplan(*small)
     assert [line.partition(" needs ")[0] for line in err.splitlines()] == [f"error: {script}: each of devices 0-3"]
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        KEPT.write_text(read_all(Path(made)))

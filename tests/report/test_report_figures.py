@@ -1,23 +1,16 @@
-"""Pictures: patterns and runs as SVG and PNG.
-
-``python tests/report/test_report_figures.py`` keeps what they show now: read the difference before it is committed.
-"""
+"""Pictures: patterns and runs as SVG and PNG."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import matplotlib as mpl
 import numpy as np
 import pytest
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-
-import matplotlib as mpl
+from cases.kept import check_kept
 from cases.plans import straight
 from matplotlib.colors import to_hex
 
@@ -106,7 +99,7 @@ def figures(values):
 
 
 def test_pictures_show_what_is_kept():
-    assert pictures() == KEPT.read_text()
+    check_kept(pictures(), KEPT)
 
 
 def test_bad_files_and_too_many_operations_are_refused(tmp_path):
@@ -129,7 +122,3 @@ def test_the_commands_draw(pipeplan, tmp_path):
     assert pipeplan("simulate", str(plan), "--schedule", "gpipe", "-o", str(tmp_path / "run.svg"))[0] == 0
     assert "gpipe" in (tmp_path / "run.svg").read_text()
     assert "one period" in (tmp_path / "pattern.svg").read_text()
-
-
-if __name__ == "__main__":
-    KEPT.write_text(pictures())

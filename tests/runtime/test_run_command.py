@@ -170,27 +170,6 @@ def test_epochs_are_whole_updates_and_told_to_tensorboard(plan, tmp_path, monkey
         run(plan, *MODEL, "--log-dir", tmp_path)
 
 
-def test_a_dry_run_starts_nothing(plan):
-    done = run(plan, "--steps", 2, "--dry-run")
-    assert "2 processes; 2 updates of 1 microbatches" in done.stdout
-    assert "torchrun --standalone --nproc-per-node=2 -m pipeplan" in done.stdout
-    assert "rank 1, GPU 1: 1f0<0 1F0v0 1f1<0 1B0v0 1b0>0 1U1 1F1v1 " in done.stdout
-    assert json.loads(run(plan, "--steps", 2, "--dry-run", "--json").stdout)["slurm"].startswith("srun --nodes=1")
-
-
-def test_usage_errors(plan):
-    for arguments, words in (
-        (["run", plan, "--steps", "2", "--epochs", "1"], "either --steps or --epochs"),
-        (["run", plan, "--epoch-length", "5"], "--epoch-length goes with --epochs"),
-        (["run", plan, "--limit", "2"], "--limit goes with --schedule message-driven"),
-        (["run", plan, "--log-dir", "x", "--evaluate"], "--log-dir is told of updates, and an evaluation makes none"),
-        (["diff", plan, plan, "--recalibrated", "x.json"], "--recalibrated goes with a plan"),
-    ):
-        done = CliRunner().invoke(group, arguments)
-        assert done.exit_code == 2
-        assert words in done.output
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
