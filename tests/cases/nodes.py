@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import traceback
 from collections.abc import Sequence
@@ -59,3 +60,15 @@ def _be_node(environment, folder, run, pipe):
         pipe.send((error.exit_code, str(error)))
     except BaseException:
         pipe.send(traceback.format_exc())
+
+
+def has_ended(process, seconds):
+    """Wait for a process that is not a child of ours."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)

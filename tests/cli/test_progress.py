@@ -116,13 +116,13 @@ SAID = [  # a command line, and what its lines say among others
     ("plan even.json -o plan.json", ["exact contiguous, 1 candidates: best so far"]),
     ("plan even.json --for torch --batch 64", ["1 candidates: best so far"]),
     ("grid even.json --batch 64", ["search"]),
-    ("compare even.json", [r"1 of 2 cases done, \d+ s more at this pace"]),
-    ("synthesize --gpus 2 --times 20,24,16 --microbatches 4 --moves 99", ["orders of 4 microbatches"]),
+    ("compare even.json --algorithms contiguous", [r"1 of 2 cases done, \d+ s more at this pace"]),
+    ("synthesize --gpus 2 --times 20,24,16 --microbatches 3 --moves 99", ["orders of 3 microbatches"]),
     (
         "simulate plan.json --schedule all --jitter 5%",
         [r"2 of \d+ schedules, pipedream", "gpipe, drawn durations: 3 of 20"],
     ),
-    ("simulate plan.json --schedule best --microbatches 4", ["orders of 4 microbatches"]),
+    ("simulate plan.json --schedule best --microbatches 3", ["orders of 3 microbatches"]),
     ("report plan.json --schedule all -o all.html", [r"3 of \d+ schedules, "]),
     ("check plan.json --bounds", ["check", "bound of class contiguous"]),
     ("export plan.json --to torch-csv --schedule 1f1b", ["export"]),
@@ -145,7 +145,8 @@ def test_every_long_command_says_what_it_does(
         pytest.importorskip("torch")
     if "plan.json" in words and name != "plan":
         model = ("zoo:gpt-tiny", "--gpu", "a100") if name == "run" else ("even.json",)
-        assert pipeplan("plan", *model, *GPUS, "--no-replicas", "-o", "plan.json")[0] == 0
+        own = ("--no-replicas", "--weights", "stash", "--algorithm", "contiguous", "-o", "plan.json")
+        assert pipeplan("plan", *model, *GPUS, *own)[0] == 0
     words += {"plan": GPUS, "grid": GPUS, "compare": ("--gpus", "2", "--mem", "1GB,2GB")}.get(name, ())
     shown: list[LiveLine] = []
 

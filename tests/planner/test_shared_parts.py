@@ -148,7 +148,7 @@ def test_a_plan_says_what_takes_no_pipeline(capsys):
 
 @pytest.mark.parametrize("size", [None, "6+12"])
 def test_any_sharing_is_the_best_of_all(size, capsys):
-    words = ASKED | {"bytes_per_parameter": size}
+    words = ASKED | {"bytes_per_parameter": size, "algorithm": "contiguous"}
     found = pp.plan(decoder(), **words, zero="any")
     taken = found.plan.provenance.options["zero"]
     assert set(taken) == {"0", "1", "2", "3"}

@@ -15,21 +15,30 @@ torch = pytest.importorskip("torch")
 
 from cases import runtime as runtime_cases
 from cases.agents import two_nodes
+from cases.nodes import has_ended
 from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.files.plans import plan_text
 from pipeplan.problem import Problem
+from pipeplan.runtime.engine.job import RunOptions
+from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import newest
 
 ARGUMENTS = ["run", "plan.json", "--model", "own:healthy", "--data", "own:vectors", "--steps", "3", "--lr", "0.01"]
 
 
 @pytest.fixture(scope="module")
-def plan():
-    found = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
-    return plan_text(replace(found, lower_bounds=(any_bound(Problem(found.chain, found.platform, found.policy)),)))
+def stages():
+    return plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0,)), (3, 6, (1,))], weights="2bw")
+
+
+@pytest.fixture(scope="module")
+def plan(stages):
+    bound = any_bound(Problem(stages.chain, stages.platform, stages.policy))
+    return plan_text(replace(stages, lower_bounds=(bound,)))
 
 
 def test_a_plan_that_one_node_lacks_ends_both_with_one_sentence(plan, tmp_path):
@@ -65,12 +74,56 @@ def test_a_signal_before_all_have_met_ends_both_nodes_at_once(plan, tmp_path):
 
 def _once_read(pipe):
     """Wait until somebody has opened ``pipe`` to read."""
+    return _once(lambda: os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def _once(look):
+    """Wait until ``look`` raises no OSError; return what it gives."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
-        with suppress(OSError):  # nobody has
-            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        with suppress(OSError):
+            return look()
         time.sleep(0.01)
-    raise AssertionError("nobody reads the plan")
+    raise AssertionError("it doesn't happen")
+
+
+TELLING = """
+import os
+from pathlib import Path
+from cases.runtime import healthy, vectors as plain
+def vectors(index, seed):
+    if index == 20:
+        Path("half").write_text(str(os.getpid()))
+        os.rename("half", "trains")
+    return plain(index, seed)
+"""
+
+
+@pytest.mark.parametrize("whom", ["agent", "rank"])
+def test_a_signal_leaves_a_checkpoint(whom, stages, plan, tmp_path):
+    """The agent passes it on to its ranks; a scheduler may send it to a rank alone."""
+    folder = tmp_path / "checkpoints"
+
+    def prepare(number):
+        Path("plan.json").write_text(plan)
+        Path("own.py").write_text(TELLING)
+
+    arguments = [*ARGUMENTS, "--steps", "100000", "--checkpoint", str(folder)]
+    with two_nodes(tmp_path, arguments, prepare) as nodes:
+        ranks = [int(_once((node.folder / "trains").read_text)) for node in nodes]
+        os.kill(nodes[1].agent.pid if whom == "agent" else ranks[1], signal.SIGTERM)
+        for node in nodes:
+            node.wait()
+        assert all(has_ended(rank, SECONDS) for rank in ranks)
+        assert all(code for node in nodes for code in node.codes())
+    found = newest(str(folder))
+    assert found is not None
+    assert 0 < found.position.step < 100000
+    said = f"stopped after update {found.position.step}; its checkpoint is in {folder}"
+    assert any(said in node.said() for node in nodes)
+    options = RunOptions(steps=found.position.step + 2, lr=0.01, checkpoint=folder, resume=True)
+    assert run_plan(stages, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), options).losses
+    assert newest(str(folder)).position.step == found.position.step + 2
 
 
 OWN = """

@@ -1,7 +1,6 @@
-"""Runs as a user starts them, from a script: interrupted, killed, and under torchrun."""
+"""Runs as a user starts them, from a script: interrupted and killed."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases.nodes import has_ended
 from cases.patience import SECONDS
 from cases.runtime import chain_of, plan_of
 
@@ -99,18 +99,6 @@ def announced(parent):
     return [int(parent.stdout.readline()) for _ in range(2)]
 
 
-def has_ended(process, seconds):
-    """Wait for a process that is not a child of ours."""
-    try:
-        handle = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], seconds)[0])
-    finally:
-        os.close(handle)
-
-
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by pidfd")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_process_that_started_it(script, signum):
@@ -172,34 +160,6 @@ def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
             parent.kill()
     found = newest(str(folder))
     assert found is not None
-    assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
-    assert resumed("cases.runtime:announcing", folder, 2) == found.position.step + 2
-
-
-@pytest.mark.parametrize("whom", ["agent", "rank"])
-def test_a_signal_under_torchrun_leaves_a_checkpoint(script, whom, tmp_path):
-    """The agent passes it on to its ranks; a scheduler may send it to a rank alone."""
-    folder = tmp_path / "checkpoints"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with subprocess.Popen(
-        [*command, *script("cases.runtime:announcing"), "100000", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    ) as launcher:
-        try:
-            ranks = announced(launcher)
-            os.kill(launcher.pid if whom == "agent" else ranks[-1], signal.SIGTERM)
-            out, _ = launcher.communicate(timeout=SECONDS)
-            assert launcher.returncode != 0
-            assert all(has_ended(rank, SECONDS) for rank in ranks)
-        finally:
-            launcher.terminate()
-    found = newest(str(folder))
-    assert found is not None
-    assert 0 < found.position.step < 100000
     assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
     assert resumed("cases.runtime:announcing", folder, 2) == found.position.step + 2
 
