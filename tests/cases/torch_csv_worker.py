@@ -1,15 +1,10 @@
-"""One rank that runs exported stages on stock torch: ``torch_csv_worker.py RANK RANKS STORE FILES OUT``.
-
-FILES lists exported Python modules with commas; the model has four layers. For each module, OUT gets the losses that
-the rank saw, the gradients of its stages by the names of the model, and the bytes that are held behind the step.
-"""
+"""One rank that runs exported stages, of four layers, on stock torch."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 import json
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -65,14 +60,11 @@ def step(path):
 
 
 def main(rank, ranks, store, files, out):
+    """Write for each file, a Python module, the losses that the rank saw, the gradients of its stages by the names of
+    the model, and the bytes that are held behind the step."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     gc.collect()
     gc.freeze()  # or each look for tensors goes through all of torch
     Path(out).write_text(json.dumps([step(path) for path in files]))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    number, count, where, paths, target = sys.argv[1:]
-    main(int(number), int(count), where, paths.split(","), target)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from collections import OrderedDict
 from copy import deepcopy
@@ -34,6 +32,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.problem.chain import Variant
 from pipeplan.runtime.model.network import chain_network
 from pipeplan.runtime.model.trace.trace import trace_module
+from pipeplan.runtime.processes.own_processes import context_of
 from pipeplan.schedule.simulate import simulate
 from pipeplan.version import __version__
 
@@ -70,21 +69,19 @@ SHARED = [(0, 3, (0,)), (3, 6, (1,)), (6, 9, (0,)), (9, 11, (1,))]
 
 def run_torch(tmp_path: Path, files: list[Path], ranks: int) -> list[list[dict]]:
     """Run the exported modules on one process per rank; the results of each rank, one per module."""
-    worker = Path(__file__).parents[1] / "cases" / "torch_csv_worker.py"
+    from cases import torch_csv_worker as worker
+
+    context, where = context_of(), [tmp_path / str(rank) for rank in range(ranks)]
     started = [
-        subprocess.Popen(
-            [sys.executable, worker, str(rank), str(ranks), tmp_path / "store", ",".join(map(str, files)),
-             tmp_path / str(rank)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        context.Process(target=worker.main, args=(rank, ranks, tmp_path / "store", files, where[rank]), daemon=True)
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     for rank in started:
-        _, errors = rank.communicate(timeout=SECONDS)
-        assert rank.returncode == 0, errors[-2000:]
-    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
+        rank.start()
+    for rank in started:
+        rank.join(SECONDS)
+        assert rank.exitcode == 0
+    return [json.loads(path.read_text()) for path in where]
 
 
 def test_torch_runs_what_is_exported_and_gets_the_serial_loss_and_gradients(tmp_path):
