@@ -34,6 +34,9 @@ Command = Callable[..., tuple[int, str, str]]
 LONG = (  # with which one process of scripts/test each begins, so that none is left with them at the end
     "test_docs.py", "test_softgpu.py", "test_processes.py", "test_layers_together.py",
 )  # fmt: skip
+OF_OTHER_WEIGHTS = {
+    "test_docs.py", "test_explain.py", "test_interval.py", "test_least_late.py", "test_printed.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,15 +89,20 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> None:
         (folder / "files").mkdir()
-        (folder / "names.json").write_text(json.dumps(good_files(folder / "files")))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipeplan.planner.least_late.drained_quickly", lambda *_: None)  # as in plans_alone
+            (folder / "names.json").write_text(json.dumps(good_files(folder / "files")))
 
     return made_once(tmp_path_factory, "good", make)
 
 
-@pytest.fixture
-def no_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans say nothing of other weights, for which is searched behind them, mostly for longer than for them."""
-    monkeypatch.setattr("pipeplan.planner.what_if.alternatives.COMPARED", [])
+@pytest.fixture(autouse=True)
+def plans_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans say nothing of other weights, for which is searched behind them, mostly for longer than for them: but
+    for the tests of what they say."""
+    if request.path.name not in OF_OTHER_WEIGHTS:
+        monkeypatch.setattr("pipeplan.planner.what_if.alternatives.COMPARED", [])
+        monkeypatch.setattr("pipeplan.planner.least_late.drained_quickly", lambda *_: None)
 
 
 @pytest.fixture

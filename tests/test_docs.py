@@ -301,10 +301,13 @@ def check_block(block: str, pipeplan: Command, monkeypatch: pytest.MonkeyPatch) 
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, wanted = part.partition("\n")
-        words, bar, reader = command.removesuffix(" 2>/dev/null").partition(" | ")
+        both = command.endswith(" 2>&1")
+        words, bar, reader = command.removesuffix(" 2>/dev/null").removesuffix(" 2>&1").partition(" | ")
         code, out, said = 0, None, ""
         if re.match(r"pipeplan [^|&;<>$*`]*$", words):  # which needs no shell, and no process that imports all again
-            code, out, said = pipeplan(*shlex.split(words)[1:])
+            with monkeypatch.context() as context:
+                context.setattr(sys, "stderr", sys.stdout if both else sys.stderr)
+                code, out, said = pipeplan(*shlex.split(words)[1:])
         elif re.match(r"python \w+\.py$", words):
             with redirect_stdout(StringIO()) as printed, monkeypatch.context() as context:
                 context.setattr(sys, "argv", shlex.split(words)[1:])

@@ -24,7 +24,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory, good: Path) -> Commands:
     return Commands(tmp_path_factory.mktemp("commands"), good)
 
 
-@pytest.mark.usefixtures("no_alternatives")
 @pytest.mark.parametrize("kind", SHARES)
 def test_broken_files_end_as_they_have_to(kind: str, readers: Readers) -> None:
     found = {}

@@ -14,8 +14,6 @@ from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.report.searched import tensor_degree
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 SEQUENCE, HIDDEN, HEADS, GROUPS = 4096, 512, 8, 4
 SIZES = f"hidden={HIDDEN},heads={HEADS},vocabulary=1000,sequence={SEQUENCE}"
 LLAMA = f"zoo:llama3-8b,blocks=2,groups={GROUPS},feed_forward=1024,{SIZES}"

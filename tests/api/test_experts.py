@@ -15,8 +15,6 @@ from pipeplan.errors import BadInput
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.report.searched import tensor_degree
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 SEQUENCE, HIDDEN, EXPERTS, CHOSEN, WIDTH = 64, 256, 8, 2, 128
 SIZES = f"blocks=2,hidden={HIDDEN},heads=8,groups=4,expert_width={WIDTH},vocabulary=1000,sequence={SEQUENCE}"
 MIXTURE = f"zoo:mixtral-8x7b,{SIZES},experts={EXPERTS},chosen={CHOSEN}"

@@ -9,8 +9,6 @@ from cases.files import written
 
 import pipeplan as pp
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 NONSENSE = (
     *(
         None,

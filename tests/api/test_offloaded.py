@@ -17,8 +17,6 @@ from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Device, Layer, Platform
 from pipeplan.report.searched import tensor_degree
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 RATE = 10**9  # a byte a ns
 
 

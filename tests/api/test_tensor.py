@@ -20,8 +20,6 @@ from pipeplan.errors import BadInput, InvalidPlan
 from pipeplan.problem import Chain, Device, Exchange, Layer, Level, Platform, Variant
 from pipeplan.zoo.text.sizes import TRANSFORMERS
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 HIDDEN, HEADS, SEQUENCE, BATCH = 1024, 16, 512, 2
 GPT = "zoo:gpt2-medium,blocks=2,sequence=512,attention=unfused,dropout=0.1"
 WHERE = {"gpus": "2x4", "gpu": "a100", "network": "25GB/s", "batch": 16, "weights": "flush"}

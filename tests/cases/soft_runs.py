@@ -238,7 +238,7 @@ def on_gpus(name, left, knobs):
     with TemporaryDirectory() as text:
         folder = Path(text)
         try:
-            if mode.resumes:
+            if mode.resumes and "planted" not in knobs:
                 half_way = {"checkpoint": folder / "c", "resume": True}
                 trained(replace(mode, steps=mode.steps - 1), "cuda", folder, **half_way)
                 (folder / "c").rename(folder / "gpu")

@@ -32,6 +32,7 @@ def test_a_plan_carried_to_its_own_profile_is_as_good() -> None:
     carries = 0
     for _ in range(20):
         problem = random_problem(rng, rng.randint(2, 7), rng.randint(1, 4), edges=rng.random() < 0.5, saved=True)
+        problem = problem.with_policy(replace(problem.policy, accumulate=16))
         try:
             plan = make_plan(problem, "contiguous").plan
         except Infeasible:

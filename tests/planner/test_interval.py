@@ -131,7 +131,7 @@ def test_a_batch_of_broken_microbatches_is_refused(options, message, pipeplan):
 
 @pytest.mark.parametrize("weights", ["2bw", "stash", "flush", "latest"])
 def test_a_batch_in_samples_fixes_the_updates_of_every_policy(weights, pipeplan):
-    common = ("plan", RESNET, "--gpus", "2", "--mem", "16GB", "--no-replicas", "--algorithm", "contiguous")
+    common = ("plan", "example:gpt-tiny", "--gpus", "2", "--mem", "1GB", "--no-replicas", "--algorithm", "contiguous")
     code, out, _ = pipeplan(*common, "--weights", weights, "--batch", "64", "--accumulate", "8")
     assert code == 0
     assert "update      every 8 microbatches = 64 samples" in out

@@ -15,8 +15,6 @@ from pipeplan.planner.what_if.carry import carried
 from pipeplan.planner.what_if.moves import SHARE, moved, nearest
 from pipeplan.problem import Chain, Layer
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 MACHINE = {"mem": "1GB", "bandwidth": "100GB/s", "optimizer": "adam", "weights": "2bw", "accumulate": 16}
 ONE_EACH = {"no_replicas": True, "algorithm": "contiguous", "checkpointing": "none"}
 

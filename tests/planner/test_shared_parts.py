@@ -23,8 +23,6 @@ from pipeplan.plan import Plan, Stage
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 MILLION = 10**6
 
 

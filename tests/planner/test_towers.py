@@ -12,8 +12,6 @@ from pipeplan.check.units import CannotExpress
 from pipeplan.errors import Infeasible
 from pipeplan.problem import Chain, Layer, Variant
 
-pytestmark = pytest.mark.usefixtures("no_alternatives")
-
 MS = 10**6
 WORDS = {"gpus": 4, "mem": "100MB", "bandwidth": "10GB/s", "batch": 16, "reserve": None}
 

@@ -38,8 +38,9 @@ def judged(state, average):
     return sum(losses) / 3, sum(errors) / 3
 
 
-@pytest.mark.parametrize("build", ["dropping", "dropping_whole"])
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize(
+    ("case", "build"), [*((case, "dropping") for case in PLANS), ("shared GPUs", "dropping_whole")]
+)
 def test_evaluations_are_those_of_plain_torch_and_change_nothing(case, build, tmp_path):
     """Dropout and batch statistics are those of evaluation; training goes on as without any."""
     make = getattr(runtime_cases, build)

@@ -74,28 +74,25 @@ RUNS = {
         "optimizer": "adam",
         "lr": 0.002,
     },
-    "2bw, two stages on one device": {"versions": [2, 2, 1], "stages": SHARED, "optimizer": "momentum", "steps": 20},
+    "2bw, two stages on one device": {"versions": [2, 2, 1], "stages": SHARED, "optimizer": "momentum"},
     "stash, two microbatches per update": {
         "versions": [3, 2, 1],
         "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))],
         "weights": "stash",
         "accumulate": 2,
         "optimizer": "momentum",
-        "steps": 20,
     },
     "stash, two replicas": {
         "versions": [2, 1],
         "stages": [(0, 5, (0, 1)), (5, 8, (2,))],
         "weights": "stash",
         "optimizer": "momentum",
-        "steps": 20,
     },
     "stash, two stages on one device": {
         "versions": [3, 2, 1],
         "stages": SHARED,
         "weights": "stash",
         "optimizer": "momentum",
-        "steps": 20,
     },
     "stash, batch norm, vertical sync": {
         "versions": [2, 2],
@@ -105,7 +102,6 @@ RUNS = {
         "weights": "stash",
         "vertical_sync": True,
         "optimizer": "momentum",
-        "steps": 20,
     },
     "stash, three stages, vertical sync": {
         "versions": [4, 4, 4],  # as many as the first stage has in flight
@@ -113,7 +109,6 @@ RUNS = {
         "weights": "stash",
         "vertical_sync": True,
         "optimizer": "momentum",
-        "steps": 20,
     },
     "one device": {"versions": [1], "stages": [(0, 8, (0,))], "accumulate": 2, "optimizer": "momentum"},
 }

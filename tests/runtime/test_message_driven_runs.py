@@ -51,24 +51,23 @@ def driven(stages, microbatches, limit=None, *, chain=None, **options):
 
 TRAINING = {  # what a grid's stages do differently
     "stored, 2": {"stages": GRID, "limit": 2},
-    "stored, offloaded, 3": {"stages": GRID, "limit": 3, "offload": True},
     "recomputed, offloaded, 3": {"stages": RECOMPUTED, "limit": 3, "offload": True},
 }
 
 
 @pytest.mark.parametrize("training", TRAINING)
 def test_a_grid_equals_training_in_one_process(training, tmp_path):
-    """Two pipelines of two stages, limits p and 2p - 1, over 16 updates."""
+    """Two pipelines of two stages, limits p and 2p - 1, over eight updates."""
     options = TRAINING[training]
     plan = driven(options["stages"], 8, options["limit"], optimizer="adam")
     policy = replace(plan.policy, offload=options.get("offload", False), bucket_parameters=3000)
     plan = replace(plan, policy=policy)
     saved = tmp_path / "state.pt"
-    report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=16, lr=0.003, seed=1, save=saved))
-    losses, state = serial(GPT, 2, steps=16, accumulate=8, optimizer="adam", lr=0.003, seed=1)
+    report = run_plan(plan, ModelSpec(GPT), RunOptions(steps=8, lr=0.003, seed=1, save=saved))
+    losses, state = serial(GPT, 2, steps=8, accumulate=8, optimizer="adam", lr=0.003, seed=1)
     assert report.losses == pytest.approx(losses, abs=1e-5)
     assert largest_difference(torch.load(saved), state) <= 1e-4  # Adam divides by gradients near 0
-    assert report.step_losses[-1] < report.step_losses[0] - 0.3
+    assert report.step_losses[-1] < report.step_losses[0] - 0.1
     assert len(report.times) == 4
 
 

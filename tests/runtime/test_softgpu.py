@@ -26,10 +26,7 @@ def soft(tmp_path_factory):
     found.close()
 
 
-AT_ONCE = ("1f1b, clipped, from a loader, resumed", "2bw, replicas, in chunks", "zb1p")  # also where nothing is late
-
-
-@pytest.mark.parametrize(("name", "late_us"), [*((name, 200) for name in MODES), *((name, 0) for name in AT_ONCE)])
+@pytest.mark.parametrize(("name", "late_us"), [*((name, 200) for name in MODES), ("zb1p", 0)])  # races are at any speed
 def test_every_mode_equals_cpus(soft, name, late_us):
     found = soft.run(name, delay_us=late_us)
     assert found["told"] == []
