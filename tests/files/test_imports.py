@@ -91,7 +91,7 @@ MODEL_ARGS=(
 export BATCH="--micro-batch-size 2 --global-batch-size=32"
 torchrun --nproc_per_node $GPUS_PER_NODE pretrain_gpt.py ${MODEL_ARGS[@]} $BATCH \
     --pipeline-model-parallel-size ${PP} --use-distributed-optimizer \
-    --recompute-granularity full --recompute-method block --recompute-num-layers 2
+    --recompute-granularity full --recompute-method block --recompute-num-layers 2  # or --num-layers 24
 """
 TOML = """
 [training]
@@ -125,7 +125,7 @@ HALVES = "tok_embeddings," + ",".join(f"layers.{i}" for i in range(6)), ",".join
 READ: dict[str, list[str]] = {
     "megatron": [
         SCRIPT, FOUR, TWO + EACH + " 3", TWO + VIRTUAL + " 2", f"{FOUR}{FIRST} 2 {LAST} 4", f"{FOUR}{FIRST} 3",
-        f"{FOUR}{LAST} 6", f"{TWO}{FIRST} 5 {LAST} 7", f"{HIGH}{FIRST} 12",
+        f"{FOUR}{LAST} 6", f"{FOUR}{FIRST} 1 {LAST} 1", f"{TWO}{FIRST} 5 {LAST} 7", f"{HIGH}{FIRST} 12",
         TWO + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         FOUR + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         LAYOUT + '"Et,(tt|)*3,t*4|t|L"', LAYOUT + "'Et*12|L'", LAYOUT + "'E|t*12L' --untie_embeddings",
@@ -155,13 +155,15 @@ READ: dict[str, list[str]] = {
         f"{LOOPED}{P}pipeline_parallel_layers_per_stage 4", f"{LOOPED}{P}pipeline_parallel_layers_per_stage 7",
         LOOPED.replace("interleaved1f1b", "ZBVZeroBubble"), f"{PAIR}{LESS} 0", f"{PAIR}{LESS} 8",
         f"{PAIR}{P}pipeline_parallel_layers_per_stage 1", TOML, TOML.replace("pipeline_parallel_degree = 2", POINTS),
-        ALONE, TOML.replace("full", "selective"), TOML.replace("full", "none"), SHARDS, SHARDS + RESHARD + "never",
+        ALONE, ALONE.replace("64", "-1"), "seed = 1\n" + TOML,
+        TOML.replace("full", "selective"), TOML.replace("full", "none"), SHARDS, SHARDS + RESHARD + "never",
         f"{P}data_parallel_replicate_degree 4", PAIR + RESHARD + "always", PAIR + RESHARD + "sometimes",
-        f"{SHARDS}{TOKENS} 131072", f"{SHARDS}{TOKENS} 131073", f"{SHARDS}{TOKENS} 0",
+        f"{SHARDS}{TOKENS} 131072", f"{SHARDS}{TOKENS} 131073", f"{SHARDS}{TOKENS} 69632", f"{SHARDS}{TOKENS} 0",
         f"{SHARDS}{TOKENS} 4096 --training.num_tokens_per_microbatch_per_dp_rank 256",
         f"{PAIR}{PARTS}{HALVES[0]} {HALVES[1]},norm,lm_head", f"{PAIR}{PARTS}{HALVES[0]} {HALVES[1]},norm",
         f"{PAIR}{PARTS}{HALVES[0]},layers.6 {HALVES[1]},norm,lm_head", PARTS + "tok_embeddings", PARTS + "tok,norm",
-        PARTS + "layers.1,tok_embeddings", f"{P}pipeline_parallel_degree 4", f"{P}pipeline_parallel_degree 3",
+        PARTS + "layers.1,tok_embeddings", f"{P}pipeline_parallel_degree 4", f"{P}pipeline_parallel_degree 16",
+        f"{SHARDS}{P}pipeline_parallel_schedule GPipe", f"{P}pipeline_parallel_degree 3",
         f"{P}pipeline_parallel_degree 2 {P}pipeline_parallel_schedule GPipe", f"{LOOPED}{AT}layers.3",
         LOOPED.replace("interleaved1f1b", "zbvzerobubble") + AT + "layers.3,layers.4,layers.5,layers.6,layers.7",
         f"{PAIR}{AT}layers.3 layers.2", f"{LOOPED}{AT}layers.3 layers.5,norm", AT + "layers.99", 'hello = "world"',

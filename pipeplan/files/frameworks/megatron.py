@@ -119,8 +119,7 @@ def _mimo(asked: Asked) -> str:
         config = {} if stored else {"granularity": "full", "method": "uniform", "num_layers": 1}
         config = {f"recompute_{key}": value for key, value in config.items()}
         if uneven:
-            letters = ["t" * len(x) for x in blocks]
-            config["pipeline_model_parallel_layout"] = "|".join(["E" + letters[0], *letters[1:-1], letters[-1] + "L"])
+            config["pipeline_model_parallel_layout"] = f"E{'|'.join('t' * len(x) for x in blocks)}L"
         said.append((name, about, config, uneven))
     if "language" not in [name for name, *_ in said]:
         raise CannotExpress(
@@ -157,7 +156,7 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
     shape, units, mtp, way = found.shape, found.units, mtp_layers(chain), found.recompute
     parts = ["".join(_letters_of(unit, mtp) for unit in part) for part in units]
     for s, part in enumerate(parts):
-        if "m" in part and (s < len(parts) - shape.ranks or not s % shape.ranks):
+        if "m" in part and s <= len(parts) - shape.ranks:
             raise CannotExpress(
                 f"megatron: layers of multi-token prediction are in stage {s}; they must be in the last stage of a "
                 "rank that is not the first"
@@ -223,7 +222,7 @@ def read_megatron(source: Source) -> Imported:
         asked = options.count(name, there, least=min(there, 1))
         if asked != there:
             raise BadInput(f"{source.path}: --{name} is {asked}; the profile has {there} {what}")
-    parts = _even(options, ranks) if layout is None else _parsed(options, layout, ranks)
+    parts = _even(options, ranks, mtp) if layout is None else _parsed(options, layout, ranks)
     _compare(source, parts, blocks)
     counts = [len(part) - (mtp - 1 if "m" in part else 0) for part in parts]
     shape = Shape(ranks, source.gpus // ranks, len(parts) // ranks)
@@ -352,7 +351,7 @@ def _letters(path: str, layout: str) -> str:
     return found
 
 
-def _even(options: Options, ranks: int) -> list[str]:
+def _even(options: Options, ranks: int, mtp: int) -> list[str]:
     """Return the letters of each stage without a layout."""
     layers = options.count("num-layers")
     first = options.count("decoder-first-pipeline-num-layers", 0)
@@ -367,7 +366,7 @@ def _even(options: Options, ranks: int) -> list[str]:
     chunks = _chunks(options, rest // middle if middle else first or last)
     shares = [first] * (first > 0) + [rest // middle] * middle if middle else [first]
     shares += [last] * (last > 0)
-    uneven = next((share for share in shares if share % chunks or chunks > layers), None)
+    uneven = next((share for share in shares if share % chunks), None)
     if uneven is not None:
         raise BadInput(f"{options.path}: {uneven} layers of a rank cannot be shared evenly by {chunks} stages")
     counts = [share // chunks for share in shares] * chunks
@@ -375,7 +374,7 @@ def _even(options: Options, ranks: int) -> list[str]:
     counts[-1] -= ends[1]
     parts = ["t" * count for count in counts]
     parts[0] = "E" + parts[0]
-    parts[-1] += "m" * options.count("mtp-num-layers", 0, least=0) + "L"
+    parts[-1] += "m" * mtp + "L"
     return parts
 
 

@@ -46,8 +46,6 @@ def torch_csv(asked: Asked) -> str:
             f"torch-csv: stage {min(program.apart)} recomputes in passes of its own, which torch has none of; export "
             "another --schedule, or plan with --checkpointing none"
         )
-    if program.batch > 1:
-        raise CannotExpress(f"torch-csv: one backward covers {program.batch} microbatches here, and one in torch")
     return written_schedule(program)
 
 
