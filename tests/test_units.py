@@ -150,7 +150,7 @@ def test_printed_forms():
 
 
 def test_three_devices_or_more_in_a_row_are_written_as_a_range():
-    assert [format_devices(x) for x in ((7,), (0, 1), (0, 1, 2, 3), (0, 2, 3))] == ["7", "0,1", "0-3", "0,2,3"]
+    assert [format_devices(x) for x in ((7,), (0, 1), (1, 2, 3), (0, 2, 3))] == ["7", "0,1", "1-3", "0,2,3"]
     assert format_devices((0, 2), ", ") == "0, 2"
 
 

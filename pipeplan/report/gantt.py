@@ -136,12 +136,11 @@ def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, 
         seen: dict[int, list[Bar]] = {} if resource.is_link else {replica: [] for replica in range(resource.replicas)}
         for i in indices:
             op = pattern.operations[i]
-            first = -((op.start_ns + op.duration_ns) // period) - 1
-            for m in range(first, (end - op.start_ns) // period + 1):
+            stop = op.start_ns + op.duration_ns
+            for m in range(-((stop - 1) // period), (end - op.start_ns - 1) // period + 1):
                 begin = op.start_ns + m * period
-                if begin < end and begin + op.duration_ns > 0:
-                    bar = Bar(begin, begin + op.duration_ns, op.kind, op.stage, m, chunk.get(op.stage, 0))
-                    seen.setdefault(m % resource.replicas, []).append(bar)
+                bar = Bar(begin, begin + op.duration_ns, op.kind, op.stage, m, chunk.get(op.stage, 0))
+                seen.setdefault(m % resource.replicas, []).append(bar)
         for replica, bars in sorted(seen.items()):
             device = None if resource.is_link else resource.devices[replica]
             name = resource.one_name(replica) if device is None else gpu_name(device, resource.width)
@@ -227,9 +226,8 @@ def draw(rows: Sequence[GanttRow], start_ns: int, end_ns: int, width: int) -> li
     A bar shows its kind and microbatch (``F12``) where there is room, filled with its kind's sign, so that it reads
     without colour too: = forward, # backward, + weight gradients, > and < transfers, . idle.
     """
-    margin = max((len(row.name) for row in rows), default=0) + 1
-    columns = max(1, width - margin)
-    lines, span = [], max(1, end_ns - start_ns)
+    margin = max(len(row.name) for row in rows) + 1
+    columns, span, lines = width - margin, end_ns - start_ns, []
     for row in rows:
         cells: list[tuple[str, str]] = [(".", "dim")] * columns
         for bar in row.bars:

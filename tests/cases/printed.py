@@ -38,6 +38,7 @@ MADE = {  # files of their own, each by a command
     "parallel.json": f"plan a.json {ON} --split 5 --on 0-1 --weights stash",
     "tight.json": "plan a.json --gpus 2 --mem 14MB --bandwidth 1GB/s --split 3,2 --on 0/1 --weights 2bw",
     "replicas.json": "plan a.json --platform servers.json --split 2,3 --on 0-1/2-3 --weights stash",
+    "uneven.json": "plan a.json --platform servers.json --split 2,3 --on 0/1-3 --weights stash",
     "small.json": f"plan a.json --gpus 2 --mem 12MB --bandwidth 1GB/s {STAGES} --weights flush --schedule 1f1b",
     "again.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights flush --schedule 1f1b",
     "segments.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights latest --optimizer momentum",
@@ -103,11 +104,15 @@ def of_a_model(folder: Path) -> None:
     assert (done.code, done.raised) == (0, None), done
     (folder / "runs.csv").write_text("ms,batch,gb\n" + "".join(f"{n + n % 3},{2 * n},0.1\n" for n in range(1, 10)))
     (folder / "few.csv").write_text("ms,batch\n2,2\n3,4\n")
-    for name, steps in (("trace", 12), ("short", 2)):
-        script = script_of(Policy("2bw", 2), Schedule(), steps, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
+    for name, weights, schedule, steps in (
+        ("drained", "flush", Schedule("flush", 2), 12),
+        ("trace", "2bw", Schedule(), 12),
+        ("short", "2bw", Schedule(), 2),
+    ):
+        script = script_of(Policy(weights, 2), schedule, steps, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
         found = replace(make_report(script, replayed(script, 3)), transfers=(TransferTime("F", 0, 1, 7 * 10**5, 1),))
         (folder / f"{name}.json").write_text(measured_trace(script.plan, found))
-        if steps > 2:
+        if name == "trace":
             ends, last = [times[-1].end_ns for times in found.times], found.times[0][-1]
             beside = [
                 replace(last, activity=kind, stage=stage, start_ns=ends[0] + start, end_ns=ends[0] + stop)
@@ -120,7 +125,7 @@ def of_a_model(folder: Path) -> None:
             (folder / "other.json").write_text(measured_trace(script.plan, other))
         bound = quick_bound(Problem(script.plan.chain, script.plan.platform, script.plan.policy))
         plan = replace(script.plan, lower_bounds=(bound,))
-        (folder / "run.json").write_text(plan_text(plan))
+        (folder / ("drained-run.json" if name == "drained" else "run.json")).write_text(plan_text(plan))
         (folder / "named.json").write_text(plan_text(replace(plan, chain=replace(plan.chain, name="a:b"))))
 
 
@@ -149,10 +154,12 @@ def printed(words: str, folder: Path) -> str:
         cells = [[" ".join(html.unescape(x).split()) for x in re.split("<[^>]+>", line)] for line in told.splitlines()]
         lines = ["|".join(filter(None, row)) for row in cells]
         lines += map(json.dumps, [*data.pop("charts").items(), *data.items()])
-        lines += [" ".join(re.findall(x, whole)) for x in (r"width:[\d.]+%", r'[yh][^ ]*="[\d.]+"', r' d="[^"]*"')]
+        shapes = (r"width:[\d.]+%", r'[yh][^ ]*="-?[\d.]+"', r' d="[^"]*"', r'data-[a-z]+="[^"]*"')
+        lines += [" ".join(re.findall(x, whole)) for x in shapes]
         text += "\n".join(filter(None, lines)) + "\n"
     for path in sorted({*folder.iterdir()} - before):
         text += f"made {path.name}\n"
+        text += path.read_text() if path.stat().st_size < 1000 else ""
         path.unlink()
     text = text.replace(str(folder), "HERE")
     if words.startswith("import") or " --for " in words:  # how near a bound comes to it in the time that it has

@@ -77,6 +77,8 @@ PROFILE: list[dict[str, Any]] = [  # places, with dots between their parts, and 
     *({"variants": [PART | {"tensor": x}]} for x in (1, 4096, 4097)),
     {"variants": [PART, PART]},
     {"variants": [PART], "tensor": 2},
+    {"variants": [PART], "context": 2},
+    {"edges": [[0, 1], [0, 2], [2, 3]], "layers.0.output_bytes": MOST // 2, "layers.3.output_bytes": MOST // 4},
     {"variants": [PART | {"layers": PART["layers"][::-1]}]},
     {"variants": [PART], "variants.0.layers.1.forward_ns": -1},
     *({"variants": [PART], "variants.0.layers.1.own_parameters": x} for x in (0, 10, 11, -1)),
@@ -106,7 +108,7 @@ PLATFORM: list[dict[str, Any]] = [
     {"memory": None, "devices": [{"memory": "1GB"}, {}]},
     *(
         {"devices": [{}, {"speed": x}]}
-        for x in (0.001, 0.0009, 1000, 1001, 1, 0.5, 0.3333, 0.333, 2 / 3, 1.0005, 999.999)
+        for x in (0.001, 0.0009, 1000, 1001, 1, 0.5, 0.3333, 0.333, 2 / 3, 2 / 1001, 1.0005, 999.999)
     ),
     *({"overhead": x} for x in ("2us", "0us", "x")),
     *({"reserve": x} for x in ("1MB", "999MB", "1GB", "2GB", "0B")),
@@ -244,6 +246,7 @@ TEXTS: dict[Callable[[str], Any], Sequence[str]] = {
             ([piper(0, 3)], [(0, 1, 1)]),
             ([piper(0, 3), piper(1, 3)], [(0, 1, 1), (1, 0, 1)]),
             ([piper(0, None, 3)], []),
+            ([piper(0, 0)], []),
             ([], []),
         )
     ],

@@ -8,6 +8,7 @@ import signal
 import stat
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -215,5 +216,10 @@ def test_what_can_be_written_is_known_before(tmp_path):
     ):
         with pytest.raises(BadInput, match=f"cannot be written: {words}"):
             check_writable(str(path))
+    with (
+        mock.patch("os.access", lambda path, mode: mode != os.W_OK),
+        pytest.raises(BadInput, match="Permission denied"),
+    ):
+        check_writable("/dev/null")
     assert old.read_text() == "old"
     assert entries(tmp_path) == ["old", "pipe"]

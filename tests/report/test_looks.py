@@ -31,6 +31,12 @@ def test_a_narrower_one_cuts_them_in_the_middle(capsys):
     assert max(map(len, lines)) <= 34
 
 
+def test_what_is_not_marked_has_no_colour(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console(40).print("12 [bold] :smile:")
+    assert capsys.readouterr().out == "12 [bold] :smile:\n"
+
+
 def test_no_terminal_is_so_narrow_that_a_column_is_broken_off(capsys):
     lines = printed(capsys, 20)
     assert [line.split() for line in lines if "head" in line] == [["head", "1.00", "2.00"]]

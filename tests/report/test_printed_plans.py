@@ -39,7 +39,7 @@ def plans(folder: Path) -> str:
         return replace(plan, chain=replace(plan.chain, **fields))
 
     ms, others = 10**6, [Alternative(w, n, ns) for w, n, ns in CHANGES]
-    period = 10_312_500
+    period, loops = 10_312_500, replace(zb.lower_bounds[0], schedule="interleaved", period_ns=1)
     cases = {
         "plan": plan,
         "solver": found(plan, {"solver_status": "interrupted", "claimed_period_ns": 9 * ms, "algorithm": "madpipe"}),
@@ -61,6 +61,11 @@ def plans(folder: Path) -> str:
                 "8": {"bound_ns": 1},
             },
         ),
+        "others alone": found(plan, tensor={"2": {"period_ns": period, "bound_ns": 5}, "4": {}}),
+        "no bounds": found(plan, tensor={"1": {"period_ns": period}, "2": {"period_ns": period}}),
+        "grid alone": found(of(plan, within=(0.9, 1.2)), grid={"batch_ns": 100, "microbatch": 8}),
+        "grids alone": found(of(plan, within=(0.9, 1.2)), grids=[{"batch_ns": 9}]),
+        "no bound": found(plan, tensor={"1": {"period_ns": period}, "2": {"bound_ns": 0}}),
         "experts": of(plan, experts=2, imbalance=1.5, context=2, selective=True, tensor=2, offloaded=10**9),
         "even": of(plan, experts=2, context=2, by_heads=True),
         "near": of(
@@ -81,9 +86,12 @@ def plans(folder: Path) -> str:
                 "best_coming_bytes": 2 * ms,
             },
         ),
+        "no best": found(plan, resumed={"held_bytes": 10**7, "best_coming_bytes": 2 * ms}),
         "came": found(replicas, resumed={"held_bytes": 10**7}),
         "zb": zb,
         "for": found(zb, **{"for": "torch", "price": {"any": 9 * ms, "1f1b": 10**8}, "binds": "memory"}),
+        "interleaved": found(replace(zb, lower_bounds=(*zb.lower_bounds, loops)), **{"for": "torch"}),
+        "half an order": found(zb, order={"bound_ns": 1}),
         "order": found(zb, order={"bound_ns": 10**7, "value_ns": 11 * ms}),
         "proved": found(zb, order={"bound_ns": 10**7, "value_ns": 10**7}),
         "policy": replace(
@@ -139,7 +147,7 @@ def measured(folder: Path) -> str:
     parts = (chain.layers[0], half, replace(half, backward_ns=chain.layers[1].backward_ns), *chain.layers[2:])
     steady = tuple(LayerMeasurement(x, 5, 10**5 * i, 2 * 10**4) for i, x in enumerate(parts))
     whole = tuple(LayerMeasurement(x, 5, 0, 10**6 * (i % 2)) for i, x in enumerate(chain.layers))
-    tied = ((0, 2), (1, 3), (1, 4))
+    tied = ((0, 2), (1, 3))
     text = ""
     for found, told in (
         (steady, replace(chain, device="some CPU, 1 thread", beside=3, reading_ns=10**6, tied=tied)),

@@ -79,7 +79,8 @@ def shown(axes):
     spines = [name for name, x in axes.spines.items() if x.get_visible()]
     yield f"{figures(axes.get_xlim())} {figures(axes.get_ylim())} {spines}"
     texts = [f"{x.get_text()} {figures(x.get_position())}" for x in axes.texts]
-    yield f"{len(texts)} labels, {texts[:2]} to {texts[-2:]}"
+    sizes = [x.get_fontsize() for x in (axes.title, axes._left_title, *axes.get_yticklabels(), *axes.texts)]
+    yield f"{len(texts)} labels, {texts[:2]} to {texts[-2:]}, sizes {figures(sorted(set(sizes)))}"
     for x in axes.collections:
         if x.get_label()[0] != "_":  # which are of the colours' own
             corners = np.array([path.vertices[:4] for path in x.get_paths()])
@@ -91,7 +92,8 @@ def shown(axes):
         yield f"{x.get_array().shape} {figures(x.get_extent())} {x.get_clim()} {to_hex(x.get_cmap()(2.0))}"
         yield f"  {figures(x.get_array().sum(1))}"
     if (legend := axes.get_legend()) is not None:
-        yield f"legend {[x.get_text() for x in legend.get_texts()]}"
+        texts = [f"{x.get_text()} {x.get_fontsize()}" for x in legend.get_texts()]
+        yield f"legend {texts} {legend.get_frame_on()}"
 
 
 def figures(values):

@@ -100,10 +100,12 @@ def test_comparison_says_which_schedule_cannot_be():
 def test_a_small_run_is_drawn_whole_and_a_long_one_in_readable_pieces():
     short, long = (simulate(one_f_one_b(balanced(4, 10, 20), m)) for m in (4, 100))
     assert panels(short, 200) == [("all of it", 0, short.makespan_ns)]
+    assert panels(short, 0) == panels(short, 28) == panels(short, 200)
+    assert [title for title, _, _ in panels(short, 27)] == ["fill", "middle", "drain"]
     pieces = panels(long, 74)
     assert [title for title, _, _ in pieces] == ["fill", "middle", "drain"]
     assert (pieces[0][1], pieces[-1][2]) == (0, long.makespan_ns)
-    assert len({end - start for _, start, end in pieces}) == 1
+    assert {end - start for _, start, end in pieces} == {185}  # 74 columns of which four are a forward of 10 ns
 
 
 @pytest.mark.parametrize("width", [80, 200])

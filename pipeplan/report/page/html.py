@@ -352,16 +352,14 @@ def _memory(simulation: Simulation) -> str:
     figures = []
     lanes = _fullest(simulation)
     uses = [simulation.uses[device] for _, device, _ in lanes]
-    highest = max((use.peak_bytes for use in uses), default=1)
-    limits = max((use.memory_bytes for use in uses), default=1)
+    highest, limits = max(use.peak_bytes for use in uses), max(use.memory_bytes for use in uses)
     top = 1.05 * (highest if 0 < FAR * highest <= limits else max(highest, limits))
-    span = max(1, timeline.makespan_ns)
     for (i, device, name), use in zip(lanes, uses, strict=True):
         static, peak, memory = use.static_bytes, use.peak_bytes, use.memory_bytes
         path: list[str] = []
         last = 0.0
         for at, held in activation_steps(timeline, i):
-            x, y = 100 * at / span, 1000 * (1 - (static + held) / top)
+            x, y = 100 * at / timeline.makespan_ns, 1000 * (1 - (static + held) / top)
             path.append(f"L{x:.3f} {last:.1f}L{x:.3f} {y:.1f}" if path else f"M{x:.3f} 1000L{x:.3f} {y:.1f}")
             last = y
         path.append(f"L100 {last:.1f}L100 1000Z")

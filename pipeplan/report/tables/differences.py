@@ -226,7 +226,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    mean: np.ndarray = (np.cumsum(counts) - (counts + 1) / 2)[place]
+    mean: np.ndarray = (np.cumsum(counts) - counts / 2)[place]
     return mean
 
 

@@ -65,7 +65,7 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
         where = "beside the GPU" if chain.reads_beside else f"once in the forward of {first} and once in that of {last}"
         out.print(f"reading takes {format_ns(chain.reading_ns)} a microbatch, {where}")
     for one, other in chain.tied[:1]:
-        more = f" (and {len(chain.tied) - 1} more pairs)" if len(chain.tied) > 1 else ""
+        more = f" (and {len(chain.tied) - 1} more)" if len(chain.tied) > 1 else ""
         names = f"{shown(chain.layers[one].name)} and {shown(chain.layers[other].name)}{more}"
         out.print(f"note: {names} share weights, which each of them counts, and the sum once")
     if bound:
