@@ -36,7 +36,7 @@ LONG = (  # with which one process of scripts/test each begins, so that none is 
 )  # fmt: skip
 OF_OTHER_WEIGHTS = {
     "test_docs.py", "test_explain.py", "test_interval.py", "test_least_late.py", "test_printed.py",
-    "test_run_command.py",
+    "test_printed_plans.py", "test_printed_runs.py", "test_refused.py", "test_run_command.py",
 }  # fmt: skip
 
 

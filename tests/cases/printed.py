@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -132,15 +134,16 @@ def of_a_model(folder: Path) -> None:
 def printed(words: str, folder: Path) -> str:
     """Return what a command prints, or the text and the data of the page that it writes, without seconds and versions.
 
-    Of a document in JSON each entry is a line.
+    Of a document in JSON each entry is a line. A command behind ``bold`` prints on a terminal that has colours.
     """
     quiet, few = (
         patch("pipeplan.cli.showing.QUIET_S", math.inf),
         patch("pipeplan.report.tables.differences.MOST_ROWS", 5),
     )
     before = {*folder.iterdir()}
-    with quiet, few:  # no line of progress, and not very many of differences
-        done = called(words.split(), folder)
+    colours = {"FORCE_COLOR": "1", "TERM": "xterm"} if words.startswith("bold ") else {}
+    with quiet, few, patch.dict(os.environ, colours):  # no line of progress, and not very many of differences
+        done = called(shlex.split(words.removeprefix("bold ")), folder)
     assert done.raised is None, done
     text = done.out + "".join(f"! {x}\n" for x in done.err.splitlines() if x.startswith(("error", "Error", "note")))
     if text.startswith(("{", "[")):

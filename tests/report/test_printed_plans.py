@@ -39,6 +39,7 @@ def plans(folder: Path) -> str:
         return replace(plan, chain=replace(plan.chain, **fields))
 
     ms, others = 10**6, [Alternative(w, n, ns) for w, n, ns in CHANGES]
+    large = replace(plan.platform.devices[0], memory_bytes=2 * 10**9)
     period, loops = 10_312_500, replace(zb.lower_bounds[0], schedule="interleaved", period_ns=1)
     cases = {
         "plan": plan,
@@ -67,6 +68,8 @@ def plans(folder: Path) -> str:
         "grids alone": found(of(plan, within=(0.9, 1.2)), grids=[{"batch_ns": 9}]),
         "no bound": found(plan, tensor={"1": {"period_ns": period}, "2": {"bound_ns": 0}}),
         "experts": of(plan, experts=2, imbalance=1.5, context=2, selective=True, tensor=2, offloaded=10**9),
+        "small": of(plan, microbatch=1),
+        "two memories": replace(plan, platform=replace(plan.platform, devices=(large, plan.platform.devices[0]))),
         "even": of(plan, experts=2, context=2, by_heads=True),
         "near": of(
             found(plan, zero={"1": period + 9 * 10**4}, unpipelined_ns=period + 10**5, pipeline_ns=period + 2 * 10**5),

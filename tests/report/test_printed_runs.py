@@ -28,7 +28,7 @@ from pipeplan.problem import Policy
 pytest.importorskip("torch")
 from cases.measured import replayed, script_of
 
-from pipeplan.report.tables.run import print_report, progress_printer
+from pipeplan.report.tables.run import KEPT_OFF, print_report, progress_printer
 from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory, DeviceState, ReadingTime, TransferTime, make_report
 
@@ -93,7 +93,7 @@ def runs() -> dict[str, str]:
         forgotten=7,
         memory=(DeviceMemory(0, 0, 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9, 2),),
         states=(DeviceState(0, 0, 10**6, 2 * 10**6, 10**6, 10**6),),
-        reading=(ReadingTime(0, 0, 2, 10**6),),
+        reading=(ReadingTime(0, 0, 2, 10**6), ReadingTime(1, 1, 1, 10**6)),
         gradient_norms=(None, 1.0, 2.0),
         loss_scale=1024.0,
         skipped=(3,),
@@ -103,12 +103,13 @@ def runs() -> dict[str, str]:
     )
     away = replace(script.plan, chain=replace(script.plan.chain, device="a GPU"))
     sent = (TransferTime("F", 0, 1, 7 * 10**5, 2 * 10**5), TransferTime("B", 1, 1, 9 * 10**5, 2 * 10**5))
+    abroad = replace(plain, transfers=sent, hardware=("b", "a"), forgotten=3, kept_off=KEPT_OFF)
     small = script_of(Policy("2bw", 2), Schedule(), 1, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
     short = make_report(small, replayed(small, 2))
     driven = replace(script.plan, schedule=Schedule("message-driven", 2, 2), pattern=None)
     texts = {}
     for name, words in {
-        "run-away": (away, replace(plain, transfers=sent, hardware=("b", "a"), forgotten=3), False, False),
+        "run-away": (away, abroad, False, False),
         "run-short": (script.plan, short, False, False),
         "run-driven": (driven, plain, False, False),
         "run": (script.plan, plain, False, False),

@@ -79,6 +79,7 @@ run zb.json --log-dir x --evaluate
 run zb.json --dry-run --limit 3
 run zb.json --dry-run --timeout 0s
 run zb.json --dry-run --metrics loss,,x
+run zb.json --dry-run --no-decay "a, b"
 export plan.json --to torch-csv --schedule nothing
 export plan.json --to nothing
 export zb.json --to torchtitan --schedule 1f1b --rename block
