@@ -235,8 +235,8 @@ def command(
             write_text(trace, measured_trace(loaded, report))
 
     heard = {} if as_json else {"say": status().say}
-    measure = partial(period_now, loaded, spec, asked.threads, **heard) if bracket else None
-    before = None if measure is None else measure()
+    measure = partial(period_now, loaded, spec, asked.threads, **heard)
+    before = measure() if bracket else None
     with ExitStack() as held:
         scalars = None if log_dir is None else held.enter_context(closing(Late("runtime.scalars:Scalars")(log_dir)))
         if scalars is not None:
@@ -256,7 +256,7 @@ def command(
             scalars.finish(report, asked.steps)
     if report is None:  # another rank under torchrun reports
         return
-    if measure is not None and before is not None:
+    if before is not None:
         try:
             report = replace(report, bracket=(before, measure()))
         except PipeplanError as error:  # what was trained counts more
@@ -322,8 +322,6 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
         _note(note)
     away = elsewhere(plan.chain, kind)
     spec.check()  # what is wrong with its names is said alone
-    if as_json:
-        status().say("")
-    elif not options.evaluates and not number_in_environment("RANK"):
+    if not (as_json or options.evaluates or number_in_environment("RANK")):
         click.echo(announced(plan, options.steps, away), err=True)
     return away

@@ -16,16 +16,17 @@ import msgspec
 from cases.kept import check_kept
 
 from pipeplan.errors import BadInput
+from pipeplan.files import graph_txt
 from pipeplan.files.machines import accelerators
 from pipeplan.files.machines.accelerators import KINDS, accelerator
-from pipeplan.files.machines.platforms import PlatformFile, platform_form, platform_of, platform_of_gpus
+from pipeplan.files.machines.platforms import PlatformFile, grouped, platform_form, platform_of, platform_of_gpus
 from pipeplan.files.measured_runs import read_rows
 from pipeplan.files.piper_json import AGAIN
 from pipeplan.files.piper_json import KEPT as KEPT_BY
 from pipeplan.files.profile_rules import check_chain
 from pipeplan.files.profiles import profile_text, read_profile
 from pipeplan.files.schedule_csv import read_schedule
-from pipeplan.problem import Chain, Layer
+from pipeplan.problem import Chain, Layer, Platform
 
 KEPT = Path(__file__).with_name("values.txt")
 NAMES, MOST = ("a", "b", "c", "d"), 10**15
@@ -199,7 +200,7 @@ def told() -> str:
         except BadInput as error:
             lines.append(f"{words}: {error}")
     with TemporaryDirectory() as folder:
-        return "\n".join([*lines, *of_accelerators(), *of_texts(Path(folder))]) + "\n"
+        return "\n".join([*lines, *of_limits(), *of_accelerators(), *of_texts(Path(folder))]) + "\n"
 
 
 def piper(number: int, kept: float | None, again: float | None = None, name: str = "", degrees: Any = ("1",)) -> Any:
@@ -269,6 +270,22 @@ def of_texts(folder: Path) -> Iterator[str]:
             except BadInput as error:
                 told = f"! {error}"
             yield f"{text[-60:]!r}: {told.replace(str(folder), '')}"
+
+
+def of_limits() -> Iterator[str]:
+    """Yield what is said at limits that no small file meets, and of groups of four GPUs."""
+    three = f"{BOTH}{THIRD}\n node1 -- node2\n node1 -- node30\n node2 -- node30"
+    for limits in ({"MOST_LAYERS": 3, "MOST_EDGES": 3}, {"MOST_LAYERS": 2}, {"MOST_EDGES": 2}):
+        with patch.multiple(graph_txt, **limits):
+            try:
+                yield f"{limits}: {len(graph_txt.read_graph_text(three, 'g', 'g'))}"
+            except BadInput as error:
+                yield f"{limits}: {error}"
+    for count in (4, 6):
+        try:
+            yield f"{len(grouped(Platform.flat(count, 10**9, 10**9), replace(CHAIN, tensor=4), 'p'))}"
+        except BadInput as error:
+            yield str(error)
 
 
 def of_accelerators() -> Iterator[str]:

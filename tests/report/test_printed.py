@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cases.printed import ESTIMATED, IMPORTED, ON, STAGES, check_printed, printed
 
-BILL = "--samples 1e6 --price 2.5"
+BILL = "--samples 1e13 --price 2.5"
 COMMANDS = {
     "plan": f"plan a.json {ON} {STAGES} --weights 2bw --optimizer adam --precision mixed",
     "plan-json": f"plan a.json {ON} {STAGES} --weights flush --schedule 1f1b --latency 0us --json",
@@ -129,6 +129,9 @@ COMMANDS = {
     "list-algorithms": "list algorithms --json",
     "list-profiles": "list profiles",
     "report-loop": "report loop.json -o page.html",
+    "compare-late": "compare a.json --gpus 2 --mem 1GB --algorithms contiguous,gpipe --time-limit 1ns",
+    "for-titan": "plan a.json --gpus 2 --mem 1GB --bandwidth 1GB/s --for torchtitan --batch 8 -o for.json",
+    "schema": "schema accelerator",
     "report-tight": "report tight.json -o page.html",
     "report-drained": "report drained-run.json -o page.html --trace drained.json",
     "show-uneven": "show uneven.json",

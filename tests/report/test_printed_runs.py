@@ -208,10 +208,13 @@ def played(folder: Path) -> str:
         patch("pipeplan.runtime.processes.launch.tell_others", tell),
         patch("pipeplan.runtime.surroundings.untried", lambda version: f"untried {version.count('.')}"),
         patch("pipeplan.cli.showing.QUIET_S", math.inf),
+        patch("pipeplan.cli.run.status", lambda: SimpleNamespace(say=lambda words: told.append(f"> says {words!r}"))),
         patch.dict(sys.modules, {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=Writer)}),
     ):
         for words in PLAYED:
             lines += line(words)
+        with patch("pipeplan.planner.least_late.drained_quickly", lambda *_: None):
+            lines += line(f"run run.json {M} --against flush")
         ends.append(RunStopped("it was stopped", 143))
         lines += line(f"{ranks} --trace t.json")
         ends[0] = RunStopped("it was stopped", report=report)
