@@ -80,6 +80,10 @@ def files(folder: Path) -> None:
     broken = json.loads((folder / "plan.json").read_text())
     broken["stages"][0]["stop"], broken["gap"] = 2, 7
     (folder / "broken.json").write_text(json.dumps(broken))
+    wrong = json.loads((folder / "plan.json").read_text())
+    wrong |= {"gap": 7, "samples_per_update": 1}
+    wrong["devices"][0]["peak_bytes"], wrong["delays"][0]["most"], wrong["groups"][1]["number"] = 1, 5, 6
+    (folder / "wrong.json").write_text(json.dumps(wrong))
     (folder / "loop.csv").write_text(called(EXPORTED.split(), folder).out)
     (folder / "stuck.csv").write_text(STUCK)
     (folder / "short.csv").write_text("0F0,0B0\n1F0\n")

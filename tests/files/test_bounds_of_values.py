@@ -18,7 +18,7 @@ from cases.kept import check_kept
 from pipeplan.errors import BadInput
 from pipeplan.files import graph_txt
 from pipeplan.files.machines import accelerators
-from pipeplan.files.machines.accelerators import KINDS, accelerator
+from pipeplan.files.machines.accelerators import KINDS, accelerator, with_constants
 from pipeplan.files.machines.platforms import PlatformFile, grouped, platform_form, platform_of, platform_of_gpus
 from pipeplan.files.measured_runs import read_rows
 from pipeplan.files.piper_json import AGAIN
@@ -294,6 +294,8 @@ def of_accelerators() -> Iterator[str]:
         gpu = accelerator(name)
         for number, last in (("float32", False), ("float16", False), ("bfloat16", True), ("tf32", False)):
             yield f"{name} {number} {last}: {[gpu.rate(kind, number, last) for kind in KINDS]}"
+        for within in (None, (0.5, 2.0)):
+            yield f"{name} {within}: {with_constants(gpu, gpu.constants(), 'runs', within)}"
         types = ("float32", "float16", "float8_e4m3fn")
         yield f"{name}: {[gpu.number(dtype, kind) for dtype in types for kind in KINDS[::4]]}"
         for host in (None, "20us", "graphs", "9us,30us"):

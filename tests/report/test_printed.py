@@ -62,6 +62,7 @@ COMMANDS = {
     "diff-short": "diff run.json short.json",
     "check": "check replicas.json",
     "check-broken": "check broken.json",
+    "check-wrong": "check wrong.json",
     "check-json": "check plan.json --json",
     "check-schedule": "check loop.json --schedule loop.csv",
     "check-stuck": "check --schedule stuck.csv",
