@@ -202,14 +202,8 @@ def test_levels_join_units_of_the_level_below():
     platform = Platform((Device(1),) * 24, (Level(2, 100), Level(3, 50, 7), Level(4, 80, 3)))
     assert platform.unit_sizes == (2, 6, 24)
     assert [platform.level_of(d) for d in ([0], [0, 1], [1, 2], [0, 5], [5, 6], [6, 11], [0, 23])] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        1,
-        2,
-    ]
+        0, 0, 1, 1, 2, 1, 2,
+    ]  # fmt: skip
     assert platform.level_of([8, 3]) == 2  # any order
     assert platform.paths == ((100, 0), (50, 7), (50, 7))  # the slowest part of the path decides
 

@@ -207,12 +207,6 @@ def heard_series(index, seed):
 
 
 DATA = {
-    heard: heard_series,
-    two_losses: labelled,
-    graph_net: graphs,
-    recurrent: series,
-    patches: waves,
-    spectral: rows,
-    frozen: tokens,
-    quantised: points,
-}
+    heard: heard_series, two_losses: labelled, graph_net: graphs, recurrent: series, patches: waves, spectral: rows,
+    frozen: tokens, quantised: points,
+}  # fmt: skip

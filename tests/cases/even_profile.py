@@ -9,12 +9,6 @@ LAYERS: list[dict[str, Any]] = [
     for i in range(8)
 ]
 PROFILE: dict[str, Any] = {
-    "format": "pipeplan-profile/1",
-    "name": "even",
-    "microbatch": 4,
-    "dtype": "float32",
-    "device": "made up",
-    "source": "a test",
-    "input_bytes": 10**6,
-    "layers": LAYERS,
-}
+    "format": "pipeplan-profile/1", "name": "even", "microbatch": 4, "dtype": "float32", "device": "made up",
+    "source": "a test", "input_bytes": 10**6, "layers": LAYERS,
+}  # fmt: skip

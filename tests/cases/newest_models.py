@@ -10,15 +10,9 @@ from torch.nn.utils import parametrizations
 def sequence_layers():
     torch.manual_seed(11)
     return [
-        States(nn.LSTM, 6, 8),
-        nn.LayerNorm(8),
-        SelfAttention(8, 2),
-        nn.BatchNorm1d(5),
-        States(nn.GRU, 8, 6),
-        nn.Linear(6, 8),
-        nn.Tanh(),
-        nn.Linear(8, 3),
-    ]
+        States(nn.LSTM, 6, 8), nn.LayerNorm(8), SelfAttention(8, 2), nn.BatchNorm1d(5), States(nn.GRU, 8, 6),
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3),
+    ]  # fmt: skip
 
 
 def sequences(batch):
@@ -33,15 +27,9 @@ def sequence_data(index, seed):
 def image_layers():
     torch.manual_seed(12)
     layers = [
-        nn.Conv2d(2, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 2),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-        nn.BatchNorm1d(10),
-        nn.Linear(10, 3),
-    ]
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(64, 10),
+        nn.BatchNorm1d(10), nn.Linear(10, 3),
+    ]  # fmt: skip
     return [layer.double() for layer in layers]
 
 

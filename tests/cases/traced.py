@@ -379,20 +379,10 @@ def next_tokens(index, seed):
 
 
 DATA = {
-    recurrent: next_tokens,
-    attending: sequences,
-    averaging: labelled,
-    branches: images,
-    residual: images,
-    noisy: images,
-    widening: images,
-    transformer: tokens,
-    tied_transformer: tokens,
-    entwined: tokens,
-    two_inputs: pairs,
-    shared_norm: vectors,
-    power_iterated: vectors,
-}
+    recurrent: next_tokens, attending: sequences, averaging: labelled, branches: images, residual: images,
+    noisy: images, widening: images, transformer: tokens, tied_transformer: tokens, entwined: tokens, two_inputs: pairs,
+    shared_norm: vectors, power_iterated: vectors,
+}  # fmt: skip
 
 
 def serial(build, *, steps, accumulate, optimizer, lr, version=None, stage_of=None, data=None):

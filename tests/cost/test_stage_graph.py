@@ -63,13 +63,8 @@ def test_pairs_of_groups_share_links_which_are_one_per_direction_in_full_duplex(
     assert [r.replicas for r in graph.resources] == [2, 1, 2]
     assert [graph.resources[2].one_name(i) for i in range(2)] == ["link 0 - 2", "link 1 - 2"]
     assert [path(graph)[i] for i in graph.on_resource[2]] == [
-        "SEND_F0",
-        "SEND_F1",
-        "SEND_F2",
-        "SEND_B3",
-        "SEND_B2",
-        "SEND_B1",
-    ]
+        "SEND_F0", "SEND_F1", "SEND_F2", "SEND_B3", "SEND_B2", "SEND_B1",
+    ]  # fmt: skip
     duplex = Platform(FLAT.devices, FLAT.levels, full_duplex=True)
     graph = stage_graph(CHAIN, duplex, Policy(), stages)
     assert [r.name for r in graph.resources[2:]] == ["link 0,1 -> 2", "link 2 -> 0,1"]

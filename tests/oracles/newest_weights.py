@@ -233,18 +233,12 @@ def of_states(module):
 
 
 EMULATED = {
-    nn.Linear: Linear,
-    nn.Conv2d: Conv2d,
-    nn.BatchNorm1d: Normal,
-    nn.BatchNorm2d: Normal,
-    nn.LayerNorm: Normal,
-    SelfAttention: Attention,
-    States: of_states,
-    nn.Embedding: Embedding,
+    nn.Linear: Linear, nn.Conv2d: Conv2d, nn.BatchNorm1d: Normal, nn.BatchNorm2d: Normal, nn.LayerNorm: Normal,
+    SelfAttention: Attention, States: of_states, nn.Embedding: Embedding,
     nn.ReLU: Plain(lambda x: x.clamp(min=0), lambda gradient, x, out: gradient * (x > 0)),
     nn.Tanh: Plain(torch.tanh, lambda gradient, x, out: gradient * (1 - out**2)),
     nn.Flatten: Plain(lambda x: x.flatten(1), lambda gradient, x, out: gradient.reshape(x.shape)),
-}
+}  # fmt: skip
 
 
 def add(totals, found):

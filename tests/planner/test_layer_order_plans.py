@@ -8,13 +8,8 @@ from pipeplan.planner.what_if.target import derived
 from pipeplan.problem import Chain, Layer, Platform
 
 LAYERS = (
-    ("enter", 1, 1),
-    ("left", 10, 90),
-    ("right", 10, 90),
-    ("left again", 10, 1),
-    ("right again", 10, 1),
-    ("join", 1, 1),
-)
+    ("enter", 1, 1), ("left", 10, 90), ("right", 10, 90), ("left again", 10, 1), ("right again", 10, 1), ("join", 1, 1),
+)  # fmt: skip
 EDGES = ((0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 5))
 ASKED = {"platform": Platform.flat(2, 10**6, 10**9), "checkpointing": "stages", "no_replicas": True, "accumulate": 2}
 

@@ -32,96 +32,53 @@ SHARED = [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))]  # the first and the last st
 RUNS = {
     "flush, gpt": {"versions": [1, 1], "stages": TWO_STAGES, "weights": "flush", "accumulate": 4, "steps": 4},
     "2bw-uniform, batch norm": {
-        "weights": "2bw-uniform",
-        "versions": [2, 2],
-        "name": "small-cnn",
-        "batch": 8,
-        "stages": [(0, 2, (0,)), (2, 6, (1,))],
-        "optimizer": "momentum",
+        "weights": "2bw-uniform", "versions": [2, 2], "name": "small-cnn", "batch": 8,
+        "stages": [(0, 2, (0,)), (2, 6, (1,))], "optimizer": "momentum",
     },
     "2bw, three stages, the loss alone": {
-        "versions": [2, 2, 1],
-        "stages": [(0, 3, (0,)), (3, 7, (1,)), (7, 8, (2,))],
-        "optimizer": "adam",
-        "lr": 0.002,
+        "versions": [2, 2, 1], "stages": [(0, 3, (0,)), (3, 7, (1,)), (7, 8, (2,))], "optimizer": "adam", "lr": 0.002,
     },
     "2bw, checkpointed": {
-        "versions": [2, 1],
-        "stages": [Stage(0, 3, (0,), ((1, 2),)), Stage(3, 8, (1,), ((3, 5), (6, 8)))],
+        "versions": [2, 1], "stages": [Stage(0, 3, (0,), ((1, 2),)), Stage(3, 8, (1,), ((3, 5), (6, 8)))],
         "optimizer": "momentum",
     },
     "flush, batch norm, checkpointed": {
-        "versions": [1, 1],
-        "name": "small-cnn",
-        "batch": 8,
-        "stages": [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 6, (1,), ((2, 4),))],
-        "weights": "flush",
-        "accumulate": 3,
+        "versions": [1, 1], "name": "small-cnn", "batch": 8,
+        "stages": [Stage(0, 2, (0,), ((0, 2),)), Stage(2, 6, (1,), ((2, 4),))], "weights": "flush", "accumulate": 3,
         "steps": 4,
     },
     "2bw-uniform, two replicas": {
-        "weights": "2bw-uniform",
-        "versions": [2, 2],
-        "stages": [(0, 5, (0, 1)), (5, 8, (2,))],
-        "optimizer": "momentum",
+        "weights": "2bw-uniform", "versions": [2, 2], "stages": [(0, 5, (0, 1)), (5, 8, (2,))], "optimizer": "momentum",
     },
     "flush, two stages on one device": {
-        "versions": [1, 1, 1],
-        "stages": [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))],
-        "weights": "flush",
-        "accumulate": 2,
-        "steps": 4,
-        "optimizer": "adam",
-        "lr": 0.002,
+        "versions": [1, 1, 1], "stages": [(0, 2, (0,)), (2, 5, (1,)), (5, 8, (0,))], "weights": "flush",
+        "accumulate": 2, "steps": 4, "optimizer": "adam", "lr": 0.002,
     },
     "2bw, two stages on one device": {"versions": [2, 2, 1], "stages": SHARED, "optimizer": "momentum"},
     "stash, two microbatches per update": {
-        "versions": [3, 2, 1],
-        "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))],
-        "weights": "stash",
-        "accumulate": 2,
-        "optimizer": "momentum",
+        "versions": [3, 2, 1], "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))], "weights": "stash",
+        "accumulate": 2, "optimizer": "momentum",
     },
     "stash, two replicas": {
-        "versions": [2, 1],
-        "stages": [(0, 5, (0, 1)), (5, 8, (2,))],
-        "weights": "stash",
-        "optimizer": "momentum",
+        "versions": [2, 1], "stages": [(0, 5, (0, 1)), (5, 8, (2,))], "weights": "stash", "optimizer": "momentum",
     },
     "stash, two stages on one device": {
-        "versions": [3, 2, 1],
-        "stages": SHARED,
-        "weights": "stash",
-        "optimizer": "momentum",
+        "versions": [3, 2, 1], "stages": SHARED, "weights": "stash", "optimizer": "momentum",
     },
     "stash, batch norm, vertical sync": {
-        "versions": [2, 2],
-        "name": "small-cnn",
-        "batch": 8,
-        "stages": [(0, 2, (0,)), (2, 6, (1,))],
-        "weights": "stash",
-        "vertical_sync": True,
-        "optimizer": "momentum",
+        "versions": [2, 2], "name": "small-cnn", "batch": 8, "stages": [(0, 2, (0,)), (2, 6, (1,))], "weights": "stash",
+        "vertical_sync": True, "optimizer": "momentum",
     },
-    "stash, three stages, vertical sync": {
-        "versions": [4, 4, 4],  # as many as the first stage has in flight
-        "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))],
-        "weights": "stash",
-        "vertical_sync": True,
-        "optimizer": "momentum",
+    "stash, three stages, vertical sync": {  # versions: as many as the first stage has in flight
+        "versions": [4, 4, 4], "stages": [(0, 3, (0,)), (3, 6, (1,)), (6, 8, (2,))], "weights": "stash",
+        "vertical_sync": True, "optimizer": "momentum",
     },
     "one device": {"versions": [1], "stages": [(0, 8, (0,))], "accumulate": 2, "optimizer": "momentum"},
-}
+}  # fmt: skip
 DEFAULTS = {
-    "name": "gpt-tiny",
-    "batch": 2,
-    "weights": "2bw",
-    "accumulate": None,
-    "steps": 8,
-    "optimizer": "sgd",
-    "lr": 0.02,
+    "name": "gpt-tiny", "batch": 2, "weights": "2bw", "accumulate": None, "steps": 8, "optimizer": "sgd", "lr": 0.02,
     "vertical_sync": False,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", RUNS)

@@ -117,18 +117,12 @@ ONE, TWO = [(0, 6, (0,))], [(0, 2, (0,)), (2, 6, (0,))]  # stages of one device
 @pytest.mark.parametrize(
     ("stages", "weights", "accumulate", "optimizer"),
     [
-        (ONE, "flush", 2, "adam"),
-        (TWO, "2bw", 4, "adam"),
-        (TWO, "2bw-uniform", 4, "adam"),
-        (TWO, "stash", 1, "momentum"),
-        (TOGETHER, "flush", 2, "momentum"),
-        (TOGETHER, "2bw", None, "momentum"),
-        (TOGETHER, "stash", 1, "adam"),
-        (TOGETHER, "stash", 3, "momentum"),
-        (TOGETHER, "latest", 1, "momentum"),
+        (ONE, "flush", 2, "adam"), (TWO, "2bw", 4, "adam"), (TWO, "2bw-uniform", 4, "adam"),
+        (TWO, "stash", 1, "momentum"), (TOGETHER, "flush", 2, "momentum"), (TOGETHER, "2bw", None, "momentum"),
+        (TOGETHER, "stash", 1, "adam"), (TOGETHER, "stash", 3, "momentum"), (TOGETHER, "latest", 1, "momentum"),
         (TOGETHER, "latest", 2, "adam"),
     ],
-)
+)  # fmt: skip
 def test_one_storage_on_one_device_trains_bit_for_bit_as_emulated(
     stages, weights, accumulate, optimizer, chain, tmp_path
 ):

@@ -48,16 +48,10 @@ def test_closed_form_and_no_deadlock_for_any_number_of_microbatches(devices, chu
 @pytest.mark.parametrize(
     ("build", "homes"),
     [
-        (interleaved, looped(2, 2)),
-        (zb1p, [0, 1, 2]),
-        (zb2p, [0, 1, 2]),
-        (zbv, vee(2)),
-        (v_min, vee(2)),
-        (interleaved_zero_bubble, looped(2, 2)),
-        (breadth_first, looped(2, 2)),
-        (dualpipev, vee(2)),
+        (interleaved, looped(2, 2)), (zb1p, [0, 1, 2]), (zb2p, [0, 1, 2]), (zbv, vee(2)), (v_min, vee(2)),
+        (interleaved_zero_bubble, looped(2, 2)), (breadth_first, looped(2, 2)), (dualpipev, vee(2)),
     ],
-)
+)  # fmt: skip
 def test_replicas_are_pipelines_side_by_side_that_take_microbatches_in_turn(build, homes, microbatches):
     """Each is a run of its own share."""
     together = build(balanced(len(homes), 2, 4, 1, weight_part=2, homes=homes, pipelines=2), microbatches)

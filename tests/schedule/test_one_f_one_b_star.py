@@ -228,13 +228,8 @@ def test_three_groups_as_in_madpipe_figure_3():
     assert [place.number for place in groups(graph, pattern)] == [3, 3, 2, 2, 1, 1]
     assert [place.shifts for place in groups(graph, pattern)] == [(0, 2)] * 4 + [(1, 1)] * 2
     assert staircase(graph, pattern) == [
-        "F0  .  . B2",
-        " . F0 B2  .",
-        " . B2 F0  .",
-        "B2  .  . F0",
-        "F1  .  . B1",
-        " . F1 B1  .",
-    ]
+        "F0  .  . B2", " . F0 B2  .", " . B2 F0  .", "B2  .  . F0", "F1  .  . B1", " . F1 B1  .",
+    ]  # fmt: skip
 
 
 def test_groups_are_filled_from_the_end_and_numbered_by_what_they_hold():
@@ -264,13 +259,8 @@ def test_transfers_are_stages_of_their_own():
     graph = straight([(2, 2), (2, 2)], transfer=1)
     pattern = one_f_one_b_star(graph, 6)
     assert [(op.kind, op.stage, op.start_ns) for op in pattern.operations] == [
-        ("F", 0, 0),
-        ("SEND_F", 0, 2),
-        ("F", 1, 3),
-        ("B", 1, 5),
-        ("SEND_B", 1, 7),
-        ("B", 0, 8),
-    ]
+        ("F", 0, 0), ("SEND_F", 0, 2), ("F", 1, 3), ("B", 1, 5), ("SEND_B", 1, 7), ("B", 0, 8),
+    ]  # fmt: skip
     assert counts(graph, pattern) == [2, 1]
     alone = one_f_one_b_star(graph, 4)
     assert counts(graph, alone) == [3, 1]

@@ -41,15 +41,10 @@ ABOUT = {  # as their papers or reference implementations round them
 }
 MYELIN_BILLIONS = {"myelin-12b": 12, "myelin-24b": 24, "myelin-50b": 50, "myelin-100b": 100}
 SMALL = [
-    "gpt-tiny",
-    "llama-tiny",
-    "small-cnn",
-    "alexnet,image=63,classes=10",
-    "resnet50,image=32,classes=10",
-    "densenet121,growth=8,image=32,classes=10",
-    "awd-lm,embedding=32,hidden=48,vocabulary=128,sequence=16",
+    "gpt-tiny", "llama-tiny", "small-cnn", "alexnet,image=63,classes=10", "resnet50,image=32,classes=10",
+    "densenet121,growth=8,image=32,classes=10", "awd-lm,embedding=32,hidden=48,vocabulary=128,sequence=16",
     "gnmt,hidden=32,vocabulary=128,sequence=16",
-]
+]  # fmt: skip
 
 
 def count(layers):

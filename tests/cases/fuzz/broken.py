@@ -128,21 +128,8 @@ def _other(rng: random.Random, data: bytes) -> bytes:
 
 
 CHANGES = (
-    _flip,
-    _flip,
-    _cut,
-    _remove,
-    _remove,
-    _repeat,
-    _move,
-    _insert,
-    _insert,
-    _token,
-    _token,
-    _line,
-    _encoding,
-    _other,
-)
+    _flip, _flip, _cut, _remove, _remove, _repeat, _move, _insert, _insert, _token, _token, _line, _encoding, _other,
+)  # fmt: skip
 
 
 def odd_json(rng: random.Random, document: Any) -> str:

@@ -82,14 +82,9 @@ LITTLE = {  # how much is asked of what takes as long as it is asked to
 }  # fmt: skip
 PLATFORM = {"--platform", "--gpus", "--mem", "--bandwidth", "--latency"}
 KINDS = {
-    "PROFILE": "profile",
-    "PROFILE...": "profile",
-    "[PROFILE]": "profile",
-    "A": "profile",
-    "B": "profile",
-    "PLAN": "plan",
-    "[PLAN]": "plan",
-}
+    "PROFILE": "profile", "PROFILE...": "profile", "[PROFILE]": "profile", "A": "profile", "B": "profile",
+    "PLAN": "plan", "[PLAN]": "plan",
+}  # fmt: skip
 FILE_OPTIONS = {
     "--platform": "platform",
     "--against": "plan",

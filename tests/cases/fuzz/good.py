@@ -61,16 +61,7 @@ RUN_JSON = {
 PLANS = {  # how each kind of plan is made
     "pattern": ["plan", "chain.json", *FLAT],
     "replicas": [
-        "plan",
-        "even.json",
-        "--gpus",
-        "3",
-        "--mem",
-        "1GB",
-        "--algorithm",
-        "contiguous",
-        "--optimizer",
-        "adam",
+        "plan", "even.json", "--gpus", "3", "--mem", "1GB", "--algorithm", "contiguous", "--optimizer", "adam",
     ],
     "stash": ["plan", "dag.json", *FLAT, "--weights", "stash", "--vertical-sync", "--algorithm", "pipedream"],
     "flush": ["plan", "even.json", *FLAT, "--weights", "flush", "--algorithm", "contiguous", "--no-replicas"],
@@ -80,20 +71,11 @@ PLANS = {  # how each kind of plan is made
     "levels": ["plan", "dag.json", "--platform", "levels-platform.json", "--algorithm", "contiguous"],
     "unequal": ["plan", "even.json", "--platform", "unequal-platform.json", "--algorithm", "contiguous"],
     "mixed": [
-        "plan",
-        "tied.json",
-        *FLAT,
-        "--precision",
-        "mixed",
-        "--offload",
-        "--optimizer",
-        "adam",
-        "--weights",
-        "flush",
+        "plan", "tied.json", *FLAT, "--precision", "mixed", "--offload", "--optimizer", "adam", "--weights", "flush",
     ],
     "special": ["plan", "even.json", *FLAT, "--algorithm", "madpipe", "--no-replicas"],
     "zoo": ["plan", "zoo.json", *FLAT, "--algorithm", "contiguous", "--no-replicas"],
-}
+}  # fmt: skip
 
 
 TRACED = ("zoo", "flush", "special")  # plans whose runs have a trace

@@ -55,15 +55,10 @@ class Cache:
 
 ONE, TWO = torch.ones(2), torch.zeros(3, dtype=torch.int64)
 VALUES = [
-    ONE,
-    [ONE, (TWO, None)],
-    Named(ONE, {"a": TWO, "b": "text"}),
-    Plain(ONE, Plain(TWO)),
-    Output(scores=ONE, loss=None, hidden=TWO),
-    Encoding({"ids": TWO, "more": [ONE]}, "kept"),
-    Rows([ONE, TWO]),
+    ONE, [ONE, (TWO, None)], Named(ONE, {"a": TWO, "b": "text"}), Plain(ONE, Plain(TWO)),
+    Output(scores=ONE, loss=None, hidden=TWO), Encoding({"ids": TWO, "more": [ONE]}, "kept"), Rows([ONE, TWO]),
     Pair((ONE, TWO)),
-]
+]  # fmt: skip
 
 
 def types(value):

@@ -111,19 +111,13 @@ def test_copies_are_found_and_nothing_is_left_changed(layer, spec, copy):
         (nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(6), nn.Softmax(-1)), FEATURES),
         (nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), IMAGES),
         (nn.Sequential(nn.GroupNorm(1, 2), nn.ConvTranspose2d(2, 4, 3), nn.PReLU(), nn.MaxPool2d(2)), IMAGES),
-        (SelfAttention(6, 2), SEQUENCE),
-        (nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), SEQUENCE),
-        (States(nn.LSTM, 6, 7), SEQUENCE),
-        (States(nn.GRU, 6, 7), SEQUENCE),
-        (States(nn.RNN, 6, 7), SEQUENCE),
-        (nn.RMSNorm(6), SEQUENCE),
-        (nn.Bilinear(6, 6, 3), FEATURES),
-        (Viewed(), FEATURES),
-        (nn.Embedding(9, 6), TensorSpec((4, 5), torch.int64)),
-        (Cast().requires_grad_(False), FEATURES),
+        (SelfAttention(6, 2), SEQUENCE), (nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), SEQUENCE),
+        (States(nn.LSTM, 6, 7), SEQUENCE), (States(nn.GRU, 6, 7), SEQUENCE), (States(nn.RNN, 6, 7), SEQUENCE),
+        (nn.RMSNorm(6), SEQUENCE), (nn.Bilinear(6, 6, 3), FEATURES), (Viewed(), FEATURES),
+        (nn.Embedding(9, 6), TensorSpec((4, 5), torch.int64)), (Cast().requires_grad_(False), FEATURES),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
-)
+)  # fmt: skip
 def test_layers_that_read_their_weights_are_let_through(layer, spec):
     if isinstance(layer, nn.Bilinear):
         layer = Doubled(layer)

@@ -313,15 +313,10 @@ def test_a_file_that_is_not_there_as_it_was_written_lets_nothing_appear(folder):
 @pytest.mark.parametrize(
     ("step", "keep", "good", "left"),
     [
-        (4, 1, {2, 4}, [4, 6]),
-        (4, 2, {2, 4}, [2, 4, 6]),
-        (6, 1, {6}, [6]),
-        (6, 1, {2}, [2, 4, 6]),
-        (6, 2, {4, 6}, [4, 6]),
-        (6, 2, {2, 6}, [2, 4, 6]),
-        (6, 1, {4, 6}, [6]),
+        (4, 1, {2, 4}, [4, 6]), (4, 2, {2, 4}, [2, 4, 6]), (6, 1, {6}, [6]), (6, 1, {2}, [2, 4, 6]),
+        (6, 2, {4, 6}, [4, 6]), (6, 2, {2, 6}, [2, 4, 6]), (6, 1, {4, 6}, [6]),
     ],
-)
+)  # fmt: skip
 def test_the_newest_good_ones_are_kept_and_those_of_more_updates(step, keep, good, left, folder):
     appear(folder, 6)
     for broken in (1, 3, 5):

@@ -84,18 +84,13 @@ def test_a_run_that_goes_on_from_a_hostile_folder_executes_nothing(folder, plan,
 @pytest.mark.parametrize(
     "content",
     [
-        [],
-        {},
-        {"model": []},
-        state_with(3),
-        state_with(None) | {"more": 1},
-        state_with(torch.zeros(3)) | {"optimizer": [1]},
-        state_with(torch.empty(16, 16, device="meta")),
+        [], {}, {"model": []}, state_with(3), state_with(None) | {"more": 1},
+        state_with(torch.zeros(3)) | {"optimizer": [1]}, state_with(torch.empty(16, 16, device="meta")),
         state_with(torch.zeros(16, 16, dtype=torch.complex64).to_sparse()),
         state_with(torch.zeros(16, 16)) | {"optimizer": {"0.weight": torch.zeros(1).expand(10**12)}},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_states_of_other_kinds_are_bad_input(content, folder, one_rank):
     torch.save(content, folder / LAST / FILES[1])
     torch.save(state_with(None) | {"model": {}}, folder / LAST / FILES[2])
@@ -127,7 +122,7 @@ SCHEDULES = {
     "CosineAnnealingWarmRestarts": {"T_0": 2},
     "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
     "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
