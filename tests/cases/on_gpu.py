@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from cases.runtime import vectors
 from oracles.gpu import Event, Gpu, Kernels, Stream, in_stream
 from oracles.ranks import Ranks
 from torch import nn
@@ -36,6 +38,15 @@ def tied(batch):
     layers[7].weight = layers[0].weight
     layers[4].weight = layers[1].weight
     return layers, x, loss
+
+
+SLOW_S = 0.5  # longer than a layer takes on a busy machine
+
+
+def read_slowly(index, seed):
+    """Vectors that a disk gives in its own time."""
+    time.sleep(SLOW_S)
+    return vectors(index, seed)
 
 
 @contextmanager

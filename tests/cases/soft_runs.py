@@ -10,13 +10,12 @@ import math
 import os
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import torch
@@ -275,20 +274,18 @@ def too_early(rank):
 def alone(code, left, knobs):
     """Carry out Python in a process of its own; return its exit code and what it prints."""
     (left / "knobs").write_text(json.dumps(knobs))
-    with TemporaryFile("w+") as printed:
-        process = os.fork()
-        if process == 0:
-            os.dup2(printed.fileno(), 1)
-            os.dup2(printed.fileno(), 2)
-            try:
-                exec(code, {})
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        status = os.waitpid(process, 0)[1]
-        printed.seek(0)
-        return {"code": os.waitstatus_to_exitcode(status), "printed": printed.read()}
+    with NamedTemporaryFile("r") as said:
+        process = context_of().Process(target=_alone, args=(code, said.name))
+        process.start()
+        process.join()
+        return {"code": process.exitcode, "printed": said.read()}
+
+
+def _alone(code, path):
+    said = os.open(path, os.O_WRONLY)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    exec(code, {})
 
 
 def main():

@@ -25,7 +25,7 @@ from pipeplan.problem import MICROBATCHES_PER_DEVICE, Chain, Layer, Platform, Po
 from pipeplan.runtime.lowering.instructions import Forward
 from pipeplan.runtime.lowering.lowered_run import lower_run
 
-GPT, RESNET = "example:gpt2-small-b4-a100", "example:resnet50"
+GPT, RESNET, TINY = "example:gpt2-small-b4-a100", "example:resnet50", "example:gpt-tiny"
 
 
 def stashed(seed: int, interval: int, weights: str = "stash") -> Planned:
@@ -187,19 +187,19 @@ def test_what_drains_is_taken_where_it_takes_no_longer() -> None:
 
 def test_by_default_nothing_is_late_without_gain() -> None:
     asked = {"mem": "32GB", "effort": "quick"}
-    found = pp.plan(RESNET, gpus=2, **asked)
+    found = pp.plan(TINY, gpus=2, **asked)
     assert found.plan.policy.weights == "flush"
     late = [x for x in found.plan.provenance.alternatives if x.weights != "flush"]
     assert late
     assert all(x.period_ns * 1.001 >= found.period_ns for x in late if x.weights == "stash")
-    assert found.period_ns <= pp.plan(RESNET, gpus=2, weights="flush", **asked).period_ns
-    (row,) = pp.compare(RESNET, gpus="2", algorithms=["auto"], **asked).rows
+    assert found.period_ns <= pp.plan(TINY, gpus=2, weights="flush", **asked).period_ns
+    (row,) = pp.compare(TINY, gpus="2", algorithms=["auto"], **asked).rows
     assert (row.cells[0].period_ns, row.cells[0].late_updates) == (found.period_ns, 0)
 
 
 def test_plan_and_compare_take_the_same_and_say_what_draining_takes(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"mem": "16GB", "no_replicas": True, "effort": "quick"}
-    found = pp.plan(RESNET, gpus=2, **asked)
+    found = pp.plan(TINY, gpus=2, **asked)
     assert (found.plan.policy.weights, found.plan.interval) == ("stash", 8)
     found.show()
     text = capsys.readouterr().out
@@ -207,10 +207,10 @@ def test_plan_and_compare_take_the_same_and_say_what_draining_takes(capsys: pyte
     late = plan_delays(found.plan, found.evaluation.graph)
     average, most = mean(x.mean for x in late), max(x.most for x in late)
     assert f"late        gradients by {average:.2f} updates on average, {most} at most; by stage" in text
-    drained = pp.plan(RESNET, gpus=2, weights="flush", **asked)
+    drained = pp.plan(TINY, gpus=2, weights="flush", **asked)
     flush = next(x for x in found.plan.provenance.alternatives if x.weights == "flush")
     assert (flush.microbatches, flush.period_ns) == (8, drained.period_ns), "what plan --weights flush finds"
-    (row,) = pp.compare(RESNET, gpus="2", algorithms=["auto", "gpipe"], **asked).rows
+    (row,) = pp.compare(TINY, gpus="2", algorithms=["auto", "gpipe"], **asked).rows
     assert row.update_microbatches == 8
     assert row.cells[0].period_ns == found.period_ns
 
@@ -259,9 +259,9 @@ def test_what_is_recomputed_whole_is_not_cut_up_under_other_schedules() -> None:
 
 
 def test_plain_data_parallelism_is_said_first_with_what_a_pipeline_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    found = pp.plan(RESNET, gpus=2, mem="32GB", weights="stash", effort="quick")
+    found = pp.plan(TINY, gpus=2, mem="32GB", weights="stash", effort="quick")
     assert found.plan.allocation.data_parallel
-    alone = pp.plan(RESNET, gpus=2, mem="32GB", algorithm="contiguous", weights="stash", no_replicas=True)
+    alone = pp.plan(TINY, gpus=2, mem="32GB", algorithm="contiguous", weights="stash", no_replicas=True)
     found.show()
     lines = capsys.readouterr().out.splitlines()
     said = "best        plain data parallelism, one stage on 2 GPUs; the best pipeline of single GPUs takes "

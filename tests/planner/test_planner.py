@@ -100,18 +100,6 @@ def test_contiguous_claims_exactly_what_is_scheduled_and_no_algorithm_beats_it()
     assert compared > 30
 
 
-def test_2bw_accumulates_as_many_microbatches_as_are_in_flight() -> None:
-    for problem in problems(20, seed=11):
-        if problem.policy.weights != "2bw":
-            continue
-        try:
-            plan = make_plan(problem, "contiguous").plan
-        except Infeasible:
-            continue
-        assert plan.policy.accumulate is not None
-        assert plan.policy.accumulate >= evaluate(plan).most_in_flight
-
-
 def test_a_given_accumulate_limits_what_is_in_flight() -> None:
     chain = Chain("even", tuple(Layer(f"l{i}", 10, 10, 0, 1) for i in range(8)), 1)
     problem = Problem(chain, Platform.flat(4, GB), replicas=False, checkpointing="none")
@@ -164,14 +152,15 @@ def test_vertical_sync_finds_splits_that_leave_room_for_versions() -> None:
         assert evaluate(plan).period_ns <= 122  # of layers [4, 7, 8], which fit from 3600 bytes
 
 
-@pytest.mark.parametrize(("replicas", "alone"), [(True, 34_000_000), (False, 272_000_000)])
-def test_a_gpt_whose_head_is_its_embedding_becomes_a_pipeline(replicas: bool, alone: int) -> None:
-    """Within a sixth of U / P; one stage alone holds all weights, and recomputes for it. The sum is hidden."""
-    chain = read_profile("profiles/gpt2-xl-b4-a100.json")
-    problem = Problem(chain, Platform.flat(8, 16 * GB), replicas=replicas, checkpointing="segments")
+@pytest.mark.parametrize(("replicas", "most", "alone"), [(True, 2_880_000, 3_000_000), (False, 6_860_000, 24_000_000)])
+def test_a_gpt_whose_head_is_its_embedding_becomes_a_pipeline(replicas: bool, most: int, alone: int) -> None:
+    """With replicas within a fortieth of U / P; one stage alone holds all weights, and recomputes for it. The sum is
+    hidden."""
+    chain = read_profile("profiles/gpt2-small-b4-a100.json")
+    problem = Problem(chain, Platform.flat(8, 2 * GB), replicas=replicas, checkpointing="segments")
     found = make_plan(problem, "contiguous")
-    assert found.evaluation.period_ns < 34_000_000
-    assert gap(found.evaluation.period_ns, found.plan.lower_bounds[-1]) < 0.12
+    assert found.evaluation.period_ns < most
+    assert gap(found.evaluation.period_ns, found.plan.lower_bounds[-1]) < 0.025
     assert found.plan.lower_bounds[0].allocation == "contiguous"
     assert gap(found.evaluation.period_ns, found.plan.lower_bounds[0]) <= 0.001, "proved at any interval"
     graph = found.evaluation.graph

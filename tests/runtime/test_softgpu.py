@@ -1,14 +1,17 @@
 """Runs on GPUs in software: every mode equals CPUs, no two uses of memory race, and no host waits where it need not."""
 
+import json
 import re
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import on_gpu
 from cases.soft_runs import FAULTS, MODES, Soft
 from softgpu.build import NotBuilt, environment
 
+from pipeplan.files.profiles import read_profile
 from scripts.checks.gpu_faults import PLANTS, WITHIN, told
 
 SETTLED = ("executor.py:pause", "executor.py:agree", "exchange/links.py:send", "repeatable.py:_apart")
@@ -118,3 +121,85 @@ def test_what_a_process_does_wrong_is_told(soft, case):
 def test_what_is_left_out_is_told(soft, name):
     plant = PLANTS[name]
     assert re.search(plant.told, told(soft, plant.mode, plant.file, plant.text()))
+
+
+# --- what a GPU is asked beside runs: to step, to be profiled, to be looked at ---
+
+
+def printed(soft, code):
+    """What ``code`` prints as JSON in a process with a GPU."""
+    found = soft.run(code, devices=1)
+    assert found["code"] == 0, found["printed"]
+    return json.loads(found["printed"])
+
+
+STEP = """
+import json, torch
+from torch import nn
+from pipeplan.runtime.training.update.optimizers import optimizer_maker, parse_choice
+
+found = {}
+for name in ("sgd", "momentum", "adam", "AdamW,weight_decay=0.1", "Adam,foreach=True"):
+    make = optimizer_maker(name if name.islower() else parse_choice(name, ""), 0.1)
+    weights = [nn.Parameter(torch.ones(1 << 18, device="cuda")) for _ in range(4)]
+    optimizer, peaks = make([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}]), []
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    found[name] = peaks[-1] / (4 << 20), optimizer.param_groups[1]["fused"]
+print(json.dumps(found))
+"""
+
+
+def test_an_update_takes_no_memory_that_plans_dont_count_but_where_it_is_said_so(soft):
+    """Beside the weights' own."""
+    found = printed(soft, STEP)
+    much, fused = found.pop("Adam,foreach=True")
+    assert much >= 0.5
+    assert not fused
+    assert [name for name, (share, fused) in found.items() if share > 0.01 or not fused] == []
+
+
+COMMANDS = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pipeplan.cli import main
+
+found = []
+for line in LINES:
+    sys.argv = ["pipeplan", *line]
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        try:
+            main()
+        except SystemExit as ended:
+            assert ended.code == 0, printed.getvalue()
+    found.append(printed.getvalue())
+print(json.dumps(found))
+"""
+
+
+def test_reading_is_measured_beside_a_gpu_and_its_plans_say_who_waits_for_it(soft, tmp_path):
+    """On a CPU it is part of two layers. One process, which has found the GPU, carries out all commands."""
+    there, here = str(tmp_path / "gpu.json"), str(tmp_path / "cpu.json")
+    asked = ("profile", "cases.on_gpu:linears", "--data", "cases.on_gpu:read_slowly", "--steps", "2")
+    lines = [
+        [*asked, "--seconds", "4", "-o", there],
+        ["plan", there, "--gpus", "2", "--mem", "1GB", "--effort", "quick"],
+        [*asked, "--device", "cpu", "-o", here],
+        ["doctor"],
+    ]  # fmt: skip
+    profiled, planned, _, doctor = printed(soft, f"LINES = {lines!r}\n{COMMANDS}")
+    assert "a microbatch, beside the GPU" in profiled
+    chain = read_profile(there)
+    assert chain.device == "GPU in software"
+    assert chain.reading_ns >= on_gpu.SLOW_S * 1e9
+    assert max(layer.forward_ns for layer in chain.layers) < on_gpu.SLOW_S * 1e9
+    assert "waits for its data: reading a microbatch takes" in planned
+    chain = read_profile(here)
+    assert on_gpu.SLOW_S * 1e9 <= chain.reading_ns <= min(chain.layers[0].forward_ns, chain.layers[-1].forward_ns)
+    assert "GPU in software" in doctor
