@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cases.runtime import chain_of, healthy, plan_of
 from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.lowering.lowered_run import Position
 from pipeplan.runtime.model.build.spec import ModelSpec
+from pipeplan.runtime.processes.agreement import one_run
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.state.checkpoint import ABOUT, FileSum, begin, file_of, finish, newest
 from pipeplan.runtime.training.state.written import TrainingState
@@ -81,3 +83,10 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def hold(folder, pipe):
+    """Have a folder of checkpoints for ever, and say so."""
+    with one_run(folder):
+        pipe.send("held")
+        time.sleep(10**6)

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from cases.forked import forked
+
 CHECKS = Path(__file__).parents[2] / "scripts" / "checks" / "cuda"
 
 
@@ -63,8 +65,8 @@ def test_what_was_left_out_is_not_good(results, tmp_path, states, code):
 def test_time_that_is_over_leaves_the_rest_unreached_and_says_so(results, tmp_path):
     before = results.Results(tmp_path / "results.json", results.label("cpu", 0))
     before.put("randomness", "good", "as it was")
-    command = [sys.executable, CHECKS, tmp_path, "--device", "cpu", "--part", "randomness", "--part", "exits"]
-    done = subprocess.run([*command, "--seconds", "0"], capture_output=True, text=True, timeout=600)
+    parts = ("--part", "randomness", "--part", "exits")
+    done = forked(CHECKS, tmp_path, "--device", "cpu", *parts, "--seconds", 0)
     parts = json.loads(before.file.read_text())["parts"]
     assert done.returncode == 3, done.stderr
     assert {name: part["state"] for name, part in parts.items()} == {"randomness": "good", "exits": "not reached"}

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from cases import runtime as runtime_cases
+from cases.forked import forked
 from cases.measured import replayed, script_of
 from cases.runtime import chain_of, plan_of
 from torch import nn
@@ -94,7 +95,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_any_process_starts():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_the_check_of_gpus_says_that_there_is_none(tmp_path):
     script = Path(__file__).parents[2] / "scripts" / "checks" / "cuda"
-    done = subprocess.run([sys.executable, script, tmp_path / "out"], capture_output=True, text=True)
+    done = forked(script, tmp_path / "out")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "cuda: torch sees no GPU here; --device cpu rehearses the checks\n"
     assert not (tmp_path / "out").exists()

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from cases.patience import SECONDS
+from cases.forked import forked
 
 from pipeplan.runtime.exchange.transport import FILES, LAZY, spare_sockets
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_ranks_connect_to_those_they_exchange_with_alone():
@@ -26,8 +21,7 @@ def test_ranks_connect_to_those_they_exchange_with_alone():
         "import json, os; from scripts.bench.starting import connected\n"
         "print(json.dumps([connected(n, True) for n in (16, 64)]), flush=True); os._exit(0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
-    few, many = json.loads(done.stdout)
+    few, many = json.loads(forked(code).stdout)
     for world, ((operations, *_), _) in ((16, few), (64, many)):
         assert operations == world, "each has said where it is, and nobody has asked"
     for one, other in zip(few[1][:3], many[1][:3], strict=True):  # operations, bytes and files
@@ -47,6 +41,6 @@ def test_a_process_may_have_as_many_files_open_as_rank_0_hears_of_others():
         "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (256, hard)); spare_sockets()\n"
         "print(r.getrlimit(r.RLIMIT_NOFILE)[0])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+    done = forked(code)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert int(done.stdout) == (FILES if hard == resource.RLIM_INFINITY else min(FILES, hard))

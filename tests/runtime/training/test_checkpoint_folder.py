@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
 from cases.patience import SECONDS
-from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, appear, one_rank, plan, state_of
+from cases.saved_runs import FILES, LAST, MODEL, OPTIONS, appear, hold, one_rank, plan, state_of
 from cases.saved_runs import made as folder
 
 from pipeplan.errors import BadInput, RunFailed
@@ -27,6 +27,7 @@ from pipeplan.runtime.processes import agreement
 from pipeplan.runtime.processes.agreement import one_run, writing_to
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import StorePeers
+from pipeplan.runtime.processes.own_processes import context_of
 from pipeplan.runtime.training.state import checkpoint
 from pipeplan.runtime.training.state.checkpoint import (
     ABOUT,
@@ -57,15 +58,14 @@ def test_a_second_run_is_refused(folder, plan, tmp_path):
 
 
 def test_a_killed_run_leaves_no_lock_behind(folder):
-    code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pipeplan.runtime.processes.agreement import one_run\n"
-        "with one_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(10**6)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(BadInput, match=f"another run, process {process.pid} on"), one_run(folder):
-            pass
-        process.kill()
+    ours, theirs = context_of().Pipe(duplex=False)
+    process = context_of().Process(target=hold, args=(folder, theirs), daemon=True)
+    process.start()
+    assert ours.poll(SECONDS)
+    with pytest.raises(BadInput, match=f"another run, process {process.pid} on"), one_run(folder):
+        pass
+    process.kill()
+    process.join()
     assert (folder / agreement.LOCK).exists()
     with one_run(folder):
         pass
