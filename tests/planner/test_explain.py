@@ -13,6 +13,7 @@ from pipeplan.partition import ALGORITHMS
 from pipeplan.plan import Allocation, Alternative, Stage
 from pipeplan.planner.periodic.explain import fewest_gpus, least_memory, possible
 from pipeplan.planner.periodic.incumbent import Incumbent, Settings
+from pipeplan.planner.periodic.portfolio import EFFORTS
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.alternatives import with_alternatives
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
@@ -98,7 +99,14 @@ def test_tied_layers_name_the_policies_that_allow_the_cut() -> None:
     reason(Problem(chain, tight, replace(stash, weights="2bw", accumulate=None)))
 
 
-def test_a_plan_says_what_shared_weights_cost_it() -> None:
+def test_a_plan_says_what_shared_weights_cost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int | None] = []
+
+    def limited(problem: Problem, settings: Settings) -> Incumbent:
+        limits.append(settings.node_limit)
+        return Incumbent(problem, settings)
+
+    monkeypatch.setattr("pipeplan.planner.what_if.alternatives.Incumbent", limited)
     layers = tuple(Layer(f"l{i}", 1000, 2000, 10, 10) for i in range(4))
     problem = Problem(Chain("made", layers, 10, tied=((0, 3),)), Platform.flat(4, 10**6), Policy("stash", 16), False)
     found = with_alternatives(make_plan(problem), problem)
@@ -106,6 +114,7 @@ def test_a_plan_says_what_shared_weights_cost_it() -> None:
     (other,) = [x for x in found.plan.provenance.alternatives if x.weights == "2bw"]
     assert other == Alternative("2bw", 16, apart.evaluation.period_ns)
     assert found.evaluation.period_ns == 2 * 3000, "layers 0 and 3 are on one GPU"
+    assert limits == [EFFORTS["quick"].nodes], "else one integer program could take a minute"
 
 
 def test_search_functions() -> None:

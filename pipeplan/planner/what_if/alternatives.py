@@ -17,11 +17,12 @@ from ...plan import Allocation, Alternative, Plan, Provenance, Schedule
 from ...problem import WEIGHTS, Checkpointing, Problem, Weights
 from ..least_late import found_quickly
 from ..periodic.incumbent import Incumbent, Settings
-from ..periodic.portfolio import MOST_PLACES, places, propose_contiguous
+from ..periodic.portfolio import EFFORTS, MOST_PLACES, places, propose_contiguous
 from ..plan import Planned, make_plan
 
 COMPARED = [weights for weights, rules in WEIGHTS.items() if not (rules.reads_newest or rules.fresher)]
 MOST_RECOMPUTED = 1000  # layers, each of which may run again
+QUICK = EFFORTS["quick"]
 NEARLY = 1.1  # as long as a pipeline at most: what takes none is then said
 
 
@@ -103,7 +104,8 @@ def _alternative(problem: Problem, weights: Weights, planned: Planned, settings:
         periods.append(quick.evaluation.period_ns)
     else:
         whole: Checkpointing = "none" if problem.checkpointing == "none" else "stages"
-        incumbent = Incumbent(replace(here, checkpointing=whole), Settings())
+        few = Settings(settings.solver, QUICK.solver_s, QUICK.nodes)
+        incumbent = Incumbent(replace(here, checkpointing=whole), few)
         if not plan.policy.drains:
             incumbent.try_(Allocation(plan.allocation.stages))
         incumbent.try_all(propose_contiguous(incumbent))
