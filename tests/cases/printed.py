@@ -41,6 +41,7 @@ MADE = {  # files of their own, each by a command
     "tight.json": "plan a.json --gpus 2 --mem 14MB --bandwidth 1GB/s --split 3,2 --on 0/1 --weights 2bw",
     "replicas.json": "plan a.json --platform servers.json --split 2,3 --on 0-1/2-3 --weights stash",
     "uneven.json": "plan a.json --platform servers.json --split 2,3 --on 0/1-3 --weights stash",
+    "one.json": "plan a.json --gpus 1 --mem 1GB --algorithm balance --weights stash",
     "small.json": f"plan a.json --gpus 2 --mem 12MB --bandwidth 1GB/s {STAGES} --weights flush --schedule 1f1b",
     "again.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights flush --schedule 1f1b",
     "segments.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights latest --optimizer momentum",
@@ -62,6 +63,8 @@ def files(folder: Path) -> None:
     (folder / "a.json").write_text(profile_text(chain))
     (folder / "fewer.json").write_text(profile_text(replace(chain, layers=(*chain.layers[:2], *chain.layers[3:]))))
     (folder / "b.json").write_text(profile_text(replace(chain, layers=(*chain.layers[:1], *slower[1:]), name="other")))
+    longer = [replace(x, name=f"encoder.a_long_name.of.layer.{x.name}") for x in slower]
+    (folder / "long.json").write_text(profile_text(replace(chain, layers=(chain.layers[0], *longer))))
     levels = [{"count": 2, "bandwidth": "10GB/s"}, {"count": 2, "bandwidth": "1GB/s", "latency": "2us"}]
     kept = [replace(x, saved_bytes=2 * x.saved_bytes) for x in chain.layers]
     kept[4] = replace(kept[4], weight_bytes=2 * kept[4].weight_bytes)

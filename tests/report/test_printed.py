@@ -124,6 +124,7 @@ COMMANDS = {
     "help-plan": "plan --help",
     "help-export": "export --help",
     "diff-order": "diff a.json fewer.json --match order",
+    "diff-long": "diff a.json long.json --match order",
     "diff-weights": "diff a.json b.json --match weights --json",
     "list-gpus": "list gpus",
     "list-schedules": "list schedules",

@@ -28,8 +28,9 @@ CHANGES = (("flush", 8, 11 * 10**6), ("2bw", 4, 12 * 10**6), ("stash", 4, None),
 
 def plans(folder: Path) -> str:
     """Return what plans print of themselves: lines that none before has."""
-    names = ("plan", "zb", "loop", "replicas", "segments", "shifts", "parallel", "driven")
-    plan, zb, loop, replicas, segments, shifts, parallel, driven = (load_plan(str(folder / f"{x}.json")) for x in names)
+    names = ("plan", "zb", "loop", "replicas", "segments", "shifts", "parallel", "driven", "one")
+    loaded = (load_plan(str(folder / f"{x}.json")) for x in names)
+    plan, zb, loop, replicas, segments, shifts, parallel, driven, one = loaded
 
     def found(plan: Plan, fields: dict[str, Any] | None = None, **options: Any) -> Plan:
         provenance = replace(plan.provenance, options=plan.provenance.options | options, **(fields or {}))
@@ -68,6 +69,8 @@ def plans(folder: Path) -> str:
         "grids alone": found(of(plan, within=(0.9, 1.2)), grids=[{"batch_ns": 9}]),
         "no bound": found(plan, tensor={"1": {"period_ns": period}, "2": {"bound_ns": 0}}),
         "experts": of(plan, experts=2, imbalance=1.5, context=2, selective=True, tensor=2, offloaded=10**9),
+        "one GPU": of(one, tied=((0, 4),)),
+        "tied": of(shifts, tied=((0, 2),)),
         "small": of(plan, microbatch=1),
         "two memories": replace(plan, platform=replace(plan.platform, devices=(large, plan.platform.devices[0]))),
         "even": of(plan, experts=2, context=2, by_heads=True),
