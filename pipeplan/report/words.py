@@ -150,7 +150,7 @@ def sharing(plan: Plan) -> str | None:
     found = plan.provenance.options.get("zero")
     if not isinstance(found, dict):
         return None
-    taken = {shown(str(k)): format_ns(v) if type(v) is int and v > 0 else "no plan" for k, v in found.items()}
+    taken = {shown(str(k)): format_ns(v) if (v := number_in(found, k)) else "no plan" for k in found}
     return f"--zero {plan.policy.zero}; {', '.join(f'{k}: {v}' for k, v in taken.items())}"
 
 

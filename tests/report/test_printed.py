@@ -134,6 +134,7 @@ COMMANDS = {
     "compare-late": "compare a.json --gpus 2 --mem 1GB --algorithms contiguous,gpipe --time-limit 1ns",
     "for-titan": "plan a.json --gpus 2 --mem 1GB --bandwidth 1GB/s --for torchtitan --batch 8 -o for.json",
     "schema": "schema accelerator",
+    "report-wide": "report wide.json -o page.html --microbatches 18",
     "report-tight": "report tight.json -o page.html",
     "report-drained": "report drained-run.json -o page.html --trace drained.json",
     "show-uneven": "show uneven.json",

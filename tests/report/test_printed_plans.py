@@ -72,7 +72,10 @@ def plans(folder: Path) -> str:
         "one GPU": of(one, tied=((0, 4),)),
         "tied": of(shifts, tied=((0, 2),)),
         "small": of(plan, microbatch=1),
-        "two memories": replace(plan, platform=replace(plan.platform, devices=(large, plan.platform.devices[0]))),
+        "two memories": replace(
+            found(plan, {"algorithm": "auto"}),
+            platform=replace(plan.platform, devices=(large, plan.platform.devices[0])),
+        ),
         "even": of(plan, experts=2, context=2, by_heads=True),
         "near": of(
             found(plan, zero={"1": period + 9 * 10**4}, unpipelined_ns=period + 10**5, pipeline_ns=period + 2 * 10**5),

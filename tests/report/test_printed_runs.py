@@ -29,6 +29,7 @@ pytest.importorskip("torch")
 from cases.measured import replayed, script_of
 
 from pipeplan.report.tables.run import KEPT_OFF, print_report, progress_printer
+from pipeplan.report.traces import measured_trace
 from pipeplan.runtime.measure.progress import StepProgress
 from pipeplan.runtime.measure.report import DeviceMemory, DeviceState, ReadingTime, TransferTime, make_report
 
@@ -234,6 +235,13 @@ def played(folder: Path) -> str:
 
 def test_what_runs_are_asked_for_is_what_is_kept(command_files: Path) -> None:
     check_printed(played(command_files), "played")
+
+
+@pytest.mark.parametrize("weights", ["latest", "2bw", "flush"])
+def test_the_trace_of_a_run_is_what_is_kept(weights: str) -> None:
+    schedule = {"latest": Schedule("nf1b", 4, 2), "2bw": Schedule(), "flush": Schedule("flush", 4)}[weights]
+    script = script_of(Policy(weights, 4), schedule, 2, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
+    check_printed(entries(measured_trace(script.plan, make_report(script, replayed(script, 3)))), f"trace-{weights}")
 
 
 RUNS = ("run", "run-full", "run-json", "run-evaluate", "run-away", "run-short", "run-driven")
