@@ -56,7 +56,7 @@ COMMANDS = {
     "diff-json": "diff a.json b.json --plan plan.json --json",
     "diff-many": "diff many.json more.json",
     "diff-tight": "diff a.json saving.json --plan tight.json",
-    "diff-run": "diff run.json trace.json --recalibrated again.json",
+    "diff-run": "diff run.json trace.json --recalibrated anew.json",
     "diff-run-json": "diff run.json trace.json --json",
     "diff-run-again": "diff run.json trace.json --recalibrated -",
     "diff-short": "diff run.json short.json",
