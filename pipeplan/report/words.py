@@ -58,15 +58,17 @@ def bound_figures(plan: Plan) -> list[dict[str, Any]]:
 
 def orders_sentence(plan: Plan, bound: Bound) -> str | None:
     """Return in which orders stages were given unequal devices for ``bound``, in words; None where there is but one."""
-    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains
-    if bound.allocation != "contiguous" or not searched:
-        return None
-    return Orders.of(bounded(plan, bound)).sentence()
+    searched = bound.allocation == "contiguous" and _of_all_cuts(plan)
+    return Orders.of(bounded(plan, bound)).sentence() if searched else None
+
+
+def _of_all_cuts(plan: Plan) -> bool:
+    return plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains
 
 
 def coarse_sentence(plan: Plan) -> str | None:
     """Return what a search among very many GPUs or cuts has left out, in words."""
-    searched = plan.provenance.algorithm in ("auto", "contiguous") and not plan.policy.drains and plan.lower_bounds
+    searched = plan.lower_bounds and _of_all_cuts(plan)
     return coarseness(bounded(plan, plan.lower_bounds[0])) if searched else None
 
 

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from cases.plans import straight
+from cases.plans import quick_bound, straight
 
 from pipeplan.check.evaluate import evaluate
-from pipeplan.plan import Alternative
+from pipeplan.plan import Alternative, Provenance
+from pipeplan.problem import Policy, Problem
 from pipeplan.report.searched import undecided
-from pipeplan.report.words import estimated
+from pipeplan.report.words import coarse_sentence, estimated, orders_sentence
 
 
 def test_an_estimated_plan_says_its_range_and_which_others_may_be_faster():
@@ -33,3 +34,23 @@ def test_an_estimated_plan_says_its_range_and_which_others_may_be_faster():
     rows = [{"inter": x, "data": 8 // x, "microbatch": x, "batch_ns": 10 + x} for x in (1, 2, 4, 8)]
     named = said((0.5, 2.0), grids=rows, grid=rows[0])[1]
     assert named.startswith("2bw, 2 x 4 of microbatches of 2, 4 x 2 of microbatches of 4 and 1 more may be faster")
+
+
+def test_only_a_search_of_all_cuts_says_what_it_left_out(monkeypatch):
+    monkeypatch.setattr("pipeplan.report.words.coarseness", lambda _: "coarse")
+    plan = straight()
+    larger = replace(plan.platform.devices[0], memory_bytes=2 * 10**9)
+    plan = replace(plan, platform=replace(plan.platform, devices=(larger, *plan.platform.devices[1:])))
+    whole = quick_bound(Problem(plan.chain, plan.platform, plan.policy))
+
+    def said(algorithm, weights, bounds=(whole,)):
+        one = replace(
+            plan, provenance=Provenance(algorithm), policy=Policy(weights, accumulate=16), lower_bounds=bounds
+        )
+        found = (orders_sentence(one, replace(whole, allocation=x)) for x in ("any", "contiguous"))
+        return [coarse_sentence(one), *found]
+
+    orders = "best of all 4 orders of 2 kinds of devices"
+    assert [said(x, "2bw") for x in ("auto", "contiguous")] == [["coarse", None, orders]] * 2
+    assert said("auto", "2bw", ()) == [None, None, orders]
+    assert said("auto", "flush") == said("madpipe", "2bw") == [None, None, None]
