@@ -209,6 +209,7 @@ def played(folder: Path) -> str:
         patch("pipeplan.runtime.processes.launch.tell_others", tell),
         patch("pipeplan.runtime.surroundings.untried", lambda version: f"untried {version.count('.')}"),
         patch("pipeplan.cli.showing.QUIET_S", math.inf),
+        patch("pipeplan.runtime.device.sharing", lambda *words: f"shared {words}"),
         patch("pipeplan.cli.run.status", lambda: SimpleNamespace(say=lambda words: told.append(f"> says {words!r}"))),
         patch.dict(sys.modules, {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=Writer)}),
     ):
