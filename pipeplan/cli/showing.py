@@ -219,8 +219,8 @@ class GroupedCommand(click.Command):
         """Write the options, one column for all headings."""
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
-        first: set[str] = set() if ctx.meta.get(EVERY) else {*FIRST.get(self.name or "", "").split(), "help"}
-        listed = [x for x in params if len(first) < 2 or first & {name.lstrip("-") for name in x.opts}]
+        first = "" if ctx.meta.get(EVERY) else FIRST.get(self.name or "", "")
+        listed = [x for x in params if not first or {*first.split(), "help"} & {name.lstrip("-") for name in x.opts}]
         for param in listed:
             record = param.get_help_record(ctx)
             if record is not None:

@@ -156,7 +156,8 @@ class _Finder:
                 continue
             for start, stop, new in self._changes(node):
                 yield self._mutant(start, stop, new, inside, line)
-            left += ast.iter_child_nodes(node)
+            typed = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) else None
+            left += (x for x in ast.iter_child_nodes(node) if x is not typed)  # list[str]()
 
     def _left_out(self, node: ast.stmt) -> Iterator[tuple[int, int, str]]:
         """Statements that can be left out, loops that go on or stop, conditions the other way round."""

@@ -78,7 +78,7 @@ PROFILE: list[dict[str, Any]] = [  # places, with dots between their parts, and 
     *({"variants": [PART | {"tensor": x}]} for x in (1, 4096, 4097)),
     {"variants": [PART, PART]},
     {"variants": [PART], "tensor": 2},
-    {"variants": [PART], "context": 2},
+    *({"variants": [PART], x: y} for x, y in (("context", 2), ("selective", True), ("offloaded", 10**9))),
     {"edges": [[0, 1], [0, 2], [2, 3]], "layers.0.output_bytes": MOST // 2, "layers.3.output_bytes": MOST // 4},
     {"variants": [PART | {"layers": PART["layers"][::-1]}]},
     {"variants": [PART], "variants.0.layers.1.forward_ns": -1},

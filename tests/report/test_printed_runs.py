@@ -124,15 +124,16 @@ def runs() -> dict[str, str]:
     return {name: without_ends(text) for name, text in texts.items()}
 
 
-def test_progress_is_told_of_the_first_and_the_last_update_and_each_evaluation(
+def test_progress_is_told_of_the_ends_of_slow_updates_and_of_each_evaluation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tell = progress_printer(straight(), False, True)
     for step in range(1, 5):
-        tell(StepProgress(step, 4, 1 / step, 10**6, 8.0, None if step < 4 else 2.0))
+        tell(StepProgress(step, 4, 1 / step, 10**9 if step == 3 else 10**6, 8.0, None if step < 4 else 2.0))
     tell(StepProgress(4, 4, 0.25, None, None, None, evaluation={"loss": 0.5, "accuracy": 0.75}, best=True))
     assert capsys.readouterr().err.splitlines() == [
         "update 1 of 4: loss 1.0000, 1.000 ms per microbatch",
+        "update 3 of 4: loss 0.3333, 1000.000 ms per microbatch",
         "update 4 of 4: loss 0.2500, gradient norm 2, 1.000 ms per microbatch",
         "update 4 of 4: on held-out data loss 0.5000, accuracy 0.7500, the best so far",
     ]
