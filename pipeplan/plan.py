@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .choices import ScheduleKind as ScheduleKind
 from .choices import TargetName
-from .problem import Chain, Checkpointing, Platform, Policy, VariantName, Weights
+from .problem import Chain, Checkpointing, Platform, Policy, Way, Weights
 
 AllocationClass = Literal["contiguous", "one-special", "any", TargetName]  # the last are what targets can express
 OpKind = Literal["F", "B", "SEND_F", "SEND_B"]
@@ -24,7 +24,7 @@ class Stage:
 
     ``checkpoint`` lists the half-open layer ranges that are recomputed in the backward; the other layers are stored.
     Where the chain has variants each of ``devices`` is the first of ``tensor`` neighbours that run each layer together,
-    as the chain's variant of that name has it.
+    as the chain's variant of that name has it; ``selective`` lists ranges of layers whose cores run again.
     """
 
     start: int
@@ -32,12 +32,12 @@ class Stage:
     devices: tuple[int, ...]
     checkpoint: tuple[tuple[int, int], ...] = ()
     tensor: int = 1
-    selective: bool = False
+    selective: tuple[tuple[int, int], ...] = ()
     offloaded: bool = False
 
     @property
-    def way(self) -> VariantName:
-        """What it calls its variant of the chain, where that has some."""
+    def way(self) -> Way:
+        """How it has the chain's layers (:meth:`.problem.Chain.of`), where that has variants."""
         return self.tensor, self.selective, self.offloaded
 
     @property

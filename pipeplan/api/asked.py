@@ -217,7 +217,7 @@ ROWS = f"""
     8 and 16.  [default: all that the profile has; of a model 1]
 --selective
     Of a zoo's GPT with attention=unfused, or hf: with attn_implementation=eager: also with the core of attention again
-    in the backward, where that is best.
+    in the backward, of the layers where that is best.
 --offload-activations RATE
     Also look for plans whose activations wait in host memory, over a link of so much per GPU and direction, such as
     50GB/s: all that layers save, or what they read, and they run again. With --tensor each also of some stages alone.

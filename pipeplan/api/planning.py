@@ -29,7 +29,7 @@ from .profiles import Profile, is_name
 from .questions import Given, given_profiles, options_of, refuse_with_target, stated_of, timed
 from .result import PlanResult
 from .resuming import going_on, moving_least, plan_before
-from .tensor import EACH, OfDegree, Worth, best_degree, for_each, parts
+from .tensor import EACH, OfDegree, Worth, best_degree, by_layer, for_each, parts
 
 DEFAULTS: Planning = defaults(Planning)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
@@ -159,9 +159,12 @@ def plan(
     each = []  # behind all degrees: among its variants stages choose
     if said["tensor"] == EACH:
         each = [for_each(given, said["offload_activations"])]
-    if each and not each[0].chain.variants:
+    if said["tensor"] == EACH and not each[0].chain.variants:
         raise BadInput("--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others")
-    asked_for = parts(given, {**said, **({"tensor": None} if each else {})}, again)
+    asked_for = parts(given, {**said, **({"tensor": None} if said["tensor"] == EACH else {})}, again)
+    free = said["tensor"] != EACH and said["for_"] is None and _uniform_alone(said, question) is None
+    if free and any(x.chain.selective and x.chain.width == 1 for x in asked_for):
+        each = [by_layer(given)]
     found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
     if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
         here = orders[found.plan.chain.variant, found.plan.policy.zero]
@@ -227,6 +230,13 @@ def _refuse_small_matrices(plan: Plan) -> None:
 
 def _refuse_with_each(said: Planning, question: Question) -> None:
     """Raise BadInput for what knows no degrees of each stage's own."""
+    words = _uniform_alone(said, question)
+    if words is not None:
+        raise BadInput(f"--tensor each: {words} gives all stages one degree; say degrees such as --tensor 2,4")
+
+
+def _uniform_alone(said: Planning, question: Question) -> str | None:
+    """Return which option knows stages of one variant alone; None where none does."""
     kind = question.kind
     others = {
         f"--for {said['for_']}": said["for_"] not in (None, "megatron"),
@@ -234,9 +244,7 @@ def _refuse_with_each(said: Planning, question: Question) -> None:
         "--split": question.stated is not None,
         f"--schedule {said['schedule']}": kind is not None and kind not in ("pattern", "1f1b", "message-driven"),
     }
-    for words, there in others.items():
-        if there:
-            raise BadInput(f"--tensor each: {words} gives all stages one degree; say degrees such as --tensor 2,4")
+    return next((words for words, there in others.items() if there), None)
 
 
 def _parts_of(profile: Given, said: Planning) -> Parts:

@@ -40,7 +40,13 @@ def parts(profile: Profile, asked_for: Mapping[str, Any], selective: bool | None
         found = [x for x in found if getattr(x, name) in (asked or known)]
     link = _link(asked_for.get("offload_activations"))
     found += [replace(x, offloaded=link) for x in found if link]
-    return [replace(profile, chain=x) for x in found if selective in (None, x.selective)]
+    return [replace(profile, chain=replace(x, either=())) for x in found if selective in (None, x.selective)]
+
+
+def by_layer(profile: Profile) -> Profile:
+    """Return the profile on single GPUs whose layers may each run the core of their attention again."""
+    own = (x for x in profile.chain.variants if x.selective and x.width == 1)
+    return replace(profile, chain=replace(profile.chain, variants=tuple(own)))
 
 
 def for_each(profile: Profile, offload_activations: int | str | None) -> Profile:
@@ -161,7 +167,7 @@ def _in_order(
             if degree == EACH:  # which somebody asked for, and degrees for all by the way
                 raise
             told[degree], why[degree] = (None, None), error
-    return sorted(queue, key=lambda x: (x[1].name == EACH, x[0], x[1].degree)), told, why
+    return sorted(queue, key=lambda x: (bool(x[1].problem.chain.variants), x[0], x[1].degree)), told, why
 
 
 def _with_degrees(found: Planned, told: Told, name: str) -> Planned:

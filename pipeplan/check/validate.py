@@ -135,13 +135,21 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
             )
             return found
         position = stage.stop
-        if stage.way not in chain.names:
+        own = chain.names.get((stage.tensor, bool(stage.selective), stage.offloaded))
+        if own is None or (stage.selective and not own.either and stage.selective != ((stage.start, stage.stop),)):
             found.append(f"stage {s} is of tensor degree {stage.tensor}; the profile has no such variant")
             return found
         found += _device_violations(s, stage, platform)
         if stage.replicas > 1 and chain.changed:
             found.append(f"stage {s} has {stage.replicas} GPUs; {chain.one_of_each}; plan with --no-replicas")
-        found += _segment_violations(s, stage.start, stage.stop, stage.checkpoint)
+        found += _range_violations(f"stage {s} recomputes", stage, stage.checkpoint)
+        found += _range_violations(f"stage {s} runs the cores again of", stage, stage.selective)
+        cores = {i for first, last in stage.selective for i in range(first, last)}
+        found += [
+            f"stage {s} recomputes layers [{first}, {last}), and runs the cores of some of them again"
+            for first, last in stage.checkpoint
+            if 0 < len(cores.intersection(range(first, last))) < last - first
+        ]
     found += _idle_violations(chain, platform, policy, stages)
     if position != len(chain):
         found.append(f"the last stage ends at layer {position}; the chain has {len(chain)} layers")
@@ -160,7 +168,8 @@ def unsaid_of_variants(chain: Chain, platform: Platform) -> str | None:
     if not chain.variants:
         return None
     reasons = {
-        "layers share weights, of which groups of other degrees would have other parts": chain.tied or chain.shared,
+        "layers share weights, of which groups of other degrees would have other parts": (chain.tied or chain.shared)
+        and max(x.width for x in chain.variants) > 1,
         "ranks share experts or sequences": any(x.width > x.tensor for x in chain.variants),
         "GPUs differ": len(set(platform.devices)) > 1,
         "servers share links": platform.shared_level is not None,
@@ -235,7 +244,7 @@ def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: S
     found = []
     for s, (stage, borrowed) in enumerate(zip(stages, borrowed_weights(chain, stages), strict=True)):
         known = [d for d in stage.devices if 0 <= d < len(platform)]
-        own = chain.names[stage.way]
+        own = chain.of(stage.way)
         timed = own.timed(platform.slowest(known).times) if known else own
         elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
         if time_model.work_ns(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere) == 0:
@@ -243,14 +252,13 @@ def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: S
     return found
 
 
-def _segment_violations(s: int, start: int, stop: int, checkpoint: tuple[tuple[int, int], ...]) -> list[str]:
-    found = []
-    position = start
-    for first, last in checkpoint:
-        if not (position <= first < last <= stop):
+def _range_violations(what: str, stage: Stage, ranges: tuple[tuple[int, int], ...]) -> list[str]:
+    found, position = [], stage.start
+    for first, last in ranges:
+        if not (position <= first < last <= stage.stop):
             found.append(
-                f"stage {s} recomputes layers [{first}, {last}), "
-                f"which is empty, out of order or outside its layers [{start}, {stop})"
+                f"{what} layers [{first}, {last}), "
+                f"which is empty, out of order or outside its layers [{stage.start}, {stage.stop})"
             )
         position = max(position, last)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -247,25 +248,36 @@ def split_message_bytes(policy: Policy, entering: IntLike, replicas: int = 1) ->
 
 
 def stage_activations(
-    policy: Policy, chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[int, int]]
+    policy: Policy,
+    chain: Chain,
+    start: int,
+    stop: int,
+    checkpoint: Sequence[tuple[int, int]],
+    cores: Sequence[tuple[int, int]] = (),
 ) -> tuple[int, int, int]:
     """Return the :func:`activations` of a stage as the policy's engine holds them.
 
     Those of torch have the input in a receive buffer, and hold the output until its gradient is there.
     """
     if policy.engine is None:
-        return activations(chain, start, stop, checkpoint)
-    kept, peak, recompute = activations(chain, start, stop, checkpoint, received=start > 0)
+        return activations(chain, start, stop, checkpoint, cores)
+    kept, peak, recompute = activations(chain, start, stop, checkpoint, cores, received=start > 0)
     sent = chain.cut_bytes[stop]
     return kept + sent, peak + sent, recompute
 
 
 def activations(
-    chain: Chain, start: int, stop: int, checkpoint: Sequence[tuple[int, int]], received: bool = False
+    chain: Chain,
+    start: int,
+    stop: int,
+    checkpoint: Sequence[tuple[int, int]],
+    cores: Sequence[tuple[int, int]] = (),
+    received: bool = False,
 ) -> tuple[int, int, int]:
     """Return (kept, peak, recompute_ns) of one microbatch of ``layers[start:stop]`` with recomputed segments.
 
-    ``checkpoint`` lists the half-open recomputed segments in order; the layers between them are stored. A recomputed
+    ``checkpoint`` lists the half-open recomputed segments in order; the layers between them are stored, those of
+    ``cores``, which are as they are where their cores run again, as parts of their own. A recomputed
     segment keeps its input and, while it is recomputed and run backward, the transient; release is segment by segment,
     so ``peak`` is the largest of (kept up to and with a segment) + its transient. In a chain the parts keep each
     storage once: a stored run may keep its output, which is what the part behind it would keep as its input. In a DAG
@@ -277,9 +289,11 @@ def activations(
     if len(known) > MOST_SEGMENTS:
         known.clear()
     for first, last in (*checkpoint, (stop, stop)):
-        if position < first:
-            kept += int(stored(chain, position, first, held, position > start))
-            held = bool(keeps_output(chain, position, first, held, recomputed=False))
+        for a, b in pairwise(
+            sorted({position, first}.union(x for both in cores for x in both if position < x < first))
+        ):
+            kept += int(stored(chain, a, b, held, a > start))
+            held = bool(keeps_output(chain, a, b, held, recomputed=False))
             peak = max(peak, kept)
         if first < last:
             key = first, last, held, first > start

@@ -84,9 +84,11 @@ def stage_cost(
     borrowed: Sequence[int],
 ) -> StageCost:
     """Return what a stage costs that finds the weights ``borrowed`` (of ``chain.shared``) on its devices."""
-    chain = chain.names[stage.way]
+    chain = chain.of(stage.way)
     start, stop, r = stage.start, stage.stop, stage.replicas
-    kept, peak, recompute = memory_model.stage_activations(policy, chain, start, stop, stage.checkpoint)
+    kept, peak, recompute = memory_model.stage_activations(
+        policy, chain, start, stop, stage.checkpoint, stage.selective
+    )
     slowest = platform.slowest(stage.devices)
     speed, timed = slowest.speed, chain.timed(slowest.times)
     if timed is not chain:
@@ -145,7 +147,7 @@ def least_load_ns(chain: Chain, platform: Platform, stages: Sequence[Stage]) -> 
     slowest = {devices: platform.slowest(devices) for devices in {stage.devices for stage in stages}}
     loads = dict.fromkeys(slowest, 0)
     for stage in stages:
-        passes = chain.names[stage.way].timed(slowest[stage.devices].times).sums.passes_ns
+        passes = chain.of(stage.way).timed(slowest[stage.devices].times).sums.passes_ns
         loads[stage.devices] += passes[stage.stop] - passes[stage.start]
     floor = 0
     for devices, work in loads.items():

@@ -261,7 +261,7 @@ def stage_graph(
 
 def cut_bytes(chain: Chain, one: Stage, other: Stage) -> int:
     """Return what a GPU of a stage sends a GPU of the next, or gets of it: the more of what they have of the cut."""
-    return max(chain.names[x.way].cut_bytes[one.stop] for x in (one, other))
+    return max(chain.of(x.way).cut_bytes[one.stop] for x in (one, other))
 
 
 def _once(known: Known, make: Callable[..., Any], first: Any, *others: Any) -> Any:

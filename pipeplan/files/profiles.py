@@ -126,7 +126,8 @@ def chain_of(form: Any, place: str) -> Chain:
 
 def profile_keys(chain: Chain) -> dict[str, Any]:
     """Return what a file says of a chain, by key."""
-    return {"format": "pipeplan-profile/1"} | {field.name: getattr(chain, field.name) for field in fields(chain)}
+    own = (field.name for field in fields(chain) if field.name in ProfileFile.__struct_fields__)
+    return {"format": "pipeplan-profile/1"} | {name: getattr(chain, name) for name in own}
 
 
 def profile_text(chain: Chain) -> str:

@@ -186,7 +186,8 @@ def piper(problem: Problem) -> Iterator[Allocation]:
     for i, j, v, d, again in sorted(found[1], key=lambda x: (-names[x.variant][0], x.start)):  # none crosses servers
         width = names[v][0]
         devices = tuple(range(at, at + d * width, width))
-        stages[i] = Stage(i, j, devices, tuple((x, x + 1) for x in again), *names[v])
+        cores = ((i, j),) * names[v][1]
+        stages[i] = Stage(i, j, devices, tuple((x, x + 1) for x in again), width, cores, names[v][2])
         at += d * width
     yield Allocation(tuple(stages[i] for i in sorted(stages)), round(found[0]))
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..choices import Checkpointing, Weights
 from ..deadline import NEVER, Deadline
-from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, VariantName, connected
+from .chain import AUTOCAST, CHANGED, LOSS_NAME, Chain, Variant, VariantName, Way, connected
 from .layers import Collective, Exchange, Layer, LayerTimes, LayerWork, PassWork, SharedWeights, WeightNeeds
 from .platform import Device, Level, Platform
 from .policy import (
@@ -61,6 +61,7 @@ __all__ = [
     "Sums",
     "Variant",
     "VariantName",
+    "Way",
     "WeightNeeds",
     "WeightRules",
     "Weights",

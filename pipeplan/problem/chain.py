@@ -20,7 +20,8 @@ CHANGED = "{name} trains by its buffer {buffer}, which its forwards change, and 
 AUTOCAST = "autocast-"  # what the type of a profile under autocast begins with
 
 
-VariantName = tuple[int, bool, bool]  # as stages have it: tensor degree, whether selective, whether offloaded
+VariantName = tuple[int, bool, bool]  # tensor degree, whether selective, whether offloaded
+Way = tuple[int, tuple[tuple[int, int], ...], bool]  # as stages have it: the layers whose cores run again, by ranges
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Chain:
     tokens. ``context`` tensor-parallel groups have each a part of every sequence, whose keys and values go round (Liu
     et al. 2023), or, ``by_heads``, each all of it for some heads in attention (Jacobs et al. 2023).
     Where activations wait in host memory ``offloaded`` is the bandwidth of each GPU's link to it, in bytes/s each way.
-    ``variants`` are the same layers at the costs of such parts, and of such layers;
+    ``variants`` are the same layers at the costs of such parts, and of such layers; a stage may have any of its layers
+    as in ``either`` instead, where that isn't empty;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
     buffer that forwards change and that others train by, of which replicas would have their own; empty without any.
     """
@@ -103,6 +105,7 @@ class Chain:
     context: int = 1
     by_heads: bool = False
     offloaded: int = 0
+    either: tuple[Layer, ...] = ()
 
     @property
     def width(self) -> int:
@@ -132,9 +135,9 @@ class Chain:
     @property
     def variant(self) -> str:
         """What it is called among its variants: the tensor degree, others above 1, whether it is selective; where each
-        stage chooses, that."""
+        stage chooses, that, or each layer."""
         if self.variants:
-            return "each"
+            return "1 by layer" if all(x.width == 1 and not x.offloaded for x in self.variants) else "each"
         among = f" context {self.context}{' by heads' * self.by_heads}" if self.context > 1 else ""
         among += f" experts {self.experts}" if self.experts > 1 else ""
         return f"{self.tensor}{among}{' selective' * self.selective}{' offloaded' * (self.offloaded > 0)}"
@@ -297,13 +300,52 @@ class Chain:
     @cached_property
     def choices(self) -> tuple[Chain, ...]:
         """The network as it is without variants, and as each of these has it, one of which every stage takes."""
-        return (replace(self, variants=()), *map(self.part, self.variants)) if self.variants else (self,)
+        if not self.variants:
+            return (self,)
+        found = (replace(self, variants=()), *map(self.part, self.variants))
+        alike = {x.degrees: x for x in found}
+        return tuple(x.alternating(alike.get(replace(x, selective=False).degrees)) for x in found)
+
+    def alternating(self, stored: Chain | None) -> Chain:
+        """Return the network whose cores run again, of which layers of a stage may be as ``stored``, too: passes take
+        no less than there, and with what passes of either work is counted."""
+        if stored is None or not self.selective:
+            return self
+        both = [(x, y, max(x.working_bytes, y.working_bytes)) for x, y in zip(self.layers, stored.layers, strict=True)]
+        layers = (
+            replace(x, forward_ns=y.forward_ns, backward_ns=max(x.backward_ns, y.backward_ns), working_bytes=most)
+            for x, y, most in both
+        )
+        either = tuple(replace(y, working_bytes=most) for _, y, most in both)
+        return replace(self, layers=tuple(layers), either=either)
+
+    @property
+    def otherwise(self) -> Chain:
+        """The network whose layers are the other ones that they may be."""
+        return replace(self, layers=self.either, either=self.layers)
 
     @cached_property
     def names(self) -> dict[VariantName, Chain]:
-        """The :attr:`choices` as stages name them; where there is but one, that is the first."""
+        """The :attr:`choices` by name; where there is but one, that is the first."""
         alike = {(x.tensor, x.selective, x.offloaded > 0): x for x in self.choices if x.width == x.tensor}
         return alike if self.variants else {(1, False, False): self}
+
+    def of(self, way: Way) -> Chain:
+        """Return the network as a stage of a ``way`` has it; KeyError where it has none such."""
+        if way not in self._ways:
+            tensor, again, offloaded = way
+            found = self.names[tensor, bool(again), offloaded]
+            if again and found.either:
+                cores = {i for first, last in again for i in range(first, last)}
+                both = enumerate(zip(found.layers, found.either, strict=True))
+                layers = tuple(own if i in cores else stored for i, (own, stored) in both)
+                found = replace(found, layers=layers, either=())
+            self._ways[way] = found
+        return self._ways[way]
+
+    @cached_property
+    def _ways(self) -> dict[Way, Chain]:
+        return {}
 
     def extreme(self, pick: Callable[[Iterable[int]], int]) -> Chain:
         """Return the network whose layers take and send what ``pick`` (least, or most) picks of all its choices."""
@@ -350,7 +392,7 @@ class Chain:
                 replace(layer, forward_ns=f, backward_ns=b, backward_weight_ns=w, optimizer_ns=o)
                 for layer, (f, b, w, o) in zip(self.layers, rows, strict=True)
             )
-            self._timed[times] = replace(self, layers=tuple(layers))
+            self._timed[times] = replace(self, layers=tuple(layers), either=())
         return self._timed[times]
 
     @cached_property

@@ -111,10 +111,19 @@ def tensor_degree(plan: Plan) -> list[str]:
         along += f"; activations wait in host memory, over a link of {format_bandwidth(chain.offloaded)} per GPU"
     told = [f"tensor degree {chain.tensor}{along}"]
     if chain.variants:
-        each = [chain.names[x.way] for x in plan.allocation.stages]
+        stages = plan.allocation.stages
+        each = [chain.of(x.way) for x in stages]
         link = max(x.offloaded for x in each)
         over = f"; offloaded: activations wait in host memory, over {format_bandwidth(link)} per GPU" if link else ""
         told = [f"tensor degrees of their own: {', '.join(x.variant for x in each)} by stage{over}"]
+        again = (
+            f"layers {', '.join(f'{a}-{b - 1}' for a, b in x.selective)} of stage {s}"
+            for s, x in enumerate(stages)
+            if x.selective
+        )
+        if max(x.width for x in each) == 1 and not link:
+            cores = "; ".join(again) or "no layer"
+            told = [f"attention's core again in backwards (selective recomputation) in {cores}"]
     if len(tried) > 1:
         told.append(f"  by degree: {', '.join(f'{shown(k)} {_of_degree(v)}' for k, v in tried.items())}")
         least = min((number_in(v, "bound_ns") or 0 for v in tried.values() if v.get("bound_ns") is not None), default=0)

@@ -76,7 +76,12 @@ def placements(problem: Problem, layer: int = 0, gpu: int = 0) -> Iterator[tuple
                         continue
                     for behind in placements(problem, stop, first + replicas * width):
                         for way in ways:
-                            yield (Stage(layer, stop, devices, way, *name), *behind)
+                            yield (named(Stage(layer, stop, devices, way), *name), *behind)
+
+
+def named(stage: Stage, tensor: int, selective: bool, offloaded: bool) -> Stage:
+    """Return the stage of a variant of this name."""
+    return replace(stage, tensor=tensor, selective=((stage.start, stage.stop),) * selective, offloaded=offloaded)
 
 
 def best_of_all(problem: Problem) -> int | None:
@@ -140,7 +145,7 @@ def test_a_stage_costs_what_it_does_where_all_have_its_degree() -> None:
     for seed in range(200, 230):
         problem = random_instance(seed)
         for own, name in zip(problem.uniform, problem.chain.names, strict=True):
-            stage = Stage(0, len(problem.chain), (0,), (), *name)
+            stage = named(Stage(0, len(problem.chain), (0,)), *name)
             here = stage_cost(problem.chain, problem.platform, problem.policy, stage, 0, False, False, ())
             alike = Stage(0, len(problem.chain), (0,))
             assert here == stage_cost(own.chain, own.platform, own.policy, alike, 0, False, False, ())

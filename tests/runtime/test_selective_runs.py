@@ -15,6 +15,10 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=4,sequence=16,vocabulary=256,tied=false,attention=unfused"
+LLAMA = (
+    "hf:LlamaForCausalLM,num_hidden_layers=2,hidden_size=32,intermediate_size=64,num_attention_heads=4,vocab_size=64"
+)
+LLAMA += ",num_key_value_heads=4,sequence=16,attn_implementation=eager"
 DROPPING = f"{GPT},dropout=0.1"
 QUICK = {"microbatch": 2, "device": "cpu", "steps": 2, "warmup": 1, "granularity": "block", "selective": True}
 
@@ -41,9 +45,23 @@ def test_cores_that_run_again_draw_and_train_as_those_that_are_kept():
 def test_one_stage_runs_cores_again_on_two_processes_and_the_other_keeps_them_on_one(tmp_path):
     chain = pp.profile(f"zoo:{GPT}", tensor="1,2", **QUICK).chain
     assert [(x.tensor, x.selective) for x in chain.variants] == [(1, True), (2, False), (2, True)]
-    stages = [Stage(0, 2, (0,), tensor=2, selective=True), Stage(2, 6, (2,))]
+    stages = [Stage(0, 2, (0,), tensor=2, selective=((0, 2),)), Stage(2, 6, (2,))]
     plan = plan_of(chain, stages, accumulate=4)
     losses, state = serial(GPT, 2, steps=2, accumulate=4, optimizer="sgd", lr=0.1, seed=2)
     report = trained(replace(plan, policy=replace(plan.policy, optimizer="sgd")), GPT, lr=0.1, save=tmp_path / "s.pt")
     assert report.losses == pytest.approx(losses, abs=1e-5)
     assert largest_difference(torch.load(tmp_path / "s.pt"), state) <= 1e-5
+
+
+@pytest.mark.parametrize("model", [f"zoo:{GPT}", LLAMA])
+def test_of_two_blocks_in_a_stage_one_runs_its_core_again(model):
+    chain = pp.profile(model, **QUICK).chain
+    both = enumerate(zip(chain.layers, chain.variants[0].layers, strict=True))
+    first, stop = (i for i, (x, y) in both if x.saved_bytes > y.saved_bytes)
+    found = []
+    for cores in ((), ((first, first + 1),)):
+        stages = [Stage(0, stop + 1, (0,), selective=cores), Stage(stop + 1, len(chain), (1,))]
+        found.append(trained(plan_of(chain, stages, accumulate=4), model, lr=0.1))
+    assert found[0].losses == found[1].losses
+    kept, one = (x.activations[0].measured_bytes for x in found)
+    assert kept - one == 2 * (chain.layers[first].saved_bytes - chain.variants[0].layers[first].saved_bytes)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...integers import NEVER, Ints, ceil_div, extend_array
 from ...plan import Stage
-from ...problem import VariantName
+from ...problem import Way
 from ..devices.states import Flags, Step
 from ..tables.device_counts import Counts, device_counts
 from ..tables.stages import Ranges, SearchTables, carried, largest_synced_gradients, longest_delay
@@ -228,15 +228,17 @@ class _Sweep:
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of a placement of the whole chain, found again from the tables."""
         cuts, last = self.tables.cuts, len(self.tables.cuts) - 1
-        i, steps, ranges = 0, list[Step](), list[tuple[int, int, Ranges, VariantName]]()
+        i, steps, ranges = 0, list[Step](), list[tuple[int, int, Ranges, Way]]()
         state, level, size = map(int, np.unravel_index(int(self.least[0].argmin()), self.least[0].shape))
         while i < last:
             step, column = self._step(i, state, level, size)
             steps.append(step)
             take, stop, replicas = self.takes[step.take], int(self.cut[column]), int(self.sizes[size])
             in_flight = int(ceil_div(self.least[i, state, level, size], replicas * self.period))
-            checkpoint = self.tables.classes[take.floor].options.checkpoint(i, stop, in_flight, replicas)
-            ranges.append((int(cuts[i]), int(cuts[stop]), checkpoint, self.states.named(step.take)))
+            options, (tensor, again, offloaded) = self.tables.classes[take.floor].options, self.states.named(step.take)
+            checkpoint = options.checkpoint(i, stop, in_flight, replicas)
+            cores = options.cores(i, stop, in_flight, replicas) if again else ()
+            ranges.append((int(cuts[i]), int(cuts[stop]), checkpoint, (tensor, cores, offloaded)))
             if stop < last:
                 row = self._row(state)
                 entering, span = int(self.delay[step.take, row, column]), int(take.spans[row, step.found])

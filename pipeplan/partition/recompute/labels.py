@@ -4,13 +4,16 @@ A *label* is one way to cut the layers from a stage's first to some position int
 (neighbours whose activations are kept). It has three numbers, and less is better in each: ``kept`` bytes for each
 microbatch in flight, the ``peak`` bytes of the one in its backward (which holds one segment's activations after the
 other), and the ``cost`` in ns of running its segments forward again. So only labels that no other beats or equals in
-all three are kept (:mod:`.pareto`). Labels depend on neither the period nor the devices: a dynamic program over
+all three are kept (:mod:`.pareto`). Where layers may run the core of their attention again a third part is such a run,
+which keeps less and costs time. Labels depend on neither the period nor the devices: a dynamic program over
 positions makes them once for each first layer. ALGORITHMS section 5, "Segments"; not in any paper.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +26,7 @@ from ..tables.stages import Ranges
 from .pareto import Resolution, unbeaten
 
 Flags = npt.NDArray[np.bool_]
+CORES, SEGMENT = 1, 2  # of the kinds of parts, 0 a stored run
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Units:
     tensor at each position takes when nobody holds it. Rules: :func:`....cost.memory_model.stored`, ``keeps_output``.
 
     ``growing``: runs and segments only grow with their length, and a run can be made layer by layer, as in every chain
-    without skip connections.
+    without skip connections. ``cores`` are those of layers whose cores run again, where these may be: then a run costs
+    ``run_cost`` ns, and so much more a segment.
     """
 
     keeps: Ints
@@ -54,6 +59,8 @@ class Units:
     passes: Flags | None
     storage: Ints
     growing: bool
+    run_cost: Ints
+    cores: Units | None = None
 
     @staticmethod
     def of(chain: Chain, positions: Ints | None = None) -> Units:
@@ -72,8 +79,13 @@ class Units:
         output, passes = (
             table(memory_model.keeps_output(chain, start, stop, False, recomputed=x)) for x in (False, True)
         )
-        proper = stop > start
+        proper, cores = stop > start, None
         holds = bool((proper & (output | passes)).any())
+        if chain.either:
+            more = (chain.otherwise.sums.backward_ns - chain.sums.backward_ns)[places]
+            extra = more[None, :] - more[:, None]
+            cores = Units.of(replace(chain.otherwise, either=()), positions)
+            cores = replace(cores, run_cost=extra, recompute=cores.recompute + extra)
         return Units(
             keeps=keeps,
             later_keeps=later,
@@ -86,7 +98,24 @@ class Units:
             passes=passes if holds else None,
             storage=np.diagonal(later),
             growing=chain.edges is None,
+            run_cost=np.zeros((count, count), dtype=np.int64),
+            cores=cores,
         )
+
+    @property
+    def ways(self) -> tuple[Units, ...]:
+        """These, and those of layers whose cores run again."""
+        return (self,) if self.cores is None else (self, self.cores)
+
+    @property
+    def holds(self) -> bool:
+        """Whether some run holds its output."""
+        return any(x.output is not None for x in self.ways)
+
+    def run(self, start: int, stop: IntLike, first: bool, kept: Ints, held: Flags) -> tuple[Ints, Flags]:
+        """Return what is kept with a run behind parts that have ``kept``, and whether its output's storage is held."""
+        fresh = (self.saved if first else self.later_saved)[start, stop]
+        return kept + np.where(held, self.inner[start, stop], fresh), self.held_behind(start, stop, held, False)
 
     def held_behind(self, start: int, stop: IntLike, held: npt.NDArray[np.bool_] | bool, recomputed: bool) -> Flags:
         """Return whether the output's storage is held behind a segment or run from ``start``."""
@@ -100,8 +129,9 @@ class Units:
 class Labels:
     """Labels of the stages that start at one layer, in order of position; entry 0 is the empty one.
 
-    ``parent`` is the label before the last unit, which is a recomputed segment where ``recomputed`` says so and a
-    stored run otherwise. ``exact``: no label was dropped that isn't beaten by another.
+    ``parent`` is the label before the last unit, whose ``kind`` is :data:`SEGMENT` of a recomputed segment and else 0,
+    for a stored run, and :data:`CORES` more where its cores run again. ``exact``: no label was dropped that isn't
+    beaten by another.
     """
 
     kept: Ints
@@ -109,29 +139,29 @@ class Labels:
     cost: Ints
     position: Ints
     parent: Ints
-    recomputed: Flags
+    kind: Ints
     exact: bool
 
     def at(self, positions: Ints) -> Labels:
         """Return labels made over numbered ``positions`` at their places in the chain."""
         return replace(self, position=positions[self.position])
 
-    def ranges(self, label: int) -> Ranges:
-        """Return the recomputed segments of a label, in chain order."""
-        found = []
+    def ranges(self, label: int, cores: bool = False) -> Ranges:
+        """Return the recomputed segments of a label, in chain order, or the runs whose ``cores`` run again."""
+        found, which = list[tuple[int, int]](), self.kind & (CORES if cores else SEGMENT)
         while label:
             before = int(self.parent[label])
-            if self.recomputed[label]:
+            if which[label]:
                 found.append((int(self.position[before]), int(self.position[label])))
             label = before
-        return tuple(reversed(found))
+        return joined(reversed(found)) if cores else tuple(reversed(found))
 
 
 @dataclass(frozen=True)
 class LowestPeak:
     """For each stage from one layer the label of the lowest peak, and the one that stores everything.
 
-    ``first[j]`` is where the first part of the lowest label up to j stops, negative for a stored run;
+    ``first[j]`` is where the first part of the lowest label up to j stops, times four, plus its kind (:class:`Labels`);
     ``nearest[held][i, j]`` is that of the parts behind, from i on.
     """
 
@@ -149,24 +179,33 @@ class LowestPeak:
         """Return labels made over numbered ``positions`` at their places in the chain."""
         return replace(self, position=positions[self.position])
 
-    def ranges(self, label: int) -> Ranges:
-        """Return the recomputed segments of a label, in chain order."""
+    def ranges(self, label: int, cores: bool = False) -> Ranges:
+        """Return the recomputed segments of a label, in chain order, or the runs whose ``cores`` run again."""
         where = dict(zip(self.numbers.tolist(), self.position.tolist(), strict=True))
-        return tuple((where[start], where[stop]) for start, stop in self._numbered(label))
+        which = CORES if cores else SEGMENT
+        found = tuple((where[start], where[stop]) for start, stop, kind in self._parts(label) if kind & which)
+        return joined(found) if cores else found
 
-    def _numbered(self, label: int) -> Ranges:
-        start, stop, found = int(self.numbers[0]), int(self.numbers[label]), []
+    def _parts(self, label: int) -> Iterator[tuple[int, int, int]]:
+        start, stop, held = int(self.numbers[0]), int(self.numbers[label]), False
         if 2 * label >= len(self.position):  # one of those that store everything
-            return ()
-        end, held = int(self.first[stop]), False
+            return
+        end, kind = divmod(int(self.first[stop]), 4)
         while start < stop:
-            recomputed = end > 0
-            if recomputed:
-                found.append((start, end))
-            held = bool(self.units.held_behind(start, abs(end), held, recomputed))
-            start = abs(end)
-            end = int(self.nearest[int(held), start, stop])
-        return tuple(found)
+            yield start, end, kind
+            held = bool(self.units.ways[kind & CORES].held_behind(start, end, held, kind >= SEGMENT))
+            start = end
+            end, kind = divmod(int(self.nearest[int(held), start, stop]), 4)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges in order, of which those that meet are one."""
+    found: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        found.append((first, last))
+    return tuple(found)
 
 
 def lowest_peaks(units: Units) -> tuple[LowestPeak, ...]:
@@ -176,17 +215,17 @@ def lowest_peaks(units: Units) -> tuple[LowestPeak, ...]:
     peaks behind it: the lowest peak is a recursion over the first part, and whether its input is held already. O(L^3),
     L vectorised steps.
     """
-    count, states = len(units.saved), 1 if units.output is None else 2
+    count, states = len(units.saved), 1 + units.holds
     tables = _PeakTables(*(np.zeros((states, count, count), dtype=np.int64) for _ in range(4)))
     found = []
     for start in range(count - 2, -1, -1):
         ends = np.arange(start + 1, count)
-        alone = tables.first(units, start, ends, units.saved, units.keeps, False)
+        alone = tables.first(units, start, ends, True, False)
         behind = [alone]
         if units.later_keeps[start, ends[0]] != units.keeps[start, ends[0]]:
-            behind = [tables.first(units, start, ends, units.later_saved, units.later_keeps, False)]
+            behind = [tables.first(units, start, ends, False, False)]
         if states > 1:
-            behind.append(tables.first(units, start, ends, units.inner, np.zeros_like(units.keeps), True))
+            behind.append(tables.first(units, start, ends, False, True))
         for state, columns in enumerate(behind):
             for table, column in zip(tables, columns, strict=True):
                 table[state, start, ends] = column
@@ -216,10 +255,10 @@ class _PeakTables(NamedTuple):
     cost: Ints
     nearest: Ints
 
-    def first(self, units: Units, start: int, ends: Ints, saved: Ints, keeps: Ints, held: bool) -> tuple[Ints, ...]:
-        """Return the columns of the parts from ``start`` on, of which the first adds ``saved`` or ``keeps``."""
+    def first(self, units: Units, start: int, ends: Ints, alone: bool, held: bool) -> tuple[Ints, ...]:
+        """Return the columns of the parts from ``start`` on, of which the first is the stage's, ``alone``, or behind
+        others, its input ``held`` or not."""
         rest = slice(start + 1, None)
-        after = [units.held_behind(start, ends, held, recomputed).astype(np.int64) for recomputed in (False, True)]
 
         def behind(state: Ints) -> Ints:
             some = self.peak[0, rest, rest]
@@ -227,19 +266,28 @@ class _PeakTables(NamedTuple):
                 some = np.where(state[:, None] > 0, self.peak[1, rest, rest], some)
             return np.where(ends[:, None] > ends[None, :], 2**61, some)
 
-        keeps, saved = keeps[start, ends], saved[start, ends]
-        segments = keeps[:, None] + np.maximum(units.transient[start, ends][:, None], behind(after[1]))
-        both = np.stack([saved[:, None] + behind(after[0]), segments])  # a stored run first: it costs nothing
-        both = both.reshape(-1, len(ends))
-        best = both.argmin(axis=0)
-        recomputed, index = best >= len(ends), best % len(ends)
-        end = ends[index]
-        state = np.where(recomputed, after[1][index], after[0][index])
+        size, nothing = len(ends), np.zeros_like(ends)
+        keeps = nothing if held else (units.keeps if alone else units.later_keeps)[start, ends]
+        kept, cost, after, peaks = [], [], [], []
+        for recomputed, own in product((False, True), units.ways):  # by kind: a stored run first, as it costs nothing
+            after.append(own.held_behind(start, ends, held, recomputed).astype(np.int64))
+            later = behind(after[-1])
+            if recomputed:
+                kept.append(keeps)
+                later = np.maximum(own.transient[start, ends][:, None], later)
+            else:
+                kept.append(own.run(start, ends, alone, nothing, np.full(size, held))[0])
+            peaks.append(kept[-1][:, None] + later)
+            cost.append((own.recompute if recomputed else own.run_cost)[start, ends])
+        every = np.stack(peaks).reshape(-1, size)
+        best = every.argmin(axis=0)
+        way, index = np.divmod(best, size)
+        state, end = np.stack(after)[way, index], ends[index]
         return (
-            both[best, np.arange(len(ends))],
-            np.where(recomputed, keeps[index], saved[index]) + self.kept[state, end, ends],
-            np.where(recomputed, units.recompute[start, end], 0) + self.cost[state, end, ends],
-            np.where(recomputed, end, -end),
+            every[best, np.arange(size)],
+            np.stack(kept)[way, index] + self.kept[state, end, ends],
+            np.stack(cost)[way, index] + self.cost[state, end, ends],
+            4 * end + (way if units.cores is not None else SEGMENT * way),
         )
 
 
@@ -249,7 +297,7 @@ class _Open:
     def __init__(self, start: int) -> None:
         self.start = start
         self.kept, self.peak, self.cost, self.index = (np.zeros(1, dtype=np.int64) for _ in range(4))
-        self.after_segment = np.ones(1, dtype=np.bool_)  # a stored run may follow
+        self.kind = np.full(1, SEGMENT)  # of the last part, behind which is another
         self.held = np.zeros(1, dtype=np.bool_)  # whether the storage of what goes on is held
         self.starts, self.counts = [start], [1]  # positions, and how many labels stand at each
 
@@ -261,6 +309,32 @@ class _Open:
             values[0] = first[self.start, stop]
         return np.repeat(values, self.counts)
 
+    def runs(self, units: Units, kind: int, previous: int, stop: int) -> tuple[Ints, Ints, Ints, Flags]:
+        """Return which labels a run of a ``kind`` may extend to ``stop``, what is then kept, costs and is held: those
+        at the ``previous`` position where runs grow layer by layer, else those that end otherwise."""
+        if units.growing:
+            count = self.counts[-1] if self.starts[-1] == previous else 0
+            of = np.arange(len(self.kept) - count, len(self.kept))
+            kept, held = units.run(previous, stop, previous == self.start, self.kept[of], self.held[of])
+            return of, kept, self.cost[of] + units.run_cost[previous, stop], held
+        of = np.flatnonzero(self.kind != kind)
+        kept = (self.kept + self.at(units.later_saved, stop, units.saved))[of]
+        return of, kept, (self.cost + self.at(units.run_cost, stop))[of], np.zeros(len(of), dtype=np.bool_)
+
+    def segments(self, units: Units, stop: int) -> tuple[Ints, Ints, Ints, Flags, Ints]:
+        """Return what all labels with a segment to ``stop`` keep, hold at the peak, and cost, whether its output's
+        storage is held, and what it holds while it runs."""
+        keeps, transient = self.at(units.later_keeps, stop, units.keeps), self.at(units.transient, stop)
+        kept = self.kept + np.where(self.held, 0, keeps)
+        held = np.zeros(len(kept), dtype=np.bool_) if units.passes is None else self.at(units.passes, stop)
+        return (
+            kept,
+            np.maximum(self.peak, kept + transient),
+            self.cost + self.at(units.recompute, stop),
+            held,
+            transient,
+        )
+
     def keep(self, which: Flags) -> None:
         """Drop the other labels."""
         ends = np.cumsum(self.counts)
@@ -268,11 +342,9 @@ class _Open:
         self.starts = [x for x, n in zip(self.starts, kept.tolist(), strict=True) if n]
         self.counts = [n for n in kept.tolist() if n]
         self.kept, self.peak, self.cost, self.index = (x[which] for x in (self.kept, self.peak, self.cost, self.index))
-        self.after_segment, self.held = self.after_segment[which], self.held[which]
+        self.kind, self.held = self.kind[which], self.held[which]
 
-    def add(
-        self, position: int, kept: Ints, peak: Ints, cost: Ints, index: int, recomputed: Flags, held: Flags
-    ) -> None:
+    def add(self, position: int, kept: Ints, peak: Ints, cost: Ints, index: int, kind: Ints, held: Flags) -> None:
         """Append labels at ``position``, numbered from ``index``."""
         self.kept, self.peak, self.cost, self.index = (
             np.concatenate(pair)
@@ -283,7 +355,7 @@ class _Open:
                 (self.index, np.arange(index, index + len(kept))),
             )
         )
-        self.after_segment = np.concatenate([self.after_segment, recomputed])
+        self.kind = np.concatenate([self.kind, kind])
         self.held = np.concatenate([self.held, held])
         if len(kept):
             self.starts.append(position)
@@ -308,54 +380,40 @@ def labels_from(
     ``work``. O(L * labels).
     """
     zero = np.zeros(1, dtype=np.int64)
-    found = [(zero, zero, zero, zero + start, zero)]  # kept, peak, cost, position, parent
-    recomputed = [np.zeros(1, dtype=np.bool_)]
+    found = [(zero, zero, zero, zero + start, zero, zero)]  # kept, peak, cost, position, parent, kind
     open_labels, size, tried, exact, previous = _Open(start), 1, 0, True, start
     for stop in positions[(positions > start) & (most_peak[positions] >= 0)].tolist():
         tried += len(open_labels.kept)
         if work is not None and tried > work:
             return None, tried
-        new_cost = open_labels.cost + open_labels.at(units.recompute, stop)
-        keeps = open_labels.at(units.later_keeps, stop, units.keeps)
-        new_kept = open_labels.kept + np.where(open_labels.held, 0, keeps)
-        transient = open_labels.at(units.transient, stop)
-        new_peak = np.maximum(open_labels.peak, new_kept + transient)
-        fits = (new_cost <= most_cost[stop]) & (new_peak <= most_peak[stop])
-        useful = np.flatnonzero(fits & (transient > 0))  # otherwise storing costs no more bytes and no time
-        if units.growing:  # runs grow layer by layer
-            count = open_labels.counts[-1] if open_labels.starts[-1] == previous else 0
-            stored = np.arange(len(open_labels.kept) - count, len(open_labels.kept))
-            held = open_labels.held[stored]
-            fresh = (units.saved if previous == start else units.later_saved)[previous, stop]
-            run_kept = open_labels.kept[stored] + np.where(held, units.inner[previous, stop], fresh)
-            run_held = units.held_behind(previous, stop, held, recomputed=False)
-        else:
-            stored = np.flatnonzero(open_labels.after_segment)
-            run_kept = (open_labels.kept + open_labels.at(units.later_saved, stop, units.saved))[stored]
-            run_held = np.zeros(len(stored), dtype=np.bool_)
-        run_peak, run_cost = np.maximum(open_labels.peak[stored], run_kept), open_labels.cost[stored]
-        runs = np.flatnonzero((run_peak <= most_peak[stop]) & (run_cost <= most_cost[stop]))
-        kept, peak, cost = (
-            np.concatenate([one[runs], other[useful]])
-            for one, other in ((run_kept, new_kept), (run_peak, new_peak), (run_cost, new_cost))
-        )
-        passes = np.zeros(len(useful), dtype=np.bool_)
-        if units.passes is not None:
-            passes = open_labels.at(units.passes, stop)[useful]
-        held = np.concatenate([run_held[runs], passes])
-        parents = np.concatenate([open_labels.index[stored][runs], open_labels.index[useful]])
+        parts, fits = [], np.zeros(len(open_labels.kept), dtype=np.bool_)
+        for kind, own in enumerate(units.ways):
+            if kind == 0 or not units.growing or own.saved[previous, stop] < units.saved[previous, stop]:
+                of, kept, cost, held = open_labels.runs(own, kind, previous, stop)
+                peak = np.maximum(open_labels.peak[of], kept)
+                within = (peak <= most_peak[stop]) & (cost <= most_cost[stop])
+                parts.append(
+                    [x[within] for x in (kept, peak, cost, held, open_labels.index[of], np.full(len(of), kind))]
+                )
+        for kind, own in enumerate(units.ways, SEGMENT):
+            kept, peak, cost, held, transient = open_labels.segments(own, stop)
+            within = (cost <= most_cost[stop]) & (peak <= most_peak[stop])
+            fits |= within
+            within &= transient > 0  # otherwise storing costs no more bytes and no time
+            parts.append([x[within] for x in (kept, peak, cost, held, open_labels.index, np.full(len(held), kind))])
+        kept, peak, cost, held, parents, kinds = (np.concatenate(x) for x in zip(*parts, strict=True))
         chosen, complete = _chosen(kept, peak, cost, held, int(units.storage[stop]), resolution)
         exact = exact and complete
-        found.append((kept[chosen], peak[chosen], cost[chosen], np.full(len(chosen), stop), parents[chosen]))
-        recomputed.append(chosen >= len(runs))
+        at = np.full(len(chosen), stop)
+        found.append((kept[chosen], peak[chosen], cost[chosen], at, parents[chosen], kinds[chosen]))
         if units.growing and 4 * np.count_nonzero(fits) < 3 * len(fits):  # what is too much now stays so
             open_labels.keep(fits)
-        open_labels.add(stop, *found[-1][:3], size, recomputed[-1], held[chosen])
+        open_labels.add(stop, *found[-1][:3], size, found[-1][-1], held[chosen])
         size, previous = size + len(chosen), stop
         if not len(open_labels.kept):
             break
-    every_kept, every_peak, every_cost, position, parent = (np.concatenate(x) for x in zip(*found, strict=True))
-    return Labels(every_kept, every_peak, every_cost, position, parent, np.concatenate(recomputed), exact), tried
+    kept, peak, cost, at, parents, kinds = (np.concatenate(x) for x in zip(*found, strict=True))
+    return Labels(kept, peak, cost, at, parents, kinds, exact), tried
 
 
 def _chosen(kept: Ints, peak: Ints, cost: Ints, held: Flags, storage: int, resolution: Resolution) -> tuple[Ints, bool]:

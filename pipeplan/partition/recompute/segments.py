@@ -250,15 +250,15 @@ class _SegmentFinder:
     def __init__(self, problem: Problem, labels_of: Callable[[int], AnyLabels]) -> None:
         self._problem, self._labels_of = problem, labels_of
         self._known: dict[int, AnyLabels] = {}
-        self._found: dict[tuple[int, ...], Ranges] = {}
+        self._found: dict[tuple[int, ...], tuple[Ranges, Ranges]] = {}
 
-    def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> Ranges:
+    def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> tuple[Ranges, Ranges]:
         """Return the cheapest segments of ``layers[start:stop]`` that fit with ``in_flight`` microbatches on each
-        replica."""
+        replica, and the runs whose cores run again."""
         key = start, stop, in_flight, replicas, memory
         if key not in self._found:
             labels, at = self._quickest(*key)
-            self._found[key] = labels.ranges(int(at[0]))
+            self._found[key] = labels.ranges(int(at[0])), labels.ranges(int(at[0]), cores=True)
         return self._found[key]
 
     def ways(self, start: int, stop: int, replicas: int, memory: int) -> list[Ranges]:
@@ -325,6 +325,13 @@ class SegmentOptions:
 
     def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
         """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica."""
+        return self._found(start, stop, in_flight, replicas)[0]
+
+    def cores(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
+        """Return the runs whose cores run again then."""
+        return self._found(start, stop, in_flight, replicas)[1]
+
+    def _found(self, start: int, stop: int, in_flight: int, replicas: int) -> tuple[Ranges, Ranges]:
         first, last = int(self.cuts[start]), int(self.cuts[stop])
         return self.finder.find(first, last, in_flight, replicas, self.device.memory_bytes)
 

@@ -48,6 +48,9 @@ class StageOptions(Protocol):
         """Return the recomputed segments with which a stage is quickest while each of its replicas holds ``in_flight``
         microbatches."""
 
+    def cores(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
+        """Return the runs of layers whose cores run again then, where layers may do so."""
+
     def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
         """Return the ways to recompute a stage that can hold one microbatch, the quickest first, each of which keeps
         less of it than those before."""
@@ -104,6 +107,10 @@ class FewOptions:
         limits = (tables[min(replicas, len(tables)) - 1] for tables in self.limits)
         option = next(o for o, limit in enumerate(limits) if in_flight <= limit[start, stop])
         return self._recomputed(option, start, stop)
+
+    def cores(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
+        """Return all of the stage, of whose layers nothing else is known."""
+        return ((int(self.cuts[start]), int(self.cuts[stop])),)
 
     def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
         """Return nothing and all, as far as each fits."""
@@ -320,7 +327,11 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
 
 def _of_stages_that_choose(problem: Problem, cuts: Ints, complete: bool) -> SearchTables:
     """Return :func:`stage_tables` of stages that each have one of the variants of their layers."""
-    uniform = [replace(stage_tables(x, cuts), complete=complete) for x in problem.uniform]
+    own = [
+        replace(x, chain=x.chain.otherwise) if x.chain.either and x.checkpointing == "segments" else x
+        for x in problem.uniform
+    ]  # where some cores run again and some do not these are what is more
+    uniform = [replace(stage_tables(x, cuts), complete=complete) for x in own]
     sums = problem.chain.by_gpu.sums
     return replace(
         uniform[0],

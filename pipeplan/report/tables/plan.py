@@ -201,7 +201,8 @@ def groups_line(plan: Plan) -> str | None:
 def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
     parts = ("weights", "activa-\ntions", "buffers") if width >= NARROW else ()
     unit, size = ("GB", 10**9) if max(use.peak_bytes for use in result.devices) >= 10**9 else ("MB", 10**6)
-    where = ("stage", "layers", "GPUs", *(("tensor",) if plan.chain.variants else ()))
+    parted = max(stage.tensor for stage in plan.allocation.stages) > 1
+    where = ("stage", "layers", "GPUs", *(("tensor",) if parted else ()))
     column = group_column(plan, result.groups)
     title, places = ((column[0],), column[1]) if column else ((), [])
     limits = [_memory(use, size) for _, _, use, _, _ in stage_figures(plan, result)]
@@ -222,7 +223,7 @@ def _stage_table(plan: Plan, result: Evaluation, width: int) -> Table:
             str(s),
             _layers(names, stage),
             format_devices(gpus_of(plan.platform, stage)),
-            *((str(stage.tensor),) if plan.chain.variants else ()),
+            *((str(stage.tensor),) if parted else ()),
             f"{cost.forward_ns / 1e6:.2f}",
             f"{cost.backward_ns / 1e6:.2f}",
             _recomputed(stage),

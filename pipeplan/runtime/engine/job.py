@@ -254,7 +254,7 @@ class Job:
             check_decay(options.no_decay, self.make_optimizer)
         if policy.offload:
             check_elementwise(self.make_optimizer, "offloading its state bucket by bucket")
-        chains = [self.plan.chain.names[x.way] for x in self.plan.allocation.stages]
+        chains = [self.plan.chain.of(x.way) for x in self.plan.allocation.stages]
         if any(chain.selective for chain in chains):
             _ = self.model.selective  # or refuses it
         for s, (chain, stage) in enumerate(zip(chains, self.plan.allocation.stages, strict=True)):

@@ -226,7 +226,7 @@ def runner_of(
     """Return what passes stage ``s`` of ``model``, which is the rank's, or watched, or whole; where the plan lets its
     activations wait that is with ``waiting``, of each layer all that it saves, or what it reads, and it runs again."""
     lowered, stage = rank.lowered, rank.stage(s)
-    chain = lowered.plan.chain.names[stage.way]
+    chain = lowered.plan.chain.of(stage.way)
     waiting = waiting if chain.offloaded else None
     if waiting is not None:
         again = (i for i in range(stage.start, stage.stop) if chain.layers[i].again_bytes)

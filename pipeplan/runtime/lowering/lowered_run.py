@@ -102,7 +102,7 @@ class LoweredRun:
     def chain_of(self, rank: int) -> Chain:
         """Return the plan's chain as a process of a rank has it."""
         stage = self.plan.allocation.stages[self.stages_of(rank)[0]]
-        return self.plan.chain.names[stage.way]
+        return self.plan.chain.of(stage.way)
 
     def of_place(self, place: int) -> LoweredRun:
         """Return the run among the processes at ``place``, of the ranks that have one, in a row; others' messages to
@@ -211,7 +211,7 @@ class LoweredRun:
     def waiting_bytes(self, rank: int) -> tuple[int, int]:
         """Return what a rank has at most on its device of activations that wait in host memory, and there."""
         stages = [(s, self.plan.allocation.stages[s]) for s in self.stages_of(rank)]
-        layers = {s: self.plan.chain.names[x.way].layers[x.start : x.stop] for s, x in stages}
+        layers = {s: self.plan.chain.of(x.way).layers[x.start : x.stop] for s, x in stages}
         coming = max(x.on_its_way_bytes for own in layers.values() for x in own)
         if not coming:
             return 0, 0

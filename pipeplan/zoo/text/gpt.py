@@ -48,7 +48,17 @@ class GPTConfig(Parted):
 
 
 class Again(torch.autograd.Function):
-    """A function of some tensors of which these alone are saved; the backward runs it again, with the same dropout."""
+    """A function of some tensors of which these alone are saved; the backward runs it again, with the same dropout.
+
+    Not within :func:`storing`: there it is the function itself.
+    """
+
+    stores = False
+
+    @classmethod
+    def plainly(cls, function: Callable[..., Tensor], *inputs: Tensor) -> Any:
+        """Call it, as a trace that has it as one operation does where it runs."""
+        return function(*inputs) if cls.stores else _APPLY(cls)(function, *inputs)
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -70,6 +80,18 @@ class Again(torch.autograd.Function):
             out = ctx.function(*inputs)
         found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], gradients))
         return None, *(next(found) if need else None for need in needs)
+
+
+_APPLY = partial(torch.autograd.Function.__dict__["apply"].__get__, None)  # no trace replaces it
+
+
+def storing(run: Callable[..., Any], *given: Any) -> Any:
+    """Return what ``run`` makes of what is ``given`` where what :class:`Again` makes is saved as all else is."""
+    before, Again.stores = Again.stores, True
+    try:
+        return run(*given)
+    finally:
+        Again.stores = before
 
 
 class Embedding(nn.Module):
@@ -129,9 +151,9 @@ class Block(nn.Module):
         batch, sequence, _ = made.shape
         heads = made.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
-        if self.how == "again":
+        if self.how == "again" and not Again.stores:
             attended = Again.apply(self._unfused, query, key, value)  # type: ignore[no-untyped-call]  # torch's
-        elif self.how == "unfused":
+        elif self.how != "fused":
             attended = self._unfused(query, key, value)
         else:
             attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)

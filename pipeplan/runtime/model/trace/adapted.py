@@ -235,7 +235,7 @@ def own_gradients() -> Iterator[None]:
     original = Function.__dict__["apply"]
 
     def apply(kind: Any, *arguments: Any, **keywords: Any) -> Any:
-        plainly: Callable[..., Any] = original.__get__(None, kind)
+        plainly: Callable[..., Any] = getattr(kind, "plainly", original.__get__(None, kind))
         if kind.__module__.partition(".")[0] == "torch" or not tensors_in(arguments):
             return plainly(*arguments, **keywords)
         given = refilling(arguments)
