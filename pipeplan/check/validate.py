@@ -144,11 +144,10 @@ def structure_violations(chain: Chain, platform: Platform, policy: Policy, stage
             found.append(f"stage {s} has {stage.replicas} GPUs; {chain.one_of_each}; plan with --no-replicas")
         found += _range_violations(f"stage {s} recomputes", stage, stage.checkpoint)
         found += _range_violations(f"stage {s} runs the cores again of", stage, stage.selective)
-        cores = {i for first, last in stage.selective for i in range(first, last)}
         found += [
             f"stage {s} recomputes layers [{first}, {last}), and runs the cores of some of them again"
             for first, last in stage.checkpoint
-            if 0 < len(cores.intersection(range(first, last))) < last - first
+            if 0 < sum(max(0, min(b, last) - max(a, first)) for a, b in stage.selective) < last - first
         ]
     found += _idle_violations(chain, platform, policy, stages)
     if position != len(chain):

@@ -336,10 +336,10 @@ class Chain:
             tensor, again, offloaded = way
             found = self.names[tensor, bool(again), offloaded]
             if again and found.either:
-                cores = {i for first, last in again for i in range(first, last)}
-                both = enumerate(zip(found.layers, found.either, strict=True))
-                layers = tuple(own if i in cores else stored for i, (own, stored) in both)
-                found = replace(found, layers=layers, either=())
+                layers = list(found.either)
+                for first, last in again:
+                    layers[first:last] = found.layers[first:last]
+                found = replace(found, layers=tuple(layers), either=())
             self._ways[way] = found
         return self._ways[way]
 

@@ -90,6 +90,7 @@ def test_names_replicas_and_devices_say_the_same_as_counts() -> None:
         (5, 6, (2,)),
     ]  # fmt: skip
     assert shape(plan_of(FOUR, "4,2", replicas="3,1")) == [(0, 4, (0, 1, 2)), (4, 6, (3,))]
+    assert shape(plan_of(FOUR, "4,2", replicas="2")) == [(0, 4, (0, 1)), (4, 6, (2, 3))]
     assert shape(plan_of(FOUR, "4,2", on="1-2,0/3")) == [(0, 4, (1, 2, 0)), (4, 6, (3,))]  # not renumbered
     assert shape(plan_of(FOUR, "6")) == [(0, 6, (0,))]
 
@@ -113,7 +114,7 @@ REFUSED = {
     "too many stages": ({"split": "1,1,1,1,2"}, "5 stages take 5 GPUs, the platform has 4; --on says"),
     "too many replicas": ({"split": "3,3", "replicas": "3,2"}, "--replicas: 2 stages take 5 GPUs, the platform has 4"),
     "no replica": ({"split": "3,3", "replicas": "0,2"}, "--replicas: stage 0 has no GPU"),
-    "other counts": ({"split": "3,3", "replicas": "1"}, "--replicas: 1 is for 1 of the stages, --split says 2"),
+    "other counts": ({"split": "3,3", "replicas": "1,1,1"}, "--replicas: 1,1,1 is for 3 of the stages, --split says 2"),
     "both": ({"split": "3,3", "replicas": "1,1", "on": "0/1"}, "leave out --replicas"),
     "no number": ({"split": "3,3", "on": "0/x"}, "--on: 'x' in 0/x isn't a number"),
     "backwards": ({"split": "3,3", "on": "0/3-1"}, "--on: '3-1' isn't a range such as 0-3"),

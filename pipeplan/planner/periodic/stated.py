@@ -143,6 +143,7 @@ def _layer(name: str, chain: Chain) -> int:
 def _in_order(text: str | None, stages: int, platform: Platform) -> list[tuple[int, ...]]:
     """Return the devices of stages that take ``text`` replicas each from the platform's, in order."""
     counts = [1] * stages if text is None else [_number(word, "--replicas", text) for word in text.split(",")]
+    counts *= stages if len(counts) == 1 else 1
     if len(counts) != stages:
         raise BadInput(f"--replicas: {shown(str(text))} is for {len(counts)} of the stages, --split says {stages}")
     if 0 in counts:
