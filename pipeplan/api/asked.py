@@ -241,7 +241,7 @@ ROWS = f"""
 --split COUNTS|NAMES
     Search nothing: evaluate stages of 4,4,4,5 layers (or 4*3,5), or those that later begin with the layers, or modules,
     named.
---replicas COUNTS           With --split: GPUs of each stage, such as 2,1,1, or 4 for all.  [default: 1]
+--replicas COUNTS           With --split: GPUs of each stage, such as 2,1,1, or a number that all have.  [default: 1]
 --on GPUS                   With --split: the GPUs of each stage, such as 0,1/2/3/2.
 --recompute all|none|each|LAYERS
     With --split: layers to recompute: whole stages, every single layer, or ranges such as 0-3,8 (each range is one

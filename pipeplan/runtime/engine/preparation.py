@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -50,7 +49,6 @@ COMPARED: Final = "compared"  # what the widest rank puts into the store when it
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
 compared = Late("runtime.engine.comparison:compared")
 refuse_copies = Late("runtime.model.trace.weight_copies:refuse_copies")
-storing = Late("zoo.text.gpt:storing")
 Masters = dict[nn.Parameter, Tensor]  # of 16-bit weights the values in full precision
 
 
@@ -95,7 +93,9 @@ def build_model(
     if half is not None:
         model, masters = halved(model, half, _own_modules(lowered, number, model), device)
     check_model(model, chain)
-    model = _storing_some(lowered, number, model)
+    for stage in (plan.allocation.stages[s] for s in lowered.stages_of(number)):
+        cores = {i for first, last in stage.selective for i in range(first, last)}
+        model = model.storing(set(range(stage.start, stage.stop)) - cores) if cores else model
     rank = Rank(lowered, number, device, model, groups, together)
     for s in rank.stages:
         place(rank.modules(s), device)
@@ -106,18 +106,6 @@ def build_model(
             _prepare_for_newer_weights(rank, s)
     _release_others(rank)
     return rank, ties, masters
-
-
-def _storing_some(lowered: LoweredRun, number: int, model: LoadedModel) -> LoadedModel:
-    """Return the model whose layers keep what the core of their attention makes where the rank has only others' run
-    again."""
-    layers = list(model.layers)
-    for stage in (lowered.plan.allocation.stages[s] for s in lowered.stages_of(number)):
-        cores = {i for first, last in stage.selective for i in range(first, last)}
-        for i in set(range(stage.start, stage.stop)) - cores if cores else ():
-            codes = (x if x.of_data else replace(x, run=partial(storing, x.run)) for x in layers[i].codes)
-            layers[i] = replace(layers[i], codes=tuple(codes))
-    return replace(model, layers=tuple(layers))
 
 
 def _own_modules(lowered: LoweredRun, number: int, model: LoadedModel) -> list[nn.Module]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import LOSS_NAME
+from ...registry import Late
 from .contract import Samples
 from .network import TARGET, LayerCode, Loss, TensorSpec
 from .pieces import Cut, Piece, message_spec, pieces_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Roots = tuple[tuple[str, nn.Module], ...]  # modules with the prefixes of their entries in the whole model's state
 LOSS_ROOT = f"{LOSS_NAME}."
+storing = Late("zoo.text.gpt:storing")
 
 
 def with_loss_root(roots: Roots, loss: nn.Module) -> Roots:
@@ -118,6 +120,15 @@ class LoadedModel:
         read, made = {v for code in behind for v in code.reads}, {v for code in behind for v in code.makes}
         values = tuple(sorted(read - made - {TARGET} - self._data.keys()))
         return Cut(values, tuple(self.specs[v] for v in values), tuple(v for v in values if v in self.trained))
+
+    def storing(self, which: Collection[int]) -> LoadedModel:
+        """Return the model of which some layers keep what the core of their attention makes, which runs again in all
+        others."""
+        layers = list(self.layers)
+        for i in which:
+            codes = (x if x.of_data else replace(x, run=partial(storing, x.run)) for x in layers[i].codes)
+            layers[i] = replace(layers[i], codes=tuple(codes))
+        return replace(self, layers=tuple(layers))
 
     def of(self, stage: Stage) -> tuple[ModelLayer, ...]:
         """Return the layers of ``stage``."""
