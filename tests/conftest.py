@@ -32,7 +32,7 @@ forkserver.set_forkserver_preload = lambda modules: preload([*modules, "tests.ca
 
 Command = Callable[..., tuple[int, str, str]]
 LONG = (  # with which one process of scripts/test each begins, so that none is left with them at the end
-    "test_docs.py", "test_softgpu.py", "test_processes.py", "test_layers_together.py",
+    "test_docs.py", "test_softgpu.py", "test_layers_together.py", "test_segments.py",
 )  # fmt: skip
 OF_OTHER_WEIGHTS = {
     "test_docs.py", "test_explain.py", "test_interval.py", "test_least_late.py", "test_printed.py",

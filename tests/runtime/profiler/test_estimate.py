@@ -191,10 +191,9 @@ def test_attention_is_fused_and_saves_no_scores(dropout):
 
 @pytest.mark.parametrize(("name", "batch"), [("gpt-tiny", 4), ("small-cnn", 4), ("resnet50,image=64", 2)])
 def test_sizes_and_saved_bytes_equal_the_measured_ones(name, batch):
-    model = zoo.load(name)
-    measured = measure_model(
-        model, batch, MeasureOptions(steps=1, warmup=0), name="m", date="d", data=model.data(batch)
-    ).chain
+    for each in ("small-cnn", name):  # what runs for the first time in a process may be freed a little later
+        model, once = zoo.load(each), MeasureOptions(steps=1, warmup=0)
+        measured = measure_model(model, batch, once, name="m", date="d", data=model.data(batch)).chain
     estimated = estimate(model, batch, data=model.data(batch))
 
     def sizes(chain):
@@ -255,14 +254,19 @@ def test_split_backward_is_estimated_too():
 
 
 def test_resnet50_as_one_module_and_as_its_hand_written_layers_give_the_same_plan():
+    """Its first layers, to the third of the blocks that halve the picture."""
     model = zoo.load("resnet50,image=128")
 
+    def first(batch):
+        layers, x, _ = model(batch)
+        return layers[:10], x, mean_square
+
     def build(batch):
-        layers, x, loss = model(batch)
+        layers, x, loss = first(batch)
         return Whole(layers), x, loss
 
-    graphs = {"data": model.data(4), "device": accelerator("v100"), "host_time": "graphs"}  # which add up
-    chain, dag = estimate(model, **graphs), estimate(build, **graphs)
+    graphs = {"device": accelerator("v100"), "host_time": "graphs"}  # which add up
+    chain, dag = estimate(first, **graphs), estimate(build, **graphs)
     assert dag.edges is not None
     merged = merge_articulation(dag)
     ends = {x.name: i for i, x in enumerate(merged.layers)}
