@@ -84,13 +84,10 @@ def test_errors_are_plain() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "The file is no plan.",
-        "Show what lacks.",
-        "A run stops, and is gone on with.\n\n- Nothing else.",
-        "| option | what it takes |\n|---|---|\n| a | 3 at most |",
-        " ".join(["word"] * (LONGEST + 1)),
+        "The file is no plan.", "Show what lacks.", "A run stops, and is gone on with.\n\n- Nothing else.",
+        "| option | what it takes |\n|---|---|\n| a | 3 at most |", " ".join(["word"] * (LONGEST + 1)),
     ],
-)
+)  # fmt: skip
 def test_the_check_finds_what_it_is_for(text: str) -> None:
     assert faults(text)
     assert not faults("Stages recompute their activations. " + " ".join(["word"] * LONGEST))

@@ -274,11 +274,8 @@ def test_with_policy_changes_nothing_else():
     other = problem.with_policy(Policy("stash"))
     assert other.policy.weights == "stash"
     assert (other.chain, other.platform, other.replicas, other.checkpointing) == (
-        problem.chain,
-        problem.platform,
-        False,
-        "none",
-    )
+        problem.chain, problem.platform, False, "none",
+    )  # fmt: skip
 
 
 def test_sets_are_connected_through_others_in_any_order():

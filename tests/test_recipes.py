@@ -73,18 +73,14 @@ def test_the_batch_script_starts_one_torchrun_on_every_node_and_queues_what_was_
     done = subprocess.run(
         ["bash", str(RECIPES / "pipeplan.sbatch")],
         env={
-            "PATH": f"{Path(__file__).parent / 'cases' / 'slurm'}:/usr/bin:/bin",
-            "SLURM_JOB_ID": "31234",
-            "SLURM_JOB_NODELIST": "node[2,10]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_GPUS_ON_NODE": "4",
-            "STEPS": "7",
+            "PATH": f"{Path(__file__).parent / 'cases' / 'slurm'}:/usr/bin:/bin", "SLURM_JOB_ID": "31234",
+            "SLURM_JOB_NODELIST": "node[2,10]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "STEPS": "7",
         }
         | ({"STOPPED": "error: stopped after update 5; its checkpoint is in /shared/run"} if stops else {}),
         capture_output=True,
         text=True,
         timeout=SECONDS,
-    )
+    )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if "stopped" not in line]
     assert (done.returncode, lines[3:]) == ((1, ["requeue 31234"]) if stops else (0, []))
     options, first, second = lines[:3]

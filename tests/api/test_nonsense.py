@@ -11,27 +11,11 @@ import pipeplan as pp
 
 NONSENSE = (
     *(
-        None,
-        True,
-        -1,
-        0,
-        1.5,
-        float("nan"),
-        float("inf"),
-        10**30,
-        "",
-        "x",
-        "\0",
-        "9" * 400,
-        b"x",
-        [],
-        [1],
-        ["x"],
-        {},
+        None, True, -1, 0, 1.5, float("nan"), float("inf"), 10**30, "", "x", "\0", "9" * 400, b"x", [], [1], ["x"], {},
         (),
     ),
     *(("x", 1), {"x": 1}, object(), Path("nowhere"), int, [None], [[1]]),
-)
+)  # fmt: skip
 GIVEN = {"gpus": 2, "mem": "1GB", "bandwidth": "12GB/s"}
 LONG = ("moves", "jobs", "gpus", "time_limit", "microbatches", "seed", "runs")  # of which a huge number is an order
 ASKED = ("profile", "plan", *GIVEN)  # which their defaults leave out, where others are told how long they may take

@@ -161,12 +161,8 @@ def changes(path: Place, value: Any) -> Iterator[tuple[str, Any]]:
             yield from (("flipped", not value), ("a number", int(value)))
         case int():
             yield from (
-                ("+1", value + 1),
-                ("-1", value - 1),
-                ("doubled", 2 * value),
-                ("0", 0),
-                ("negative", -value - 1),
-            )
+                ("+1", value + 1), ("-1", value - 1), ("doubled", 2 * value), ("0", 0), ("negative", -value - 1),
+            )  # fmt: skip
             yield from (("huge", 10**18), ("endless", 10**400), ("a half more", value + 0.5), ("text", str(value)))
         case float():
             yield from (("+0.001", value + 0.001), ("negative", -value - 1), ("text", str(value)))

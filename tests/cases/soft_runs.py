@@ -51,15 +51,10 @@ def mixture(batch):
     torch.manual_seed(6)
     attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     layers = [
-        nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)),
-        nn.LayerNorm(16),
-        Waved(),
-        attention,
-        nn.Sequential(nn.Linear(16, 16), nn.GELU()),
-        nn.Unflatten(1, (2, 8)),
-        nn.Conv1d(2, 2, 3, padding=1),
+        nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)), nn.LayerNorm(16), Waved(), attention,
+        nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Unflatten(1, (2, 8)), nn.Conv1d(2, 2, 3, padding=1),
         nn.Sequential(nn.Flatten(), nn.Linear(16, 16)),
-    ]
+    ]  # fmt: skip
     return layers, torch.zeros(batch, 16), mean_square
 
 

@@ -271,13 +271,9 @@ class ContiguousJudge:
         gradient = memory_model.gradient_bytes(policy, *kept_in_group(chain, i, j))
         path = platform.paths[platform.level_of(stage.devices)]
         return (
-            work,
-            weights,
-            parameters,
-            kept,
-            peak,
+            work, weights, parameters, kept, peak,
             time_model.sync_period_ns(policy, gradient, len(stage.devices), *path),
-        )
+        )  # fmt: skip
 
 
 def contiguous_decision(problem: Problem, period: int) -> bool:

@@ -24,13 +24,10 @@ from pipeplan.schedule.timeline import activation_steps, in_flight, lane_use
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "options"),
     [
-        ("pattern", 10**6, {}),
-        ("gpipe", 10**6, {}),
-        ("nf1b", 10**6, {"batch": 10**6}),
-        ("nf1b", 64, {"limit": 10**6}),
+        ("pattern", 10**6, {}), ("gpipe", 10**6, {}), ("nf1b", 10**6, {"batch": 10**6}), ("nf1b", 64, {"limit": 10**6}),
         ("message-driven", 10**6, {}),
     ],
-)
+)  # fmt: skip
 def test_endless_runs_are_refused_before_they_begin(schedule, microbatches, options):
     plan = straight()
     with pytest.raises(BadInput, match=r"would take \d+ steps; up to 4194304 are simulated"):
@@ -101,15 +98,12 @@ def test_stages_cut_anew_recompute_what_the_plan_recomputes():
 @pytest.mark.parametrize(
     ("replicas", "schedule", "groups"),
     [
-        ("2,2", "zb1p", [(0, 1), (2, 3)]),
-        ("2,2", "interleaved", [(0, 1), (2, 3)] * 2),
-        ("2,2", "zbv", [(0, 1), (2, 3), (2, 3), (0, 1)]),
-        ("4,2", "zb1p", [(0, 1), (2, 3), (4, 5)]),
-        ("4,2", "gpipe", [(0, 1, 2, 3), (4, 5)]),
-        ("2,1", "zb1p", [(0,), (1,), (2,)]),
+        ("2,2", "zb1p", [(0, 1), (2, 3)]), ("2,2", "interleaved", [(0, 1), (2, 3)] * 2),
+        ("2,2", "zbv", [(0, 1), (2, 3), (2, 3), (0, 1)]), ("4,2", "zb1p", [(0, 1), (2, 3), (4, 5)]),
+        ("4,2", "gpipe", [(0, 1, 2, 3), (4, 5)]), ("2,1", "zb1p", [(0,), (1,), (2,)]),
         ("2,2", "nf1b", [(0,), (1,), (2,), (3,)]),
     ],
-)
+)  # fmt: skip
 def test_what_needs_other_stages_keeps_as_many_equal_pipelines_as_replicas_make(replicas, schedule, groups):
     problem = Problem(straight().chain, Platform.flat(6, 10**9), Policy("2bw"))
     plan = make_plan(problem, STATED, {"split": "4,4", "replicas": replicas}).plan

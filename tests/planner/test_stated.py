@@ -64,14 +64,10 @@ def test_the_best_of_all_stated_splits_is_the_exact_contiguous_plan() -> None:
 @pytest.mark.parametrize(
     ("weights", "schedule"),
     [
-        ("2bw", None),
-        ("stash", None),
-        ("latest", "pattern"),
-        ("latest", "nf1b"),
-        ("flush", "flush"),
+        ("2bw", None), ("stash", None), ("latest", "pattern"), ("latest", "nf1b"), ("flush", "flush"),
         ("flush", "message-driven"),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_schedule_takes_stated_stages(weights: Weights, schedule: ScheduleKind | None) -> None:
     plan = plan_of(FOUR.with_policy(Policy(weights)), "2,1,2,1", schedule, recompute="0-2")
     assert shape(plan) == [(0, 2, (0,)), (2, 3, (1,)), (3, 5, (2,)), (5, 6, (3,))]

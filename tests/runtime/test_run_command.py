@@ -175,17 +175,14 @@ def test_epochs_are_whole_updates_and_told_to_tensorboard(plan, tmp_path, monkey
     [
         (["--trace", "nowhere/trace.json"], "there is no folder"),
         (["--schedule", "message-driven"], "the schedule drains every mini-batch, which is for weights flush"),
-        (["--half", "bf16"], "its precision is fp32"),
-        (["--loss-scale", "8"], "its precision is fp32"),
-        (["--loss-scale-window", "8"], "its precision is fp32"),
-        (["--coarsening", "all"], "no stage has replicas"),
+        (["--half", "bf16"], "its precision is fp32"), (["--loss-scale", "8"], "its precision is fp32"),
+        (["--loss-scale-window", "8"], "its precision is fp32"), (["--coarsening", "all"], "no stage has replicas"),
         (["--bucket-size", "100"], "neither offloads optimizer state nor are sums cut into chunks"),
-        (["--keep-checkpoints", "2"], "no folder is named"),
-        (["--checkpoint-every", "2"], "no folder is named"),
+        (["--keep-checkpoints", "2"], "no folder is named"), (["--checkpoint-every", "2"], "no folder is named"),
         (["--resume"], "no folder is named"),
         (["--evaluate", "--checkpoint", "c", "--resume", "--checkpoint-every", "2"], "an evaluation changes nothing"),
     ],
-)
+)  # fmt: skip
 def test_options_that_would_do_nothing_are_refused(plan, options, words):
     """Before any process starts, in one sentence."""
     with pytest.raises(BadInput, match=words):

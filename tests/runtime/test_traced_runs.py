@@ -253,13 +253,9 @@ def test_merged_layers_are_found_again(merge, tmp_path):
 
 def test_messages_keep_types_and_share_no_memory():
     tensors = [
-        torch.tensor(2.5),
-        torch.tensor([[True, False]]),
-        torch.arange(3),
-        torch.randn(4, 2).t(),
-        torch.ones(0, 3),
+        torch.tensor(2.5), torch.tensor([[True, False]]), torch.arange(3), torch.randn(4, 2).t(), torch.ones(0, 3),
         torch.arange(6.0)[::2],
-    ]
+    ]  # fmt: skip
     specs = [TensorSpec(tuple(x.shape), x.dtype) for x in tensors]
     message = packed(tensors)
     assert TensorSpec(tuple(message.shape), message.dtype) == message_spec(specs)

@@ -76,11 +76,8 @@ def test_whatever_crosses_a_cut_trains_as_the_module_does(build, tmp_path):
 def test_inputs_cross_no_cut_and_gradients_come_back_to_what_trains_alone():
     profile, model = profile_of(crossing.two_losses), load_model(spec_of(crossing.two_losses), 4, 0)
     assert [profile.layers[i].name for i in profile.inputs] == [
-        "input values",
-        "input labels",
-        "input mask",
-        "input ids",
-    ]
+        "input values", "input labels", "input mask", "input ids",
+    ]  # fmt: skip
     cut = model.cut(position(profile, "blocks.1"))
     assert [str(spec) for spec in cut.specs] == ["float32 (4, 7, 8)"]
     assert profile.cut_bytes[position(profile, "blocks.1")] == cut.forward.nbytes == cut.backward.nbytes

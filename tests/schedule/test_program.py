@@ -42,12 +42,8 @@ def test_microbatches_go_round_the_replicas():
     assert [lane.name for lane in program.lanes] == ["device 0", "device 1", "device 2", "link 0 - 2", "link 1 - 2"]
     assert [lane.device for lane in program.lanes] == [0, 1, 2, None, None]
     assert [{step.microbatch for step in lane.steps} for lane in program.lanes] == [
-        {0, 2, 4},
-        {1, 3},
-        {0, 1, 2, 3, 4},
-        {0, 2, 4},
-        {1, 3},
-    ]
+        {0, 2, 4}, {1, 3}, {0, 1, 2, 3, 4}, {0, 2, 4}, {1, 3},
+    ]  # fmt: skip
     assert [device_of(graph, 0, m) for m in range(4)] == [0, 1, 0, 1]
     assert [device_of(graph, 1, m) for m in range(2)] == [2, 2]
 

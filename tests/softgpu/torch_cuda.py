@@ -68,11 +68,8 @@ def _configure() -> dict[str, str]:
     folder = os.environ.get("SOFTGPU_FOLDER", "")
     knobs: dict[str, Any] = {"devices": 1, "bytes": 8 << 30, "delay_us": 0, "one_device": 1}
     names = {
-        "devices": "SOFTGPU",
-        "bytes": "SOFTGPU_BYTES",
-        "delay_us": "SOFTGPU_DELAY_US",
-        "one_device": "SOFTGPU_ONE",
-    }
+        "devices": "SOFTGPU", "bytes": "SOFTGPU_BYTES", "delay_us": "SOFTGPU_DELAY_US", "one_device": "SOFTGPU_ONE",
+    }  # fmt: skip
     knobs |= {key: int(os.environ[name]) for key, name in names.items() if name in os.environ}
     file = Path(folder, "knobs")
     if folder and file.exists():

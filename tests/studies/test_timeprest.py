@@ -242,14 +242,11 @@ def test_backward_times(text, count, time):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "here: '' is not positive"),
-        ("0", "here: '0' is not positive"),
-        ("-1N", "here: '-1N' is not positive"),
+        ("", "here: '' is not positive"), ("0", "here: '0' is not positive"), ("-1N", "here: '-1N' is not positive"),
         ("two", "here: 'two' isn't a number of time points such as 2, 1.5, 7/3 or 2N"),
-        ("1/0", "here: '1/0' isn't a number"),
-        ("inf", "here: 'inf' isn't a number"),
+        ("1/0", "here: '1/0' isn't a number"), ("inf", "here: 'inf' isn't a number"),
     ],
-)
+)  # fmt: skip
 def test_bad_backward_times(text, message):
     with pytest.raises(BadInput, match=message):
         parse_backward(text, "here")

@@ -192,22 +192,17 @@ def test_wrong_names_and_options(text, message):
     ("text", "message"),
     [
         ("gpt-tiny,heads=3", "64 is not a multiple of heads: 3"),
-        ("gpt-tiny,vocabulary=50", "less than the text's 128"),
-        ("gpt-tiny,sequence=10000000", "longer than the text"),
+        ("gpt-tiny,vocabulary=50", "less than the text's 128"), ("gpt-tiny,sequence=10000000", "longer than the text"),
         ("small-cnn,image=2", "image: 2 pixels are too few for this network; it takes 4"),
-        ("alexnet,image=62", "it takes 63 at least"),
-        ("vgg16,depth=17", "no VGG-17, only 11, 13, 16, 19"),
-        ("resnet50,depth=18", "no bottleneck ResNet-18"),
-        ("inception-v3,image=74", "image: 74 pixels are too few"),
-        ("inception-v3-auxiliary,image=200", "it takes 299 at least"),
-        ("llama-tiny,groups=3", "4 heads in 3 groups"),
-        ("gnmt,encoder=1", "1 and 4 layers"),
-        ("awd-lm,vocabulary=20", "less than the text's 128"),
+        ("alexnet,image=62", "it takes 63 at least"), ("vgg16,depth=17", "no VGG-17, only 11, 13, 16, 19"),
+        ("resnet50,depth=18", "no bottleneck ResNet-18"), ("inception-v3,image=74", "image: 74 pixels are too few"),
+        ("inception-v3-auxiliary,image=200", "it takes 299 at least"), ("llama-tiny,groups=3", "4 heads in 3 groups"),
+        ("gnmt,encoder=1", "1 and 4 layers"), ("awd-lm,vocabulary=20", "less than the text's 128"),
         ("clip-tiny,vocabulary=20", "less than the text's 128"),
         ("clip-tiny,patch=5", "16 is not a multiple of patch: 5"),
         ("llava-tiny,tensor=2,sequence_parallel=true", "cannot be split along their sequences"),
     ],
-)
+)  # fmt: skip
 def test_options_that_make_no_sense(text, message):
     with pytest.raises(BadInput, match=message):
         zoo.load(text)(1)

@@ -57,7 +57,7 @@ RUN_JSON = {
     "seed": 0,
     "files": {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in RANKS.items()},
     "crc32": 0,
-}
+}  # fmt: skip
 PLANS = {  # how each kind of plan is made
     "pattern": ["plan", "chain.json", *FLAT],
     "replicas": [

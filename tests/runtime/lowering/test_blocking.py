@@ -22,13 +22,10 @@ def chain():
 @pytest.mark.parametrize(
     ("stages", "weights", "accumulate"),
     [
-        (ON_FIVE, "2bw", 6),
-        (ON_FIVE, "2bw", 12),
-        (ON_FIVE, "stash", None),
-        (GOES_BACK, "2bw", 12),
+        (ON_FIVE, "2bw", 6), (ON_FIVE, "2bw", 12), (ON_FIVE, "stash", None), (GOES_BACK, "2bw", 12),
         (GOES_BACK, "stash", None),
     ],
-)
+)  # fmt: skip
 def test_updates_of_replicas_stay_where_all_have_them(stages, weights, accumulate, chain, monkeypatch):
     monkeypatch.setattr(lowered_run, "summed_beside", lambda *_: {})  # as without room for that
     plan = plan_of(chain, stages, weights=weights, accumulate=accumulate)

@@ -144,12 +144,8 @@ def test_replicas_sum_and_update_at_one_place_of_the_total_order():
 def test_repeated_counts_microbatches_and_versions_on():
     body = [Forward(0, 1, 0), Send("F", 0, 1, 1), Backward(0, 1, 0), Reduce(0, 1), Update(0, 1)]
     assert list(Repeated([Repeat(tuple(body), 2, 2, 1)]))[5:] == [
-        Forward(0, 3, 1),
-        Send("F", 0, 3, 1),
-        Backward(0, 3, 1),
-        Reduce(0, 2),
-        Update(0, 2),
-    ]
+        Forward(0, 3, 1), Send("F", 0, 3, 1), Backward(0, 3, 1), Reduce(0, 2), Update(0, 2),
+    ]  # fmt: skip
 
 
 def test_sentences_name_the_operation():

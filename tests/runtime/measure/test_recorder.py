@@ -78,13 +78,9 @@ def test_times_of_a_gpu_are_those_of_its_queue_in_the_clock_of_the_host(gpu):
     assert issued == 8 * MS
     assert gpu.now == 42 * MS, "settling waits for the GPU"
     assert [(t.activity, t.microbatch, t.start_ns / MS, t.end_ns / MS) for t in times] == [
-        ("F", 0, 1006, 1010),
-        ("B", 0, 1010, 1018),
-        ("F", 1, 1018, 1022),
-        ("B", 1, 1022, 1030),
-        ("F", 2, 1030, 1034),
+        ("F", 0, 1006, 1010), ("B", 0, 1010, 1018), ("F", 1, 1018, 1022), ("B", 1, 1022, 1030), ("F", 2, 1030, 1034),
         ("B", 2, 1034, 1042),
-    ]
+    ]  # fmt: skip
 
 
 def test_a_long_run_loses_no_precision(gpu):

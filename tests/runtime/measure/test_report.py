@@ -36,13 +36,10 @@ def test_a_run_like_the_simulation_measures_the_simulated_period():
 @pytest.mark.parametrize(
     ("bracket", "kept_off", "verdict"),
     [
-        (None, 0.0, None),
-        ((2.9, 3.2), 0.0, "times moved"),
-        ((1.0, 3.0), 0.0, "as planned"),
-        ((0.9, 1.1), 0.01, "the run itself"),
-        ((4.0, 5.0), 0.3, "other load"),
+        (None, 0.0, None), ((2.9, 3.2), 0.0, "times moved"), ((1.0, 3.0), 0.0, "as planned"),
+        ((0.9, 1.1), 0.01, "the run itself"), ((4.0, 5.0), 0.3, "other load"),
     ],
-)
+)  # fmt: skip
 def test_a_run_of_three_times_the_planned_period_is_judged_by_what_layers_took_around_it(
     bracket, kept_off, verdict, capsys
 ):

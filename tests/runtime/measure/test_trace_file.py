@@ -81,12 +81,9 @@ def test_the_comparison_names_every_operation():
     figures = comparison(plan, measured_of(plan, report))
     rows = {(x["kind"], x["stage"]): (x["planned_ns"], x["measured_ns"], x["ratio"]) for x in figures["operations"]}
     assert rows == {
-        **{("F", s): (100, 300, 3.0) for s in (0, 1)},
-        **{("B", s): (200, 600, 3.0) for s in (0, 1)},
-        **{("update", s): (0, 40, None) for s in (0, 1)},
-        ("SEND_F", 0): (50, 100, 2.0),
-        ("SEND_B", 1): (50, 100, 2.0),
-    }
+        **{("F", s): (100, 300, 3.0) for s in (0, 1)}, **{("B", s): (200, 600, 3.0) for s in (0, 1)},
+        **{("update", s): (0, 40, None) for s in (0, 1)}, ("SEND_F", 0): (50, 100, 2.0), ("SEND_B", 1): (50, 100, 2.0),
+    }  # fmt: skip
     assert figures["period"]["planned_ns"] == plan.pattern.period_ns
     assert figures["period"]["measured_ns"] == report.measured_period_ns
     assert [x["measured_activation_bytes"] for x in figures["devices"]] == [10, 20]

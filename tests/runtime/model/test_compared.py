@@ -131,17 +131,13 @@ def normed(module):
 
 
 SAME = {
-    "nothing": Own(),
-    "dropout": Own(lambda _, x: functional.dropout(x)),
-    "batch norm": Normed(),
-    "an auxiliary value": Own(noted),
-    "a value that is new": Balanced(),
-    "a hook of a tensor": Own(hooked),
+    "nothing": Own(), "dropout": Own(lambda _, x: functional.dropout(x)), "batch norm": Normed(),
+    "an auxiliary value": Own(noted), "a value that is new": Balanced(), "a hook of a tensor": Own(hooked),
     "a hook of a weight": with_hook(lambda module: module.first.weight.register_hook(doubled)),
     "a hook of a module": with_hook(lambda module: module.last.register_full_backward_hook(doubled)),
     "a hook before a module's": with_hook(lambda module: module.last.register_full_backward_pre_hook(doubled)),
     "another weight": Own(lambda module, x: x @ module.last.weight),
-}
+}  # fmt: skip
 OTHERWISE = {
     "memory": (Own(remembered), "Own.register goes from one forward to the next"),
     "a counter": (Own(before=counted), "Own.calls goes from one forward to the next"),

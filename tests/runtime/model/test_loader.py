@@ -61,16 +61,13 @@ def test_an_epochs_order_is_that_of_the_loader_with_its_seed_and_the_epochs_numb
 @pytest.mark.parametrize(
     "made",
     [
-        loaders.here,
-        lambda batch: DataLoader(Vectors(), batch, sampler=Backwards(22)),
+        loaders.here, lambda batch: DataLoader(Vectors(), batch, sampler=Backwards(22)),
         lambda: DataLoader(Vectors(), batch_sampler=BatchSampler(RandomSampler(Vectors()), 4, drop_last=True)),
-        lambda: DataLoader(Lines(), 4),
-        lambda: Lines(sized=True),
+        lambda: DataLoader(Lines(), 4), lambda: Lines(sized=True),
         lambda: DataLoader(Vectors(20), None, sampler=Backwards(20)),
-        lambda: TensorDataset(torch.rand(9, 16), torch.rand(9, 16)),
-        Vectors,
+        lambda: TensorDataset(torch.rand(9, 16), torch.rand(9, 16)), Vectors,
     ],
-)
+)  # fmt: skip
 def test_any_microbatch_is_the_same_from_anywhere_on_and_whatever_others_draw(made):
     one = Loader("m:f", made, 4)
     whole = list(one.read(Span(5, 0, 12)))

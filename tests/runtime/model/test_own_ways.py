@@ -222,12 +222,8 @@ def test_lazy_parts_get_their_weights_from_the_example_and_tables_dense_gradient
     lazy = Whole(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.LazyBatchNorm1d(), nn.LazyLinear(3)))
     network = trace_module(lazy, torch.tensor([[1, 2, 3], [4, 5, 6]]))
     assert [tuple(p.shape) for layer in network.layers for p in layer.module.parameters()] == [
-        (9, 4),
-        (3,),
-        (3,),
-        (3, 4),
-        (3,),
-    ]
+        (9, 4), (3,), (3,), (3, 4), (3,),
+    ]  # fmt: skip
     assert network.notes == ("Embedding(sparse=True): its gradients are dense here, with the same sums",)
     assert int(next(b for name, b in lazy.named_buffers() if "num_batches" in name)) == 0
 

@@ -22,12 +22,9 @@ from pipeplan.runtime.processes.agreement import _state_sum
 from pipeplan.runtime.training.state.saved_model import save_model
 
 STATE = {
-    "a": torch.arange(12.0).view(3, 4),
-    "b": torch.arange(5).to(torch.bfloat16),
-    "c": torch.tensor(7),
-    "d": torch.tensor([True, False, True]),
-    "e": torch.zeros(0, 3),
-}
+    "a": torch.arange(12.0).view(3, 4), "b": torch.arange(5).to(torch.bfloat16), "c": torch.tensor(7),
+    "d": torch.tensor([True, False, True]), "e": torch.zeros(0, 3),
+}  # fmt: skip
 
 
 def written(path, state=STATE):

@@ -74,14 +74,10 @@ def profile(module, x):
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        ("gpt-tiny,tied=true", 2),
-        ("llama-tiny", 2),
-        ("small-cnn", 2),
-        ("resnet50,image=64", 2),
-        ("gnmt,hidden=16,vocabulary=130,sequence=6", 2),
-        ("awd-lm,hidden=24,embedding=16,vocabulary=130,sequence=6", 2),
+        ("gpt-tiny,tied=true", 2), ("llama-tiny", 2), ("small-cnn", 2), ("resnet50,image=64", 2),
+        ("gnmt,hidden=16,vocabulary=130,sequence=6", 2), ("awd-lm,hidden=24,embedding=16,vocabulary=130,sequence=6", 2),
     ],
-)
+)  # fmt: skip
 def test_a_traced_model_computes_saves_and_holds_what_the_model_does(name, batch):
     model = zoo.load(name)
     layers, _, loss = model(batch)

@@ -182,17 +182,13 @@ def plan() -> Plan:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("evil:healthy", ()),
-        ("evil:healthy", ("--dry-run",)),
-        ("evil:healthy", ("--data", "cases.runtime:vectors")),
-        ("evil:healthy", ("--epochs", "1", "--epoch-length", "8", "--dry-run")),
-        ("evil:healthy", ("--evaluate",)),
-        ("zoo:evil:healthy", ()),
-        ("zoo:evil:healthy", ("--data", "cases.runtime:vectors")),
+        ("evil:healthy", ()), ("evil:healthy", ("--dry-run",)), ("evil:healthy", ("--data", "cases.runtime:vectors")),
+        ("evil:healthy", ("--epochs", "1", "--epoch-length", "8", "--dry-run")), ("evil:healthy", ("--evaluate",)),
+        ("zoo:evil:healthy", ()), ("zoo:evil:healthy", ("--data", "cases.runtime:vectors")),
         ("evil", ("--data", "cases.runtime:vectors")),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x),
-)
+)  # fmt: skip
 def test_a_plan_runs_no_code_by_its_name(
     name: str, options: tuple[str, ...], plan: Plan, folder: Path, pipeplan: Command
 ) -> None:

@@ -141,13 +141,10 @@ def test_a_layer_that_fails_is_named():
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt-tiny",
-        "llama-tiny",
-        "small-cnn",
-        "awd-lm,embedding=8,hidden=8,vocabulary=128,sequence=5",
+        "gpt-tiny", "llama-tiny", "small-cnn", "awd-lm,embedding=8,hidden=8,vocabulary=128,sequence=5",
         "gnmt,hidden=8,vocabulary=128,sequence=5",
     ],
-)
+)  # fmt: skip
 def test_models_of_the_zoo_can_be_run(name):
     model = load_model(ModelSpec(name), 2, 0)
     for index, layer in enumerate(model.layers):

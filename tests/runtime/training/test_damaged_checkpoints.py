@@ -133,16 +133,13 @@ def test_an_odd_list_of_files_is_damage(case, folder):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "truncated"),
-        (b"[]", "expected `object`, got `array`"),
-        (b"null", "expected `object`, got `null`"),
-        (b'{"format": "\xff\xfe"}', "not UTF-8"),
-        (b"\x80\x04\x95", "not UTF-8"),
+        (b"", "truncated"), (b"[]", "expected `object`, got `array`"), (b"null", "expected `object`, got `null`"),
+        (b'{"format": "\xff\xfe"}', "not UTF-8"), (b"\x80\x04\x95", "not UTF-8"),
         (nested(10**6).encode(), "expected `object`, got `array`"),
         (f'{{"a": {nested(10**6)}, "format": ""}}'.encode(), "nested too deeply"),
         (f'{{"format": "pipeplan-checkpoint/2", "files": {nested(10**6)}}}'.encode(), "nested too deeply"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_list_of_files_is_damage(content, words, folder):
     (folder / LAST / ABOUT).write_bytes(content)
     said = passed_over(folder)

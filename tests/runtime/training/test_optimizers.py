@@ -153,16 +153,13 @@ def test_any_schedule_of_torch_and_ones_own():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("Nothing", "torch.optim has no 'Nothing'"),
-        ("Optimizer", "torch.optim has no 'Optimizer'"),
-        ("lr_scheduler", "torch.optim has no 'lr_scheduler'"),
-        ("LBFGS", "runs the model several times"),
+        ("Nothing", "torch.optim has no 'Nothing'"), ("Optimizer", "torch.optim has no 'Optimizer'"),
+        ("lr_scheduler", "torch.optim has no 'lr_scheduler'"), ("LBFGS", "runs the model several times"),
         ("SparseAdam", "SparseAdam takes sparse gradients alone, which are made dense here"),
-        ("SGD,moment=1", "optimizer SGD: .*moment"),
-        ("SGD,momentum=-1", "optimizer SGD: Invalid momentum"),
+        ("SGD,moment=1", "optimizer SGD: .*moment"), ("SGD,momentum=-1", "optimizer SGD: Invalid momentum"),
         ("cases.runtime:none", "module cases.runtime has no 'none'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_optimizers_are_bad_input(text, words):
     with pytest.raises(BadInput, match=words):
         optimizer_maker(parse_choice(text, "x"), 0.1)
@@ -179,11 +176,7 @@ def test_wrong_schedules_are_bad_input(text, words):
 
 def test_known_optimizers_are_planned_by_the_state_that_they_keep():
     names = (
-        "AdamW,weight_decay=0.1",
-        "Adam,amsgrad=True",
-        "SGD,lr=0.1",
-        "SGD,momentum=0.8",
-        "RMSprop,centered=True",
+        "AdamW,weight_decay=0.1", "Adam,amsgrad=True", "SGD,lr=0.1", "SGD,momentum=0.8", "RMSprop,centered=True",
         "a:Adam",
-    )
+    )  # fmt: skip
     assert [planned_as(parse_choice(x, "")) for x in names] == ["adam", None, "sgd", "momentum", None, None]
