@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Unpack
@@ -94,8 +94,8 @@ def plan(
     :func:`..planner.what_if.best_order.ordered`. ``jobs`` processes search at a time; any number finds the same.
     ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
     """
-    from ..planner.what_if.alternatives import with_alternatives, with_unpipelined
-    from ..planner.what_if.best_order import OWN, TRIED, WHY_NOT, ordered
+    from ..planner.what_if.alternatives import with_alternatives
+    from ..planner.what_if.best_order import OWN, TRIED, ordered
     from ..planner.what_if.target import priced
 
     status, before = status or Status(), None
@@ -118,56 +118,13 @@ def plan(
         profile, words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
     )
     until, began = deadline.part(2) if best else deadline, time.perf_counter()
-    orders = dict[tuple[str, int], Problem]()  # with their layers in the order of the plan, by variant and sharing
-
-    def of_part(part: Profile) -> OfDegree:
-        segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
-        problem, assumptions = problem_of(part, **words, segments=segments, each=each, deadline=until)
-        if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
-            raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
-        if best and not problem.policy.drains:
-            raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
-        held = [] if said["for_"] is None else as_held(problem, said["for_"])[1]
-        return OfDegree(problem, [*assumptions, *held])
-
-    def planned(part: OfDegree, beat_ns: int | None) -> Planned:
-        def tell(found: Planned) -> None:
-            if on_plan is not None:
-                on_plan(timed(found, part.assumptions, began))
-
-        def of(problem: Problem, beat_ns: int | None) -> Planned:
-            if said["for_"] is None:
-                found, orders[problem.chain.variant, problem.policy.zero] = _searched(question, problem)
-                return found
-            return _for_target(question, as_held(problem, said["for_"])[0], tell, beat_ns)
-
-        if said["zero"] == ANY:
-            return _best_sharing(part.problem, bytes_per_parameter(words["bytes_per_parameter"]), of, beat_ns)
-        found, problem = of(part.problem, beat_ns), part.problem
-        if (
-            not problem.chain.variants
-            and OPTIMIZERS[problem.policy.optimizer].elementwise
-            and problem.policy.bytes_per_parameter is None
-        ):
-            found = with_unpipelined(problem.with_policy(with_zero(problem.policy, problem.chain, 3)), found)
-        return found
-
+    asking_each = _OfParts(question, words, until, began, on_plan)
     worth = Worth(
         "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
     )
-    again = False if said["checkpointing"] == "none" else None
-    each = []  # behind all degrees: among its variants stages choose
-    if said["tensor"] == EACH:
-        each = [for_each(given, said["offload_activations"])]
-    if said["tensor"] == EACH and not each[0].chain.variants:
-        raise BadInput("--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others")
-    asked_for = parts(given, {**said, **({"tensor": None} if said["tensor"] == EACH else {})}, again)
-    free = said["tensor"] != EACH and said["for_"] is None and _uniform_alone(said, question) is None
-    if free and any(x.chain.selective and x.chain.width == 1 for x in asked_for):
-        each = [by_layer(given)]
-    found, degree = best_degree([*asked_for, *each], of_part, planned, worth, until, status)
+    found, degree = best_degree(_profiles(given, question), asking_each.problem, asking_each.plan, worth, until, status)
     if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
-        here = orders[found.plan.chain.variant, found.plan.policy.zero]
+        here = asking_each.orders[found.plan.chain.variant, found.plan.policy.zero]
         drained = said["weights"] is not None or not _free(question)  # else it was looked for
         found = with_alternatives(found, replace(here, deadline=until), question.settings, drained)
     if said["for_"] is not None:
@@ -184,6 +141,73 @@ def plan(
         status.phase = "orders of passes"
         found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
     return timed(found, degree.assumptions, began)
+
+
+@dataclass(frozen=True)
+class _OfParts:
+    """What is asked of every part of a profile ``until`` some time; ``orders`` are problems with their layers in the
+    order of the plan, by variant and sharing."""
+
+    question: Question
+    words: Asked
+    until: Deadline
+    began: float
+    on_plan: Callable[[PlanResult], None] | None
+    orders: dict[tuple[str, int], Problem] = field(default_factory=dict)
+
+    def problem(self, part: Profile) -> OfDegree:
+        """Return the problem of a part; BadInput for one that it can't have."""
+        from ..planner.what_if.best_order import WHY_NOT
+
+        said = self.question.said
+        segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
+        problem, assumptions = problem_of(part, **self.words, segments=segments, each=each, deadline=self.until)
+        if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
+            raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
+        if said["schedule"] == BEST and not problem.policy.drains:
+            raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
+        held = [] if said["for_"] is None else as_held(problem, said["for_"])[1]
+        return OfDegree(problem, [*assumptions, *held])
+
+    def plan(self, part: OfDegree, beat_ns: int | None) -> Planned:
+        """Return the best plan of a part, however replicas share where that is open, and what no pipeline takes."""
+        from ..planner.what_if.alternatives import with_unpipelined
+
+        problem, find = part.problem, partial(self._found, part.assumptions)
+        if self.question.said["zero"] == ANY:
+            return _best_sharing(problem, bytes_per_parameter(self.words["bytes_per_parameter"]), find, beat_ns)
+        found, policy = find(problem, beat_ns), problem.policy
+        counted = policy.bytes_per_parameter is not None
+        if problem.chain.variants or counted or not OPTIMIZERS[policy.optimizer].elementwise:
+            return found
+        return with_unpipelined(problem.with_policy(with_zero(policy, problem.chain, 3)), found)
+
+    def _found(self, assumptions: list[str], problem: Problem, beat_ns: int | None) -> Planned:
+        def tell(found: Planned) -> None:
+            if self.on_plan is not None:
+                self.on_plan(timed(found, assumptions, self.began))
+
+        target = self.question.said["for_"]
+        if target is not None:
+            return _for_target(self.question, as_held(problem, target)[0], tell, beat_ns)
+        found, self.orders[problem.chain.variant, problem.policy.zero] = _searched(self.question, problem)
+        return found
+
+
+def _profiles(given: Profile, question: Question) -> list[Profile]:
+    """Return the parts of a profile that are asked for, behind which is one where stages, or layers, choose."""
+    said = question.said
+    again = False if said["checkpointing"] == "none" else None
+    if said["tensor"] == EACH:
+        each = for_each(given, said["offload_activations"])
+        if not each.chain.variants:
+            raise BadInput(
+                "--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others"
+            )
+        return [*parts(given, {**said, "tensor": None}, again), each]
+    found = parts(given, said, again)
+    free = said["for_"] is None and _uniform_alone(said, question) is None
+    return [*found, by_layer(given)] if free and any(x.chain.selective and x.chain.width == 1 for x in found) else found
 
 
 def _best_sharing(
