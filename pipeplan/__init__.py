@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from .api.comparing import Comparison as Comparison
     from .api.comparing import compare as compare
     from .api.comparing import import_plan as import_plan
+    from .api.given.profiles import Profile as Profile
+    from .api.given.profiles import profile as profile
+    from .api.given.profiles import read_profile as read_profile
     from .api.grids import estimate as estimate
     from .api.grids import grid as grid
     from .api.planning import plan as plan
     from .api.planning import read_plan as read_plan
-    from .api.profiles import Profile as Profile
-    from .api.profiles import profile as profile
-    from .api.profiles import read_profile as read_profile
     from .api.result import PlanResult as PlanResult
     from .api.synthesizing import synthesize as synthesize
     from .errors import BadInput as BadInput
@@ -42,7 +42,7 @@ else:
         **dict.fromkeys(("plan", "read_plan"), "api.planning"),
         **dict.fromkeys(("grid", "estimate"), "api.grids"),
         **dict.fromkeys(("compare", "Comparison", "import_plan"), "api.comparing"),
-        **dict.fromkeys(("profile", "read_profile", "Profile"), "api.profiles"),
+        **dict.fromkeys(("profile", "read_profile", "Profile"), "api.given.profiles"),
         "calibrate": "api.calibrating",
         "synthesize": "api.synthesizing",
         "PlanResult": "api.result",

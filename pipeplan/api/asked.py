@@ -68,7 +68,7 @@ class Common(TypedDict, total=False):
 
 
 class Asked(Common, total=False):
-    """A problem: see :func:`.problems.problem_of`. All words are optional."""
+    """A problem: see :func:`.given.problems.problem_of`. All words are optional."""
 
     weights: Weights | None
     accumulate: int | None

@@ -26,11 +26,11 @@ from ..problem import MICROBATCHES_PER_DEVICE, Problem
 from ..status import Status
 from ..units import parse_bytes, parse_counts
 from .asked import Asked, Common, Comparing, Parts, defaults, part_of
-from .problems import ANY, as_held, assumed_batch, deadline_of, problem_of, with_zero
-from .profiles import Profile, read_profile
+from .given.problems import ANY, as_held, assumed_batch, deadline_of, problem_of, with_zero
+from .given.profiles import Profile, read_profile
+from .given.tensor import parts
 from .questions import Given, given_profiles
 from .result import PlanResult
-from .tensor import parts
 
 
 @dataclass(frozen=True)

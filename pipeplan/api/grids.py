@@ -16,12 +16,12 @@ from ..problem import MICROBATCHES_PER_DEVICE
 from ..status import Status
 from ..units import gpu_counts, parse_time
 from .asked import Asked, Common, Grids, Parts, defaults, part_of
-from .problems import ANY, deadline_of, on_groups, problem_of
-from .profiles import Profile, is_name
+from .given.problems import ANY, deadline_of, on_groups, problem_of
+from .given.profiles import Profile, is_name
+from .given.tensor import OfDegree, Worth, best_degree, parts
+from .given.variants import DEGREES
 from .questions import Given, given_profiles, timed
 from .result import PlanResult
-from .tensor import OfDegree, Worth, best_degree, parts
-from .variants import DEGREES
 
 GRID_DEFAULTS: Grids = defaults(Grids)
 

@@ -23,13 +23,13 @@ from ..problem import SHARING, Problem, small_matrices
 from ..schedule.kinds import KINDS
 from ..status import Status
 from .asked import Asked, Parts, Planning, defaults, part_of
+from .given.problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, problem_of, with_zero
+from .given.profiles import Profile, is_name
+from .given.tensor import EACH, OfDegree, Worth, best_degree, by_layer, for_each, parts
 from .plans import own_export
-from .problems import ANY, as_held, bytes_per_parameter, deadline_of, holding, problem_of, with_zero
-from .profiles import Profile, is_name
 from .questions import Given, given_profiles, options_of, refuse_with_target, stated_of, timed
 from .result import PlanResult
 from .resuming import going_on, moving_least, plan_before
-from .tensor import EACH, OfDegree, Worth, best_degree, by_layer, for_each, parts
 
 DEFAULTS: Planning = defaults(Planning)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
@@ -82,7 +82,7 @@ def plan(
     """Return the best validated plan found for ``profile`` on what ``asked`` describes; Infeasible, explained, if none.
 
     ``profile`` is one, its file, or the name of a model, which is estimated for ``gpu`` in microbatches of
-    ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.problems.problem_of`.
+    ``microbatch`` samples. ``asked`` are ``gpus``, ``mem``, ``weights`` and all of :func:`.given.problems.problem_of`.
     ``algorithm`` with its ``options`` searches, within ``effort``, until a plan is within ``gap`` of the lower bound or
     ``time_limit`` (``"30s"``) has passed; the layers of a DAG in the best ``order`` that is found, or as they are
     ``given``. Where ``weights`` and ``schedule`` are not said the weights are those that :func:`..planner.least_late

@@ -29,7 +29,7 @@ from ..planner.simulated.simulation import (
 )
 from ..schedule.runnable import schedules
 from ..status import Status
-from .problems import whole_microbatches
+from .given.problems import whole_microbatches
 
 if TYPE_CHECKING:
     from ..report.page.html import Measured

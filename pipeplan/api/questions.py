@@ -19,7 +19,7 @@ from ..planner.plan import AUTO, Planned
 from ..problem import Chain
 from ..status import Status
 from .asked import Asked, Parts, Planning
-from .profiles import Profile, as_profile, is_name
+from .given.profiles import Profile, as_profile, is_name
 from .result import PlanResult
 
 Given = Profile | Chain | str | Path  # a profile, its file, or a model by its name

@@ -24,7 +24,7 @@ from ..report.tables.synthesis import figures
 from ..schedule.kinds import loop, vee
 from ..schedule.synthesis.synthesize import Synthesis
 from ..status import Status
-from .problems import deadline_of
+from .given.problems import deadline_of
 from .result import PlanResult
 
 ROOM = 2**50  # bytes of GPUs that nothing is said of

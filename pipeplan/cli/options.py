@@ -249,7 +249,7 @@ PLAN = click.argument("plan", metavar="PLAN", type=FILE)
 
 
 def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
-    from ..api.problems import deadline_of
+    from ..api.given.problems import deadline_of
 
     return deadline_of(text)
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeplan.api.problems import with_zero
+from pipeplan.api.given.problems import with_zero
 from pipeplan.check.targets import TARGETS
 from pipeplan.check.units import CannotExpress
 from pipeplan.errors import BadInput, Infeasible

@@ -179,7 +179,7 @@ def test_everything_reads_as_one_line_and_as_html(path):
 
 
 def test_what_names_a_model_is_no_file_and_no_shipped_profile(path, tmp_path, monkeypatch):
-    from pipeplan.api.profiles import is_name
+    from pipeplan.api.given.profiles import is_name
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:b").write_text("{}")

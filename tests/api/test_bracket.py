@@ -12,7 +12,7 @@ from cases.runtime import chain_of, plan_of
 
 from pipeplan.api import bracket
 from pipeplan.api.bracket import period_now
-from pipeplan.api.profiles import Profile
+from pipeplan.api.given.profiles import Profile
 from pipeplan.check.bounds import any_bound
 from pipeplan.cli import group
 from pipeplan.errors import BadInput

@@ -7,7 +7,7 @@ import pytest
 from cases.variants import assert_best_of_all_variants, plain_layers
 
 import pipeplan as pp
-from pipeplan.api.tensor import parts
+from pipeplan.api.given.tensor import parts
 from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_exchanges
 from pipeplan.cost.time_model import collective_ns, ring_all_reduce_ns

@@ -7,8 +7,8 @@ import pytest
 from oracles.partition import contiguous_optimum
 
 import pipeplan as pp
-from pipeplan.api.problems import problem_of
-from pipeplan.api.tensor import parts
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.tensor import parts
 from pipeplan.check.targets import refuse_chain
 from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_offloaded

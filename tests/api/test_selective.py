@@ -11,8 +11,8 @@ from oracles.partition import contiguous_optimum
 
 import pipeplan as pp
 from pipeplan import zoo
-from pipeplan.api.problems import problem_of
-from pipeplan.api.tensor import parts
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.tensor import parts
 from pipeplan.check.targets import express
 from pipeplan.check.units import CannotExpress
 from pipeplan.errors import BadInput, InvalidPlan, PipeplanError

@@ -9,9 +9,9 @@ from cases.variants import plain_layers
 from oracles.partition import contiguous_optimum
 
 import pipeplan as pp
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.tensor import parts
 from pipeplan.api.planning import _parts_of
-from pipeplan.api.problems import problem_of
-from pipeplan.api.tensor import parts
 from pipeplan.check.targets import express
 from pipeplan.check.units import CannotExpress
 from pipeplan.cost.roofline import with_exchanges

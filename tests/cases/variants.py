@@ -9,8 +9,8 @@ import pytest
 from oracles.partition import contiguous_optimum
 
 import pipeplan as pp
-from pipeplan.api.problems import problem_of
-from pipeplan.api.tensor import parts
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.tensor import parts
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer
 

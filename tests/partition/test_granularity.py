@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from cases.chains import PUBLISHED, published, random_chain
 
-from pipeplan.api.problems import problem_of
-from pipeplan.api.profiles import Profile
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.profiles import Profile
 from pipeplan.cost.memory_model import weights_of
 from pipeplan.cost.saved import entering_bytes, for_weights_bytes, saved_bytes
 from pipeplan.cost.time_model import whole_step_ns

@@ -11,8 +11,8 @@ import pytest
 from cases.chains import random_chain, random_platform
 
 import pipeplan as pp
-from pipeplan.api.problems import problem_of
-from pipeplan.api.profiles import as_profile
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.profiles import as_profile
 from pipeplan.check.lateness import plan_delays
 from pipeplan.check.validate import check
 from pipeplan.errors import BadInput, Infeasible

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import pipeplan as pp
 from pipeplan import zoo
-from pipeplan.api.profiles import Profile
+from pipeplan.api.given.profiles import Profile
 from pipeplan.plan import Plan
 from pipeplan.runtime.device import moved
 from pipeplan.runtime.engine.job import RunOptions

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pipeplan as pp
-from pipeplan.api.tensor import parts
+from pipeplan.api.given.tensor import parts
 from pipeplan.files.machines.accelerators import accelerator
 from pipeplan.plan import ScheduleKind
 

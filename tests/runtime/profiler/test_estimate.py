@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipeplan import zoo
-from pipeplan.api.problems import problem_of
-from pipeplan.api.profiles import read_profile
+from pipeplan.api.given.problems import problem_of
+from pipeplan.api.given.profiles import read_profile
 from pipeplan.cost.roofline import Constants, Product, product_share, timed
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.machines.accelerators import HOST_OFF, UNCHECKED, WITHIN, Accelerator, accelerator

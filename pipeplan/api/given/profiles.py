@@ -11,23 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from ..errors import BadInput
-from ..files.machines.accelerators import accelerator, constants_of
-from ..files.profiles import PREFIX, located, profile_text
-from ..files.profiles import read_profile as read_chain
-from ..files.text import write_text
-from ..names import shown
-from ..partition.granularity import AUTO, merging
-from ..problem import AUTOCAST, Chain, Layer
-from ..registry import Late
-from ..units import format_bytes, format_ns
-from ..zoo import CORES, HUGGING_FACE, ZOO, running_again
-from .asked import Parts
+from ...errors import BadInput
+from ...files.machines.accelerators import accelerator, constants_of
+from ...files.profiles import PREFIX, located, profile_text
+from ...files.profiles import read_profile as read_chain
+from ...files.text import write_text
+from ...names import shown
+from ...partition.granularity import AUTO, merging
+from ...problem import AUTOCAST, Chain, Layer
+from ...registry import Late
+from ...units import format_bytes, format_ns
+from ...zoo import CORES, HUGGING_FACE, ZOO, running_again
+from ..asked import Parts
 from .variants import degrees, with_variants
 
 if TYPE_CHECKING:
-    from ..runtime.model.build.spec import ModelSpec
-    from ..runtime.profiler.measure import MeasuredModel
+    from ...runtime.model.build.spec import ModelSpec
+    from ...runtime.profiler.measure import MeasuredModel
 
 MICROBATCH = 8  # samples, where nobody says
 STEPS = 10
@@ -238,7 +238,7 @@ def profile(
     if gpu is None and None in ways.values():
         raise BadInput("--tensor any: which degrees are there to be measured? Say them, such as 1,2")
     if gpu is None and said:
-        from ..runtime.model.build.spec import ModelSpec
+        from ...runtime.model.build.spec import ModelSpec
 
         for degree in (x for x in ways["tensor"] or () if x > 1):  # what has no such part is refused at once
             _named(str(model), source.batch, ModelSpec(str(model), None, degree, 0))
@@ -249,8 +249,8 @@ def profile(
     def made(named: str, options: str, degree: int) -> Chain:
         if gpu is not None:
             return _made(_named(named + options, source.batch), name, **{**same, "data": None}).chain
-        from ..runtime.profiler.beside import measured_together
-        from ..runtime.profiler.steps import chosen_device
+        from ...runtime.profiler.beside import measured_together
+        from ...runtime.profiler.steps import chosen_device
 
         if degree == 1:
             part = _made(_named(named, source.batch), name, **same, **measuring).chain
@@ -271,7 +271,7 @@ def profile(
 
 def _measured_part(model: str, batch: int, asked: dict[str, Any], together: Any) -> Chain:
     """Return what its part of each layer of a named model costs this process, one of those that run it ``together``."""
-    from ..runtime.model.build.spec import ModelSpec
+    from ...runtime.model.build.spec import ModelSpec
 
     spec = ModelSpec(model, None, together.ranks, together.place)
     spec.exchanges_by(together.exchange)
@@ -295,11 +295,11 @@ def _made(
     **measuring: Any,
 ) -> Profile:
     """Return what each layer of one model costs."""
-    from ..runtime.model.autocast import Autocast
-    from ..runtime.profiler.estimate import estimate_model
-    from ..runtime.profiler.measure import measure_model, measured_again
-    from ..runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
-    from ..runtime.training.update.optimizers import optimizer_maker
+    from ...runtime.model.autocast import Autocast
+    from ...runtime.profiler.estimate import estimate_model
+    from ...runtime.profiler.measure import measure_model, measured_again
+    from ...runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
+    from ...runtime.training.update.optimizers import optimizer_maker
 
     merge, by_names = merging(granularity, blocks), granularity in (AUTO, "block") or blocks is not None
     batches = source.batches if data is None else data_to_read(data, source.batch)
@@ -349,7 +349,7 @@ def _named(model: str, microbatch: int | None, part: ModelSpec | None = None) ->
 
 
 def _live(model: Any, inputs: Any, loss: Callable[..., Any] | None, microbatch: int | None, gpu: str | None) -> _Source:
-    from ..runtime.profiler.live import builder_of_live, samples_in
+    from ...runtime.profiler.live import builder_of_live, samples_in
 
     build = builder_of_live(model, inputs, loss, fake=gpu is not None)
     elsewhere = partial(builder_of_live, model, inputs, loss, fake=False)
@@ -369,7 +369,7 @@ def _refuse(gpu: str | None, engine: str | None, device: str, beside: int, measu
 
 def _merged(chain: Chain, merge: Callable[[Chain], Chain], granularity: str, blocks: str | None) -> Chain:
     """Return ``chain`` with its layers merged, and those that take no time into others."""
-    from ..partition.granularity import like_blocks, merge_zero_time
+    from ...partition.granularity import like_blocks, merge_zero_time
 
     if chain.edges is None:
         return chain
@@ -386,8 +386,8 @@ def data_to_read(data: Any, batch: int) -> Callable[[int, int], Any]:
 
     Names are looked up from the working folder too.
     """
-    from ..runtime.data.loader import data_from
-    from ..runtime.model.build.spec import named_data
+    from ...runtime.data.loader import data_from
+    from ...runtime.model.build.spec import named_data
 
     try:
         return named_data(data, batch) if isinstance(data, str) else data_from(data, "data", batch)
@@ -404,7 +404,7 @@ def named_model(
     text: str, batch: int, part: ModelSpec | None = None
 ) -> tuple[Callable[..., Any], Callable[[int, int], Any] | None]:
     """Return (build, data) of the model that ``text`` names, or of a ``part``; data is None for a user's function."""
-    from ..runtime.model.build.spec import ModelSpec, brings_data, builder_of
+    from ...runtime.model.build.spec import ModelSpec, brings_data, builder_of
 
     spec = part or ModelSpec(text)
     if not text.startswith(ZOO) and spec.of_zoo:

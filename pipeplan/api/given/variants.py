@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ..errors import BadInput
-from ..files.profile_rules import MOST_DEGREE
-from ..names import shown
-from ..problem import Chain, Variant
-from ..zoo import running_again
+from ...errors import BadInput
+from ...files.profile_rules import MOST_DEGREE
+from ...names import shown
+from ...problem import Chain, Variant
+from ...zoo import running_again
 
 DEGREES = {
     "tensor": (2, 4, 8),

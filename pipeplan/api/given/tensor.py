@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from ..check.bounds import proof
-from ..check.units import CannotExpress
-from ..deadline import Deadline
-from ..errors import BadInput, Infeasible, NoBetter, PipeplanError
-from ..planner.plan import Planned
-from ..problem import Problem, Variant
-from ..status import Status
-from ..units import parse_bandwidth
+from ...check.bounds import proof
+from ...check.units import CannotExpress
+from ...deadline import Deadline
+from ...errors import BadInput, Infeasible, NoBetter, PipeplanError
+from ...planner.plan import Planned
+from ...problem import Problem, Variant
+from ...status import Status
+from ...units import parse_bandwidth
 from .profiles import Profile
 from .variants import DEGREES, degrees
 

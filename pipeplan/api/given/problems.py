@@ -9,17 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
 
-from ..check.targets import TARGETS
-from ..check.units import whole_blocks
-from ..check.validate import unsaid_of_variants
-from ..choices import DRAINED, OPTIMIZERS
-from ..cost.roofline import with_exchanges, with_offloaded
-from ..deadline import NEVER, Deadline
-from ..errors import BadInput
-from ..files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
-from ..names import shown
-from ..partition.granularity import AUTO, merging
-from ..problem import (
+from ...check.targets import TARGETS
+from ...check.units import whole_blocks
+from ...check.validate import unsaid_of_variants
+from ...choices import DRAINED, OPTIMIZERS
+from ...cost.roofline import with_exchanges, with_offloaded
+from ...deadline import NEVER, Deadline
+from ...errors import BadInput
+from ...files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
+from ...names import shown
+from ...partition.granularity import AUTO, merging
+from ...problem import (
     CLIPPED_TOGETHER,
     MICROBATCHES_PER_DEVICE,
     NOT_PREDICTED,
@@ -32,8 +32,8 @@ from ..problem import (
     Weights,
     Zero,
 )
-from ..units import gpu_counts, parse_time, parse_wait
-from .asked import Asked, defaults
+from ...units import gpu_counts, parse_time, parse_wait
+from ..asked import Asked, defaults
 from .profiles import Profile
 
 RESERVE = "2GB"  # docs/reference/memory.md says for what, and from where that is known
