@@ -171,6 +171,8 @@ def test_the_bound_is_of_the_whole_class_with_neighbours_on_the_special_device()
         problem = equal_devices(seed)
         whole, apart = (one_special_claim(problem, "tight", split) for split in (True, False))
         assert one_special_bound(problem) == whole, seed
+        near = (whole or 9) + seed % 3 - 1  # below, at or above it
+        assert one_special_bound(problem, known_ns=near) == whole, seed
         lower += whole != apart
     assert lower >= 5
 

@@ -235,25 +235,27 @@ def decide(problem: Problem, period: int, charge: Charge = "full", split: bool =
     return _decide(tables_of(problem, worst_of(problem.platform)), period, charge, split)
 
 
-def one_special_bound(problem: Problem, split: bool = True) -> int | None:
+def one_special_bound(problem: Problem, split: bool = True, known_ns: int | None = None) -> int | None:
     """Return a lower bound (ns) on the period of every plan with one stage on all devices but one, without replicas
     and recomputation; None when no such plan exists.
 
     The ``tight`` charge on equal devices with the most memory, the best speed and the best path of the platform. With
-    ``split`` False it holds for plans whose neighbouring stages are on different devices, and is higher.
+    ``split`` False it holds for plans whose neighbouring stages are on different devices, and is higher. It comes
+    sooner, the same, from a period ``known_ns`` that such plans may have.
     """
-    found = _smallest(tables_of(problem, best_of(problem.platform)), "tight", split)
+    found = _smallest(tables_of(problem, best_of(problem.platform)), "tight", split, known_ns)
     return None if found is None else found.claimed_period_ns
 
 
-def _smallest(tables: MadPipeTables, charge: Charge, split: bool) -> Allocation | None:
+def _smallest(tables: MadPipeTables, charge: Charge, split: bool, known_ns: int | None = None) -> Allocation | None:
     """Return an allocation of the smallest period that can be met, which it claims, or None.
 
     Bisection, but what is found is first made the best of on its own cuts, which is quick, and then the period just
-    below is tried: mostly that fails, and the search is over.
+    below is tried: mostly that fails, and the search is over. It begins at ``known_ns`` if that can be met.
     """
     low, high = tables.periods
-    best = _decide(tables, high, charge, split)
+    best = None if known_ns is None else _decide(tables, known_ns, charge, split)
+    best = best or _decide(tables, high, charge, split)
     while best is not None:
         own = tables.select([stage.start for stage in best.stages])
         assert best.claimed_period_ns is not None

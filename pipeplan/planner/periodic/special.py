@@ -13,10 +13,13 @@ from ...problem import Problem
 from .incumbent import Incumbent
 
 
-def proved_special(problem: Problem) -> int | None:
-    """Return the best lower bound (ns) that is known of class one-special, without replicas and recomputation: its own
-    or that of all plans; None when no such plan exists."""
-    low, every = one_special_bound(problem), proof(replace(problem, replicas=False, checkpointing="none"))
+def proved_special(problem: Problem, known_ns: int | None = None) -> int | None:
+    """Return the best lower bound (ns) that is known of class one-special, without replicas and recomputation: its own,
+    sooner from a period ``known_ns``, or that of all plans; None when no such plan exists."""
+    low, every = (
+        one_special_bound(problem, known_ns=known_ns),
+        proof(replace(problem, replicas=False, checkpointing="none")),
+    )
     return None if low is None or every.infeasible else max(low, every.period_ns)
 
 
@@ -40,7 +43,7 @@ def one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     if not periods:
         yield from filter(None, [smallest_period(problem, "full")])
         return
-    low = proved_special(problem)
+    low = proved_special(problem, incumbent.best_ns)
     if low is None:
         return
     incumbent.bound("one-special", False, "none", low)
