@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rich.text import Text
@@ -135,10 +135,10 @@ def _row(pair: LayerPair) -> list[str | Name]:
     times = [f"{time_ns(x) / 1e6:.3f}" if x is not None else "-" for x in (pair.before, pair.after)]
     if pair.before is None or pair.after is None:
         return [Name.of(title), *times, "only in A" if pair.after is None else "only in B", "", "", "", ""]
-    ratio, change, saved = pair.time_ratio, pair.share_change, pair.saved_bytes
+    ratio, change = pair.time_ratio, pair.share_change
     sizes = [
         (pair.before.weight_bytes, pair.after.weight_bytes),
-        (saved[0] or 0, saved[1] or 0),
+        cast("tuple[int, int]", pair.saved_bytes),
         (pair.before.output_bytes, pair.after.output_bytes),
     ]
     return [
