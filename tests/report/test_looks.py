@@ -37,6 +37,13 @@ def test_what_is_not_marked_has_no_colour(monkeypatch, capsys):
     assert capsys.readouterr().out == "12 [bold] :smile:\n"
 
 
+def test_what_is_piped_has_120_columns_unless_others_are_asked_for(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert (console().width, console(90).width) == (70, 90)
+    monkeypatch.delenv("COLUMNS")
+    assert console().width == 120
+
+
 def test_no_terminal_is_so_narrow_that_a_column_is_broken_off(capsys):
     lines = printed(capsys, 20)
     assert [line.split() for line in lines if "head" in line] == [["head", "1.00", "2.00"]]
