@@ -235,13 +235,6 @@ def test_the_device_is_named_and_a_profile_of_a_cpu_stays_there(plan):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
-def test_a_missing_gpu_is_told_in_one_sentence(plan, pipeplan):
-    code, out, err = pipeplan("run", plan, *MODEL, "--device", "cuda")
-    assert (code, out) == (2, "")
-    assert err == "error: --device cuda: torch sees no GPU here; --device cpu runs on the CPU\n"
-
-
 @pytest.mark.parametrize(("processes", "shared"), [(None, False), ("4", True), ("2", False)])
 def test_ranks_that_share_the_gpus_of_their_node_are_told_of(plan, processes, shared, monkeypatch, capsys):
     """Under torchrun a node's processes count, wherever the plan's other ranks are."""
