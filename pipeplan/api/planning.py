@@ -286,7 +286,7 @@ def _parts_of(profile: Given, said: Planning) -> Parts:
 def _least(question: Question, problem: Problem) -> int:
     """Return what no plan of a problem takes less than, quickly, whatever weights it may choose."""
     from ..check.bounds import load_bound, quick_proof
-    from ..cost.time_model import relative
+    from ..cost.relaxations import relative
     from ..planner.what_if.target import as_run_by
 
     target = question.said["for_"]

@@ -9,48 +9,18 @@ of eight A100s by NVSwitch (vTrain's tables, Bang et al. 2024; 1 MiB to 512 MiB,
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
 from ..integers import IntLike, ceil_div, plain
-from ..problem import Chain, Device, Policy, Problem
+from ..problem import Chain, Policy
 from .memory_model import bucket_bytes
-
-_LEAST = ("forward_ns", "backward_ns", "waited_ns", "optimizer_ns")  # that no device takes less than the fastest
 
 
 def scaled(duration: IntLike, speed: Fraction) -> IntLike:
     """Return ``duration`` ns of the profiled device on a device ``speed`` times as fast, rounded up."""
     return ceil_div(duration * speed.denominator, speed.numerator)
-
-
-def relative(problem: Problem) -> Problem:
-    """Return a relaxation in which devices differ by a factor alone: nothing takes longer than in ``problem``.
-
-    Where devices have profiles of their own, each layer takes what the fastest takes, and a device is as fast as where
-    it comes nearest to that. Where layers have variants they take what they take of all GPUs together, at least.
-    """
-    platform = problem.platform
-    if problem.chain.variants:
-        return replace(problem, chain=problem.chain.by_gpu)
-    if platform.devices[0].times is None:
-        return problem
-    best = platform.best_device
-    chain = problem.chain.timed(best.times)
-    assert best.times is not None
-
-    def factor(device: Device) -> Fraction:
-        assert device.times is not None
-        assert best.times is not None
-        columns = ((getattr(best.times, name), getattr(device.times, name)) for name in _LEAST)
-        pairs = (pair for column in columns for pair in zip(*column, strict=True))
-        return device.speed * max((Fraction(least, time) for least, time in pairs if least), default=Fraction(1))
-
-    speeds = {x: factor(x) for x in dict.fromkeys(platform.devices)}
-    devices = tuple(Device(x.memory_bytes, speeds[x]) for x in platform.devices)
-    return replace(problem, chain=chain, platform=replace(platform, devices=devices))
 
 
 def forward_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:

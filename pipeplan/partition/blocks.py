@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..cost import memory_model, time_model
+from ..cost import memory_model, relaxations
 from ..cost.stage_tables import StageTables
 from ..integers import NEVER, Ints, ceil_div
 from ..plan import Stage
@@ -142,7 +142,7 @@ class Pipe:
     @cached_property
     def _bare(self) -> Ints:
         """The least time of layers before each cut, without recomputation and optimizer, on any device."""
-        relaxed = time_model.relative(self.tables.problem)
+        relaxed = relaxations.relative(self.tables.problem)
         sums = relaxed.chain.sums
         speed = max(device.speed for device in relaxed.platform.devices)
         work = (sums.forward_ns + sums.backward_ns)[self._cuts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import lcm
@@ -346,41 +346,6 @@ class Chain:
     @cached_property
     def _ways(self) -> dict[Way, Chain]:
         return {}
-
-    def extreme(self, pick: Callable[[Iterable[int]], int]) -> Chain:
-        """Return the network whose layers take and send what ``pick`` (least, or most) picks of all its choices."""
-        if not self.variants:
-            return self
-        layers = []
-        for own in zip(*(x.layers for x in self.choices), strict=True):
-            weights = pick(x.parameter_count for x in own)
-            layers.append(
-                replace(
-                    own[0],
-                    forward_ns=pick(x.forward_ns for x in own),
-                    backward_ns=pick(x.backward_ns for x in own),
-                    backward_weight_ns=pick(x.weight_part_ns for x in own),
-                    optimizer_ns=pick(x.optimizer_ns for x in own),
-                    weight_bytes=pick(x.weight_bytes for x in own),
-                    output_bytes=pick(x.output_bytes for x in own),
-                    parameters=weights,
-                )
-            )
-        return replace(self, layers=tuple(layers), variants=())
-
-    @cached_property
-    def by_gpu(self) -> Chain:
-        """The network whose layers take what all GPUs of a group take together, each in the variant with the least."""
-        layers = []
-        for own in zip(*(x.layers for x in self.choices), strict=True):
-            of = [
-                (x.tensor * (y.forward_ns + y.backward_ns), x.tensor, y) for x, y in zip(self.choices, own, strict=True)
-            ]
-            _, width, least = min(of, key=lambda one: one[0])
-            step = min(x.tensor * y.optimizer_ns for x, y in zip(self.choices, own, strict=True))
-            times = {"forward_ns": width * least.forward_ns, "backward_ns": width * least.backward_ns}
-            layers.append(replace(least, **times, backward_weight_ns=None, optimizer_ns=step))
-        return replace(self, layers=tuple(layers), variants=())
 
     def timed(self, times: LayerTimes | None) -> Chain:
         """Return the same network with the times of a device's own profile; None: with its own."""

@@ -14,9 +14,9 @@ from pipeplan.check.bounds import any_bound, layer_bound, load_bound, proof, qui
 from pipeplan.check.bounds.facts import Facts
 from pipeplan.check.bounds.strong import Proved, Refutations
 from pipeplan.cost.memory_model import stage_activations
+from pipeplan.cost.relaxations import relative
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.cost.time_model import relative
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.plan import Bound, Stage
 from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Policy, Problem

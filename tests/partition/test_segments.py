@@ -22,7 +22,8 @@ from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model
 from pipeplan.partition.contiguous.contiguous import smallest_period
 from pipeplan.partition.granularity import merge_articulation
-from pipeplan.partition.recompute.labels import Units, labels_from, lowest_peaks
+from pipeplan.partition.recompute.labels import Units, labels_from
+from pipeplan.partition.recompute.lowest_peaks import lowest_peaks
 from pipeplan.partition.recompute.pareto import Resolution, pareto, unbeaten
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem

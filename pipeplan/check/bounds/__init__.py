@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from ...cost import time_model
+from ...cost import relaxations
 from ...plan import Bound, Plan
 from ...problem import Problem
 from .averages import fill_bound, layer_bound, load_bound, work_ns
@@ -87,7 +87,7 @@ def quick_proof(problem: Problem) -> Proved:
     """Return the bound by work and the largest layer alone."""
     if problem.chain.variants:
         return choosing_proof(problem)
-    relaxed = time_model.relative(problem)
+    relaxed = relaxations.relative(problem)
     found: list[tuple[int, Part]] = [
         (max(1, load_bound(relaxed)), "work"),
         (fill_bound(relaxed), "fill"),

@@ -12,7 +12,7 @@ from math import floor
 
 import numpy as np
 
-from ...cost import memory_model, time_model
+from ...cost import memory_model, relaxations, time_model
 from ...cost.saved import first_saved
 from ...integers import ceil_div
 from ...problem import Problem
@@ -29,7 +29,7 @@ _FINE = 64  # parts of a byte, to which what layers hold is rounded
 def choosing_proof(problem: Problem) -> Proved:
     """Return the best of the bounds by work, by the largest layer and by what is held; remembered."""
     found: list[tuple[int, Part]] = [
-        (max(1, load_bound(time_model.relative(problem))), "work"),
+        (max(1, load_bound(relaxations.relative(problem))), "work"),
         (_layer_bound(problem), "layer"),
     ]
     low, part = max(found, key=lambda one: one[0])
@@ -77,7 +77,7 @@ def _menu(problem: Problem) -> tuple[Floats, Floats, Floats]:
     """Return for every way to run each layer, shape (ways, L), the ns of all GPUs that it takes, bytes times ns that it
     holds, and bytes that it holds always, of one copy of its weights."""
     policy, rows = problem.policy, []
-    passes = problem.chain.extreme(min).sums
+    passes = relaxations.extreme(problem.chain, min).sums
     total = passes.forward_ns + passes.backward_ns
     if policy.drains:  # some schedules leave the gradients of weights for later
         total = total - passes.backward_weight_ns

@@ -45,7 +45,7 @@ def spreads(most: int) -> list[Spread]:
 
 
 class Facts:
-    """Necessary costs of the runs of a problem whose devices differ by a factor alone (``time_model.relative``).
+    """Necessary costs of the runs of a problem whose devices differ by a factor alone (``relaxations.relative``).
 
     Times are in *ticks* of the fastest device, ``ticks`` to the nanosecond, rounded down layer by layer. Arrays have
     shape (L,) or (L + 1,), tables ``[first, end]`` (L + 1, L + 1).

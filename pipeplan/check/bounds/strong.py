@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
 
-from ...cost import time_model
+from ...cost import relaxations
 from ...problem import Problem
 from .blocks import Blocks
 from .covers import MOST_COVERED, uncovered
@@ -57,7 +57,7 @@ class Refutations:
     """The conditions of one problem."""
 
     def __init__(self, problem: Problem) -> None:
-        self.facts = Facts(time_model.relative(problem))
+        self.facts = Facts(relaxations.relative(problem))
         self._blocks = Blocks(self.facts)
         self._segments = Segments(self.facts)
 

@@ -24,7 +24,7 @@ from math import isqrt
 
 import numpy as np
 
-from ...cost import memory_model, time_model
+from ...cost import memory_model, relaxations, time_model
 from ...cost.group_bound import group_bound
 from ...cost.memory_model import shared_gradient
 from ...cost.stage_graph import stage_graph
@@ -215,7 +215,7 @@ def longest_period_ns(problem: Problem) -> int:
     """Return a period so long that every allocation that fits at all has it: one microbatch at a time."""
     platform = problem.platform
     slowest = platform.slowest(range(len(platform)))
-    chain = problem.chain.extreme(max).timed(slowest.times)
+    chain = relaxations.extreme(problem.chain, max).timed(slowest.times)
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
     replicas = 1 if problem.policy.zero else len(platform)  # with which steps take most
@@ -350,7 +350,7 @@ def _in_order(
 def plain_delays(tables: SearchTables) -> Ints:
     """Return for each cut the bare time of all that is behind it: a lower bound on the delay there."""
     best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
-    chain = tables.problem.chain.extreme(min).timed(best.times)
+    chain = relaxations.extreme(tables.problem.chain, min).timed(best.times)
     end = np.int64(len(chain))
     replicas = quickest_replicas(tables.problem)
     bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
 
-from ...cost import time_model
+from ...cost import relaxations
 from ...deadline import OutOfTime
 from ...integers import Ints
 from ...plan import Allocation, Stage
@@ -334,7 +334,7 @@ def _bounded(tables: SearchTables, best: Allocation | None, bound: int, floor: i
 
 def shared_work(problem: Problem, low: int, high: int) -> int:
     """Return a period in ``low..high`` below which all devices together are too slow."""
-    relaxed = time_model.relative(problem)
+    relaxed = relaxations.relative(problem)
     sums, speed = relaxed.chain.sums, sum(x.speed for x in relaxed.platform.devices)
     return min(high, max(low, math.ceil(int(sums.forward_ns[-1] + sums.backward_ns[-1]) / speed)))
 

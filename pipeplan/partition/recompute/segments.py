@@ -24,7 +24,8 @@ from ...problem import Chain, Device, LayerTimes, Problem
 from ..cuts import counts_standing, fixed_bytes, in_flight_limit, memory_counts
 from ..tables.device_counts import Counts, device_counts
 from ..tables.stages import Ranges, SearchTables, Work, replica_counts, with_replicas
-from .labels import Labels, LowestPeak, Units, labels_from, lowest_peaks
+from .labels import Labels, Units, labels_from
+from .lowest_peaks import LowestPeak, lowest_peaks
 from .pareto import Resolution
 
 AnyLabels = Labels | LowestPeak

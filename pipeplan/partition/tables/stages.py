@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...cost import memory_model, time_model
+from ...cost import memory_model, relaxations
 from ...cost.stage_tables import StageTables, largest_synced_gradient
 from ...integers import NEVER, IntLike, Ints, ceil_div, most_in_common
 from ...plan import Stage
@@ -308,7 +308,7 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
     kinds = DeviceKinds.on(platform, problem.replicas)
     slowest = [kinds.slowest(floor) for floor in range(len(kinds.floors))]
     trips = np.array(round_trips, dtype=np.int64) * (not platform.blocking)
-    relaxed, orders = time_model.relative(problem), Orders.of(problem)
+    relaxed, orders = relaxations.relative(problem), Orders.of(problem)
     speeds = tuple(x.speed for x in relaxed.platform.devices)
     return SearchTables(
         problem,
@@ -332,7 +332,7 @@ def _of_stages_that_choose(problem: Problem, cuts: Ints, complete: bool) -> Sear
         for x in problem.uniform
     ]  # where some cores run again and some do not these are what is more
     uniform = [replace(stage_tables(x, cuts), complete=complete) for x in own]
-    sums = problem.chain.by_gpu.sums
+    sums = relaxations.by_gpu(problem.chain).sums
     return replace(
         uniform[0],
         problem=problem,

@@ -17,7 +17,7 @@ from ...check.bounds import work_ns
 from ...check.bounds.drained.proofs import shape_bound
 from ...check.bounds.drained.tables import held_at_most, shapes
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
-from ...cost import memory_model, time_model
+from ...cost import memory_model, relaxations, time_model
 from ...cost.stage_tables import StageTables
 from ...errors import BadInput
 from ...partition.blocks import Activations, Pipe, Rule
@@ -96,7 +96,7 @@ class BlockSearch:
 
         Of stages that share a GPU all but the first may sum theirs while others still compute.
         """
-        problem, platform = time_model.relative(self.problem), self.problem.platform
+        problem, platform = relaxations.relative(self.problem), self.problem.platform
         count = (problem.policy.accumulate or 1) // shape.pipelines
         speed = max(device.speed for device in problem.platform.devices)
         gradient = memory_model.gradient_of(problem.chain, problem.policy, 0, len(problem.chain))
@@ -154,7 +154,7 @@ class BlockSearch:
         """Simulate the split of every configuration whose stages take about equally long, with nothing recomputed and
         with everything, unless its bound is above the best: a plan in little time, where one fits."""
         self.settings.status.phase = "even splits"
-        work = time_model.relative(self.problem).chain.sums
+        work = relaxations.relative(self.problem).chain.sums
         ends = (work.forward_ns + work.backward_ns)[np.array(self.cuts)]
         can = self.problem.checkpointing != "none" and "every" in self.target.rules
         ways = [Recompute(), *([Recompute("every", 1)] if can else [])]

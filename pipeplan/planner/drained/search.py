@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from ...check.bounds import work_ns
 from ...check.bounds.drained.tables import shapes
 from ...check.targets import Shape
-from ...cost import time_model
+from ...cost import relaxations
 from ...deadline import OutOfTime
 from ...integers import NEVER
 from ...partition.tables.split_paths import near
@@ -230,7 +230,7 @@ class _Search:
         return found
 
     def _placements(self) -> Iterator[Config]:
-        count, relaxed = self.microbatches, time_model.relative(self.problem)
+        count, relaxed = self.microbatches, relaxations.relative(self.problem)
         speed = max(device.speed for device in relaxed.platform.devices)
         for kind in (kind for kind in self.kinds if kind not in ALTERNATING):
             simulated = KINDS[kind].simulated

@@ -17,7 +17,7 @@ from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
-from ...cost import time_model
+from ...cost import relaxations
 from ...cost.stage_graph import stage_graph
 from ...integers import NEVER, ceil_div
 from ...partition.tables.split_paths import near, soonest_split
@@ -273,7 +273,7 @@ def drained_bound(
     alone = [end + fastest[:, None] + tables.update(group) for end, group in zip(ends, groups, strict=True)]
     for s, load in enumerate(layout.loads):
         alone[s] = np.maximum(alone[s], microbatches * load)
-    relaxed = time_model.relative(problem)
+    relaxed = relaxations.relative(problem)
     low = int(relaxed.chain.sums.forward_ns[-1] + relaxed.chain.sums.backward_ns[-1])
     low = max(1, low * microbatches // (count * math.ceil(relaxed.platform.best_device.speed)))
     beyond = tables.most_ns * microbatches  # longer stages are not in the tables

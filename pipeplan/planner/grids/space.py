@@ -14,7 +14,7 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-from ...cost import memory_model, time_model
+from ...cost import memory_model, relaxations, time_model
 from ...cost.saved import for_weights, storages
 from ...errors import BadInput
 from ...plan import Schedule, Stage
@@ -308,7 +308,7 @@ def work_bound(asked: GridProblem, config: GridConfig) -> int:
     W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
     the mean over the stages of M U(s) and the update behind it, or M times the largest layer.
     """
-    problem, count, p = time_model.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
+    problem, count, p = relaxations.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
     sums, platform = problem.chain.sums, problem.platform
     speed = max(device.speed for device in platform.devices)
     passes = int(sums.forward_ns[-1] + sums.backward_ns[-1])

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....choices import DRAINED
-from ....cost import memory_model, time_model
+from ....cost import memory_model, relaxations, time_model
 from ....cost.saved import first_saved
 from ....cost.stage_graph import stage_graph
 from ....cost.stage_tables import StageTables
@@ -47,7 +47,7 @@ class LeastTables:
         cls, problem: Problem, kind: ScheduleKind | None, microbatches: int, cuts: Ints | None = None, *more: bool
     ) -> Self:
         """Return those of a problem under a kind of schedule, which may have no backwards to split; at every cut."""
-        relaxed = time_model.relative(problem)
+        relaxed = relaxations.relative(problem)
         if kind is not None and not (KINDS[kind].splits or KINDS[kind].written):
             layers = tuple(replace(layer, backward_weight_ns=0) for layer in relaxed.chain.layers)
             relaxed = replace(relaxed, chain=replace(relaxed.chain, layers=layers))
