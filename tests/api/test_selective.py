@@ -19,7 +19,7 @@ from pipeplan.errors import BadInput, InvalidPlan, PipeplanError
 from pipeplan.files.frameworks import READERS, Source, read_options
 from pipeplan.files.profile_rules import check_variants
 from pipeplan.files.profiles import read_profile
-from pipeplan.problem import Chain, Device, Layer, Level, Platform, Variant
+from pipeplan.problem import Chain, Device, Layer, LayerTimes, Level, Platform, Variant
 
 HIDDEN, HEADS, SEQUENCE, BATCH = 1024, 16, 512, 2
 GPT = "zoo:gpt2-medium,blocks=2,sequence=512,attention=unfused,dropout=0.1"
@@ -113,6 +113,19 @@ def test_megatron_says_it_and_is_read(profiled, tmp_path, pipeplan):
     said = "import", profile, script, "--from", "megatron", "--gpus", 4, "--gpu", "a100", "-o", best
     pipeplan(*map(str, said), "--effort", "quick")
     assert pp.read_plan(best).plan.chain.selective
+
+
+def test_of_gpus_with_times_of_their_own_nothing_is_known_of_variants():
+    chain = tiny(9)
+    own = [LayerTimes(name, *(tuple(k * getattr(x, f"{y}_ns") for x in chain.layers) for y in ("forward", "backward")),
+                      *[(0,) * 3] * 2) for k, name in enumerate("ab", 1)]  # fmt: skip
+    where = Platform(tuple(Device(10**6, times=x) for x in own), (Level(2, 10**12),))
+    for part in parts(pp.Profile(chain), {}):
+        if not part.chain.selective:
+            assert pp.plan(part, platform=where, algorithm="contiguous").plan.chain.variant == "1"
+            continue
+        with pytest.raises(BadInput, match="own, which aren't known of layers in variant 1 selective"):
+            pp.plan(part, platform=where)
 
 
 def test_what_is_no_such_model_is_refused(profiled):

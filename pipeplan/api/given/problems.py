@@ -72,8 +72,8 @@ def problem_of(
     own_times = where.devices[0].times is not None
     granularity = "node" if own_times and asked["granularity"] == AUTO else asked["granularity"]
     chain = _merged(whole, merging(granularity, asked.get("blocks")))
-    if own_times and any(x.offloaded for x in chain.choices):
-        raise BadInput("--offload-activations: of devices with times of their own it isn't known what hides")
+    if own_times and any(x.width > 1 or x.selective or x.offloaded for x in chain.choices):
+        raise BadInput(f"GPUs have times of their own, which aren't known of layers in variant {chain.variant}")
     if chain is not whole and own_times:
         raise BadInput("--granularity merges layers of one profile; devices with their own need node")
     allowed = asked.get("checkpointing") or ("segments" if segments else "stages")
