@@ -271,6 +271,13 @@ def test_whole_blocks_fill_devices_unevenly():
     assert proof(shared).period_ns == 83
 
 
+def test_a_layer_alone_runs_again_for_every_microbatch_or_for_none():
+    layers = (Layer(f"l{i}", 10**6, 2 * 10**6, 10**9, 10**6, saved_bytes=10**8) for i in range(6))
+    platform = Platform.flat(6, 3_250_000_000, 10**12)
+    problem = Problem(Chain("blocks", tuple(layers), 10**6), platform, Policy("2bw", 64), False, "segments")
+    assert proof(problem) == Proved(4 * 10**6, "runs")
+
+
 def test_allowing_more_never_raises_the_bound():
     for seed in range(24):
         rng = random.Random(seed)

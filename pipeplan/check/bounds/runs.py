@@ -198,7 +198,8 @@ def _held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
 
 
 def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
-    """Return what the layers behind the first of each run keep at least when ``inside`` microbatches are inside each.
+    """Return what the layers of each run keep at least, its first one beside its input, when ``inside`` microbatches
+    are inside each.
 
     Recomputing layer i costs its forward, of the run's ``idle`` time. For any price of that time the least of what is
     kept or paid, less the price of all of it, is a bound.
@@ -207,8 +208,11 @@ def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Int
     held = inside * facts.kept[:size]
     if not facts.recomputes:
         return _behind(held)
-    paid = np.minimum(held[:, None, :], prices[None, :, None] * facts.forward[:size])
-    best = (_behind(paid) - prices[None, :, None] * idle[:, None, :]).max(axis=1)
+    again = prices[None, :, None] * facts.forward[:size]
+    paid = _behind(np.minimum(held[:, None, :], again))
+    whole = np.where(facts.forward[:size] > idle[:, None, :], np.inf, again)  # every microbatch again, or none
+    paid += np.minimum((inside * (facts.first_kept - _first(facts))[:size])[:, None, :], whole)
+    best = (paid - prices[None, :, None] * idle[:, None, :]).max(axis=1)
     found: Ints = (np.maximum(best, 0) * (1 - ROUNDING)).astype(np.int64)
     return found
 
