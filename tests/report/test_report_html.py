@@ -142,6 +142,9 @@ def test_memory_over_the_limit_is_marked():
     assert 'class="over"' not in over
     small = replace(straight(), platform=Platform.flat(4, 100, 10**9))
     assert 'class="over"' in report_html(simulate_plan(small, 200, "gpipe"))
+    full = max(use.peak_bytes for use in simulate_plan(straight(), 12).uses)
+    exact = replace(straight(), platform=Platform.flat(4, full, 10**9))
+    assert 'class="over"' not in report_html(simulate_plan(exact, 12))
 
 
 def test_memory_that_is_far_off_leaves_room_for_what_is_held_and_none_held_is_drawn_too():
