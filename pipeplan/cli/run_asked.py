@@ -107,7 +107,7 @@ def plan_to_run(name: str, given: dict[str, Any]) -> Plan:
 def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions:
     """Return what is asked of a run; ``given`` are its options as typed."""
     from ..runtime.engine.asked import held_out_of, in_epochs
-    from ..runtime.engine.job import HeldOutOptions, RunOptions
+    from ..runtime.engine.job import RunOptions
     from ..runtime.training.half import HalfOptions
     from ..runtime.training.update.optimizers import parse_choice
 
@@ -131,5 +131,4 @@ def options_of(plan: Plan, spec: ModelSpec, given: dict[str, Any]) -> RunOptions
     if data is None:
         return options
     usual = None if options.epoch is None else options.epoch // plan.interval
-    about = HeldOutOptions(data, 1, 1, metrics, patience=patience)
-    return replace(options, held_out=held_out_of(plan, about, every or usual, batches, monitor))
+    return replace(options, held_out=held_out_of(plan, data, every or usual, batches, monitor, metrics, patience))

@@ -41,7 +41,7 @@ MADE = {  # files of their own, each by a command
     "tight.json": "plan a.json --gpus 2 --mem 14MB --bandwidth 1GB/s --split 3,2 --on 0/1 --weights 2bw",
     "replicas.json": "plan a.json --platform servers.json --split 2,3 --on 0-1/2-3 --weights stash",
     "uneven.json": "plan a.json --platform servers.json --split 2,3 --on 0/1-3 --weights stash",
-    "wide.json": "plan a.json --gpus 18 --mem 1GB --split 2,3 --on 0-15/16-17 --weights stash",
+    "wide.json": "plan a.json --gpus 19 --mem 1GB --split 2,3 --on 0-15/17-18 --weights stash",
     "one.json": "plan a.json --gpus 1 --mem 1GB --algorithm balance --weights stash",
     "small.json": f"plan a.json --gpus 2 --mem 12MB --bandwidth 1GB/s {STAGES} --weights flush --schedule 1f1b",
     "again.json": f"plan a.json {ON} --split 2,3 --on 0/1 --recompute all --weights flush --schedule 1f1b",

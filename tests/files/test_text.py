@@ -88,11 +88,11 @@ def test_writing_replaces_the_whole_file(tmp_path, monkeypatch):
     assert sizes == [23, 3], "all of it is there before it is synced"
     assert target.read_text() == "new"
     assert entries(tmp_path) == ["plan.json"]
-    mask = os.umask(0o027)
+    mask = os.umask(0o026)
     try:
         write_text(str(target), "again")
     finally:
-        assert os.umask(mask) == 0o027, "as it was"
+        assert os.umask(mask) == 0o026, "as it was"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 

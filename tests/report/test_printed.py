@@ -106,6 +106,7 @@ COMMANDS = {
     "check-free": "check --schedule stuck.csv --semantics free",
     "check-free-json": "check --schedule loop.csv --semantics free --json",
     "simulate-best": "simulate zb.json --schedule best --schedule gpipe",
+    "simulate-order": "simulate zb.json --schedule best",
     "simulate-narrow": "simulate plan.json --schedule 1f1b --schedule gpipe --jitter 5% --runs 3 --width 70",
     "simulate-shares": "simulate zb.json --schedule dualpipev --pass-overlap 0% --weight-keeps 100% --width 40",
     "simulate-two-ways": "simulate zb.json --schedule dualpipev --pass-overlap 50%",
@@ -140,6 +141,7 @@ COMMANDS = {
     "show-uneven": "show uneven.json",
     "report-short": "report run.json -o page.html --trace short.json",
     "report-other": "report run.json -o page.html --trace other.json --microbatches 4",
+    "report-whole": "report run.json -o page.html --trace other.json --microbatches 24",
     "report-run": "report run.json -o page.html --trace trace.json --microbatches 4",
 }
 

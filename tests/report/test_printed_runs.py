@@ -41,6 +41,7 @@ run zoo.json --steps 2 --device cpu
 run run.json {M} --steps 3 --trace t.json
 run run.json {M} --steps 3 --json
 run run.json {M} --trace -
+run run.json {M} --trace - --json
 run run.json {M} --evaluate --clip-norm 2
 run run.json {M} --bracket
 run run.json {M} --bracket --json --threads 2

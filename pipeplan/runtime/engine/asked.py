@@ -153,18 +153,24 @@ def in_epochs(options: RunOptions, plan: Plan, model: ModelSpec, epochs: int, le
 
 
 def held_out_of(
-    plan: Plan, about: HeldOutOptions, every: int | None, batches: int | None, monitor: str
+    plan: Plan,
+    data: str,
+    every: int | None,
+    batches: int | None,
+    monitor: str,
+    metrics: str | None,
+    patience: int | None,
 ) -> HeldOutOptions:
-    """Return ``about`` with what is asked of it: by default each evaluation takes all of the data. ``monitor`` names a
-    metric, or ``max:`` and one."""
+    """Return how a run is evaluated as asked: by default each time on all of the data. ``monitor`` names a metric, or
+    ``max:`` and one."""
     if every is None:
         raise BadInput("--eval-every: say after how many updates the model is evaluated")
     if batches is None:
-        batches = _length(named_data(about.data, plan.chain.microbatch), about.data, "--eval-batches")
+        batches = _length(named_data(data, plan.chain.microbatch), data, "--eval-batches")
     most, _, watched = monitor.rpartition(":")
     if most not in ("", "max") or not watched:
         raise BadInput(f"--monitor: {monitor!r} is neither the name of a metric nor max:NAME")
-    return replace(about, every=every, count=batches, watched=watched, highest=most == "max")
+    return HeldOutOptions(data, every, batches, metrics, watched, most == "max", patience)
 
 
 def _length(data: Any, name: str, option: str) -> int:
