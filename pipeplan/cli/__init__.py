@@ -88,7 +88,7 @@ class LazyGroup(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], COMMANDS, n=1)
+            near = get_close_matches(args[0], COMMANDS)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise click.UsageError(f"{error.message}{hint}", error.ctx) from error
 

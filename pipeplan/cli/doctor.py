@@ -42,7 +42,7 @@ def command(as_json: bool) -> None:
     else:
         width = max(len(x.name) for x in found)
         for x in found:
-            told = shown(f"{x.told}; {x.help}" if x.help else x.told, SENTENCE)
+            told = shown("; ".join(filter(None, (x.told, x.help))), SENTENCE)
             click.echo(f"{MARKS[x.state]:2}  {x.name:{width}}  {told}")
     raise click.exceptions.Exit(1 if broken else 0)
 

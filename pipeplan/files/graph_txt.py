@@ -111,7 +111,7 @@ def _parse_graph(text: str, place: str) -> tuple[dict[str, _Node], nx.DiGraph]:
 
 
 def _layer(match: re.Match[str], here: str) -> Layer:
-    kind = re.split(r"[\s(]", match["description"].strip(), maxsplit=1)[0] or "layer"
+    kind = re.sub(r"(?s)[\s(].*", "", match["description"].strip()) or "layer"
     return Layer(
         name=f"{kind}-{_number(match['id'])}",
         forward_ns=ms_to_ns(_value(match, "forward_compute_time", here)),

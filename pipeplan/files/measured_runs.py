@@ -39,7 +39,7 @@ class MeasuredRow:
         text = self.said.get(column)
         if text is None:
             return None
-        if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text)):
             raise BadInput(f"{self.place}: {column}: '{shown(text)}' isn't a positive number")
         return int(text)
 

@@ -216,7 +216,7 @@ def print_panels(
     for title, start, end in panels(timeline, columns):
         out.print(Text(f"{title}, {time(start)} to {time(end)}", "dim"))
         for line in draw(rows, start, end, out.width):
-            out.print(line, no_wrap=True, crop=True)
+            out.print(line)
     out.print()
 
 
@@ -242,7 +242,7 @@ def draw(rows: Sequence[GanttRow], start_ns: int, end_ns: int, width: int) -> li
                 continue
             size = right - left
             text = (bar.label if len(bar.label) <= size else "").ljust(size, FILL[kind])
-            for offset, sign in enumerate(text[: max(0, columns - left)]):
+            for offset, sign in enumerate(text):
                 cells[left + offset] = (sign, STYLES[kind])
         line = Text(row.name.ljust(margin), no_wrap=True)
         for sign, style in cells:

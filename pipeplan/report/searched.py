@@ -156,8 +156,8 @@ def ordering(plan: Plan) -> list[str]:
     found = plan.provenance.options.get("order")
     if not isinstance(found, dict):
         return []
-    bound, value = found.get("bound_ns"), found.get("value_ns")
-    if not isinstance(bound, int) or not isinstance(value, int) or not 0 < bound <= value:
+    bound, value = number_in(found, "bound_ns"), number_in(found, "value_ns")
+    if bound is None or value is None or bound > value:
         return []
     gap = "proved best" if bound == value else f"gap {value / bound - 1:.2%}"
     return [f"orders      no other order of these stages drains before {format_ns(bound)}: {gap}"]

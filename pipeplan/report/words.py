@@ -126,10 +126,10 @@ def data_parallelism(plan: Plan, result: Evaluation) -> list[str]:
     if not plan.allocation.data_parallel:
         return _unpipelined(plan, result)
     options, count = plan.provenance.options, plan.allocation.stages[0].replicas
-    found = options.get("pipeline_ns")
+    found = number_in(options, "pipeline_ns")
     if "pipeline_ns" not in options:
         other = ""
-    elif isinstance(found, int) and found > 0:
+    elif found is not None:
         other = f"; the best pipeline of single GPUs takes {format_ns(found)} ({longer(found, result)})"
     else:
         other = "; no pipeline of single GPUs fits"

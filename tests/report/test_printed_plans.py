@@ -138,7 +138,7 @@ def plans(folder: Path) -> str:
         print(frame[:16], frame.count("pattern"), frame[-50:])
     lines = [x.rstrip() for x in told.getvalue().splitlines()]
     parts += ["$ grids", *(x for x in lines if x not in seen)]
-    called = ("model.embed.tokens", "model.h.0.attention.core", "model.h.1.mlp(gelu)", "model.norm..scale", "head")
+    called = ("model.embed.tokens", "model.h.0.attention.core", "model.h.1.mlp(gelu)", "model.norm..scale", "0.head")
     layers = [replace(x, name=name) for x, name in zip(plan.chain.layers, called, strict=True)]
     dotted = of(plan, layers=tuple(layers))
     for width in (40, *range(64, 92), *range(109, 115), 130, 150):

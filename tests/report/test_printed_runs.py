@@ -84,6 +84,7 @@ def runs() -> dict[str, str]:
     script = script_of(Policy("2bw", 2), Schedule(), 12, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
     other = script_of(Policy("flush", 2), Schedule("flush", 2), 12, ((10**6, 2 * 10**6), (10**6, 3 * 10**6)), 10**5)
     plain, beside = (make_report(x, replayed(x, 3)) for x in (script, other))
+    lower = replace(beside, losses=[x / 2 for x in beside.losses])
     stages = tuple(replace(x, data_ns=10**5, data_wait_ns=10**6, sum_ns=10**6, sum_wait_ns=10**5) for x in plain.stages)
     full = replace(
         plain,
@@ -117,11 +118,12 @@ def runs() -> dict[str, str]:
         "run": (script.plan, plain, False, False),
         "run-full": (script.plan, full, False, False, (other.plan, beside)),
         "run-json": (script.plan, plain, False, True),
+        "run-evaluate-json": (script.plan, plain, True, True, (other.plan, lower)),
         "run-evaluate": (script.plan, plain, True, False),
     }.items():
         with redirect_stdout(io.StringIO()) as told:
             print_report(*words)
-        texts[name] = entries(told.getvalue()) if name == "run-json" else told.getvalue()
+        texts[name] = entries(told.getvalue()) if name.endswith("json") else told.getvalue()
     return {name: without_ends(text) for name, text in texts.items()}
 
 
@@ -247,7 +249,7 @@ def test_the_trace_of_a_run_is_what_is_kept(weights: str) -> None:
     check_printed(entries(measured_trace(script.plan, make_report(script, replayed(script, 3)))), f"trace-{weights}")
 
 
-RUNS = ("run", "run-full", "run-json", "run-evaluate", "run-away", "run-short", "run-driven")
+RUNS = ("run", "run-full", "run-json", "run-evaluate-json", "run-evaluate", "run-away", "run-short", "run-driven")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -36,7 +36,7 @@ def print_pattern(plan: Plan, width: int | None = None, links: bool = True) -> N
         f"{', 0 enters now' if any(bar.microbatch < 0 for row in rows for bar in row.bars) else ''}"
     )
     for line in draw(_shown(rows, links), start, end, out.width):
-        out.print(line, no_wrap=True, crop=True)
+        out.print(line)
 
 
 def print_simulation(simulation: Simulation, width: int | None = None, links: bool = False) -> None:
