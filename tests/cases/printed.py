@@ -155,7 +155,9 @@ def printed(words: str, folder: Path) -> str:
     with quiet, few, patch.dict(os.environ, colours):  # no line of progress, and not very many of differences
         done = called(shlex.split(words.removeprefix("bold ")), folder)
     assert done.raised is None, done
-    text = done.out + "".join(f"! {x}\n" for x in done.err.splitlines() if x.startswith(("error", "Error", "note", "the time limit")))
+    text = done.out + "".join(
+        f"! {x}\n" for x in done.err.splitlines() if x.startswith(("error", "Error", "note", "the time limit"))
+    )
     if text.startswith(("{", "[")):
         text = entries(text)
     if words.startswith("profile"):
@@ -167,7 +169,13 @@ def printed(words: str, folder: Path) -> str:
         cells = [[" ".join(html.unescape(x).split()) for x in re.split("<[^>]+>", line)] for line in told.splitlines()]
         lines = ["|".join(filter(None, row)) for row in cells]
         lines += map(json.dumps, [*data.pop("charts").items(), *data.items()])
-        shapes = (r"width:[\d.]+%", r'[yh][^ ]*="-?[\d.]+"', r' d="[^"]*"', r"<th class=left>[^<]*", r'data-[a-z]+="[^"]*"')
+        shapes = (
+            r"width:[\d.]+%",
+            r'[yh][^ ]*="-?[\d.]+"',
+            r' d="[^"]*"',
+            r"<th class=left>[^<]*",
+            r'data-[a-z]+="[^"]*"',
+        )
         lines += [" ".join(re.findall(x, whole)) for x in shapes]
         text += "\n".join(filter(None, lines)) + "\n"
     for path in sorted({*folder.iterdir()} - before):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from dataclasses import replace
+from importlib import import_module
 from unittest import mock
 from zlib import crc32
 
@@ -88,6 +90,18 @@ def test_other_code_of_the_model_is_refused_even_where_its_layers_look_the_same(
     assert found[0][0] == 2
     assert found[0][1].startswith("the ranks differ: the code of own_layers is of checksum ")
     assert found[0][1].endswith(" for rank 1 on node1; every node needs the same")
+
+
+def test_the_model_s_own_file_is_compared_wherever_it_lies(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    for name in ("installed_model", "another_package"):
+        (folder / f"{name}.py").write_text("def build(batch): ...\n")
+    monkeypatch.syspath_prepend(folder)
+    import_module("another_package")
+    assert list(agreement._code(ModelSpec("installed_model:build"))) == ["the code of installed_model"]
+    for name in ("installed_model", "another_package"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_model_that_one_node_lacks_ends_the_others_at_once(plan, tmp_path):

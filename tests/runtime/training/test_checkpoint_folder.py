@@ -47,7 +47,9 @@ from pipeplan.runtime.training.state.written import write
 
 
 def test_a_second_run_is_refused(folder, plan, tmp_path):
+    (folder / ".step-00000006.partial").mkdir()
     with writing_to(folder, Peers()):
+        assert not list(folder.glob(".step*")), "what a killed run left makes no room for long"
         with pytest.raises(BadInput, match=rf"another run, process {os.getpid()} on \S+, writes to {folder}$"):
             run_plan(plan, MODEL, RunOptions(steps=6, checkpoint=folder, **OPTIONS))
         with writing_to(tmp_path / "other", Peers()), writing_to(None, Peers()):
