@@ -1,4 +1,4 @@
-"""Two nodes on this machine, each with a folder and an agent of torchrun's; what its rank said, and how it ended."""
+"""Nodes on this machine, each with a folder and an agent of torchrun's; what its rank said, and how it ended."""
 
 from __future__ import annotations
 
@@ -83,7 +83,17 @@ def two_nodes(
             node.agent.join(SECONDS)
 
 
-def _agent(number, folder, port, arguments, restarts):
+def one_node(folder: Path, ranks: int, arguments: Sequence[str]) -> Node:
+    """Run ``pipeplan`` with ``arguments`` in some ranks of one agent's; return how they ended."""
+    agent = context_of().Process(target=_agent, args=(0, folder, unused_port(), list(arguments), 0, 1, ranks))
+    agent.daemon = False
+    agent.start()
+    node = Node(0, folder, agent)
+    node.wait()
+    return node
+
+
+def _agent(number, folder, port, arguments, restarts, nodes=2, ranks=1):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.setsid()
@@ -92,8 +102,9 @@ def _agent(number, folder, port, arguments, restarts):
     logging.disable(logging.CRITICAL)
     socket.getfqdn = lambda *_: "127.0.0.1"
     launch = LaunchConfig(
-        min_nodes=2, max_nodes=2, nproc_per_node=1, run_id="nodes", start_method="fork", monitor_interval=0.05,
-        rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", local_addr="127.0.0.1", max_restarts=restarts,
+        min_nodes=nodes, max_nodes=nodes, nproc_per_node=ranks, run_id="nodes", start_method="fork",
+        monitor_interval=0.05, max_restarts=restarts,
+        rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{port}", local_addr="127.0.0.1",
         rdzv_configs={"keep_alive_max_attempt": SECONDS // 5, "read_timeout": SECONDS},  # however busy the machine
     )  # fmt: skip
     try:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from cases import half, on_gpu, runtime
+from cases.agents import one_node
 from cases.runtime import Waved, chain_of, largest_difference, mean_square, plan_of, uncorrected
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -204,12 +205,11 @@ def trained(mode, device, folder, **more):
     if mode.agent and device == "cuda":
         problem = Problem(mode.plan.chain, mode.plan.platform, mode.plan.policy)
         (folder / "plan.json").write_text(plan_text(replace(mode.plan, lower_bounds=(any_bound(problem),))))
-        agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", mode.ranks, "-m"]
-        run = ["pipeplan", "run", folder / "plan.json", "--model", spec.build, "--data", spec.data, "--device", device]
+        run = ["run", folder / "plan.json", "--model", spec.build, "--data", spec.data, "--device", device]
         flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
-        done = subprocess.run([sys.executable, *map(str, agent + run + flags)], stdout=2)
-        if done.returncode:
-            raise RunFailed(f"torchrun ended with {done.returncode}")
+        node = one_node(folder, mode.ranks, [*map(str, run + flags)])
+        if node.codes() != [0] * mode.ranks:
+            raise RunFailed(f"torchrun's ranks ended with {node.codes()}: {node.said()}")
     else:
         more = {"timeout_s": 100.0, **fused, **mode.options, **more}
         run_plan(mode.plan, spec, uncorrected(device=device, **asked, **more))

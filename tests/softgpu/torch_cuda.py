@@ -7,7 +7,6 @@ kernel is, on average). Its ``planted`` are other texts for modules, by their na
 """
 
 import atexit
-import gc
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 HEARD: list[tuple[str, str, str]] = []
@@ -81,18 +80,36 @@ def _configure() -> dict[str, str]:
 
 def _plant(planted: dict[str, str]) -> None:
     """Let the functions of modules be what other texts for these make them."""
-    if planted:
-        gc.unfreeze()  # as they may be before a fork
     for name, text in planted.items():
-        file = import_module(name).__file__
-        left, codes = [compile(text, str(file), "exec")], {}
+        module = import_module(name)
+        left, codes = [compile(text, str(module.__file__), "exec")], {}
         while left:
             code = left.pop()
             codes[code.co_qualname] = code
             left += [x for x in code.co_consts if isinstance(x, CodeType)]
-        for x in gc.get_objects():
-            if type(x) is FunctionType and x.__code__.co_filename == file:
-                x.__code__ = codes[x.__code__.co_qualname]
+        for x in _functions(module):
+            x.__code__ = codes[x.__code__.co_qualname]
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions that a module's text has made: its own, of its classes, and what wrappers and closures hold."""
+    left: list[Any] = list(vars(module).values())
+    seen: set[int] = set()
+    while left:
+        x = left.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, FunctionType):
+            if x.__code__.co_filename == module.__file__:
+                yield x
+            left += [*vars(x).values(), *(cell.cell_contents for cell in x.__closure__ or ())]
+        elif isinstance(x, type):
+            left += vars(x).values() if x.__module__ == module.__name__ else ()
+        elif isinstance(x, staticmethod | classmethod):
+            left.append(x.__func__)
+        elif isinstance(x, property):
+            left += [x.fget, x.fset]
 
 
 def _leave_report() -> None:
