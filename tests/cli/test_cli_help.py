@@ -209,7 +209,7 @@ def test_the_doctor_says_what_there_is_and_what_lacks(monkeypatch, pipeplan: Com
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, _ = pipeplan("doctor", "--json")
     found = {row["name"]: row for row in json.loads(out)["findings"]}
-    assert (code, json.loads(out)["good"]) == (1, False)
+    assert (code, json.loads(out)["good"], out) == (1, False, json.dumps(json.loads(out), indent=1) + "\n")
     assert (found["numpy"]["state"], found["pipeplan"]["state"]) == ("broken", "good")
     assert found["torch"] == {
         "name": "torch",

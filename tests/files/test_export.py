@@ -326,7 +326,7 @@ def cases() -> dict[str, tuple[Plan, str, dict[str, Any]]]:
         "beside": (planned(every), "torch-csv", {"schedule": "1f1b", "beside": True, "path": "a/b.csv"}),
         "quoted": (chained(planned(THREE), name='a"b\n'), "torch-csv", {"beside": True, "path": "it's.csv"}),
         "blocks": (chained(planned(every), microbatch=2, tied=((0, 10),)), every_form, {}),
-        "tied inside": (chained(planned(THREE), tied=((0, 7),)), "megatron", {}),
+        "tied inside": (chained(planned(THREE), tied=((0, 7), (0, 8))), "megatron", {}),
         "within": (chained(planned(two), tied=((0, 7), (1, 10))), "megatron", {}),
         "pairs": (planned(pairs, GPT[:5]), "deepspeed", {}),
         "first": (planned(first), every_form, {}),

@@ -124,7 +124,8 @@ TOKENS = "--training.num_tokens_per_train_step"
 HALVES = "tok_embeddings," + ",".join(f"layers.{i}" for i in range(6)), ",".join(f"layers.{i}" for i in range(6, 12))
 READ: dict[str, list[str]] = {
     "megatron": [
-        SCRIPT, FOUR, TWO + EACH + " 3", TWO + VIRTUAL + " 2", f"{FOUR}{FIRST} 2 {LAST} 4", f"{FOUR}{FIRST} 3",
+        SCRIPT, FOUR, TWO + "--microbatch-group-size-per-virtual-pipeline-stage 4",
+        TWO + EACH + " 3", TWO + VIRTUAL + " 2", f"{FOUR}{FIRST} 2 {LAST} 4", f"{FOUR}{FIRST} 3",
         f"{FOUR}{LAST} 6", f"{FOUR}{FIRST} 1 {LAST} 1", f"{TWO}{FIRST} 5 {LAST} 7", f"{HIGH}{FIRST} 12",
         TWO + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         FOUR + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
@@ -156,7 +157,8 @@ READ: dict[str, list[str]] = {
         LOOPED.replace("interleaved1f1b", "ZBVZeroBubble"), f"{PAIR}{LESS} 0", f"{PAIR}{LESS} 8",
         f"{PAIR}{P}pipeline_parallel_layers_per_stage 1", TOML, TOML.replace("pipeline_parallel_degree = 2", POINTS),
         ALONE, ALONE.replace("64", "-1"), "seed = 1\n" + TOML, f"{P}data_parallel_shard_degree 1",
-        TOML.replace("64", "16"), ALONE.replace("pipeline_parallel_microbatch_size = 2", ""),
+        TOML.replace("64", "16"), *(x.replace("pipeline_parallel_microbatch_size = 2", "") for x in (ALONE, TOML)),
+        ALONE.replace("64", "-2"), f"{PAIR}{PARTS}{HALVES[0]} {HALVES[1]},norm,lm_head {AT}layers.3",
         TOML.replace("full", "selective"), TOML.replace("full", "none"), SHARDS, SHARDS + RESHARD + "never",
         f"{P}data_parallel_replicate_degree 4", PAIR + RESHARD + "always", PAIR + RESHARD + "sometimes",
         f"{SHARDS}{TOKENS} 131072", f"{SHARDS}{TOKENS} 131073", f"{SHARDS}{TOKENS} 69632", f"{SHARDS}{TOKENS} 0",

@@ -83,6 +83,7 @@ PAIR = [node(1), node(2), "\tnode1 -- node2"]
         ([node(1, weight="1/3")], "parameter_size='1/3' is not a number"),
         ([node(1, size="1e999999999")], "activation_size='1e999999999' is not a number"),
         ([node(1, size="[1.0; x]")], "activation_size='[1.0; x]' is not a number"),
+        ([node(1, size="[12")], "activation_size='[12' is not a number"),
         ([node(1, size="[]")], "activation_size='[]' is not a number"),
         ([node(1, size="[8; -4]")], "activation_size='[8; -4]' is negative"),
         ([*PAIR, node(3, forward="-2")], "g.txt line 4: forward_compute_time='-2' is negative"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeplan.problem import Chain, Layer
-from pipeplan.report.tables.differences import paired_layers, rank_correlation
+from pipeplan.report.tables.differences import difference_figures, paired_layers, rank_correlation
 
 
 def chain(times: list[int], names: str) -> Chain:
@@ -43,3 +43,7 @@ def test_rank_correlation() -> None:
     # ranks 1 2.5 2.5 4 against 1 3 2 4: covariance 4.5 over the root of 4.5 * 5
     assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
     assert rank_correlation([1, 1], [1, 2]) == 1.0, "no order to agree or disagree with"
+    one, two = (chain([1], "a"), chain([2], "a")), (chain([0, 1], "ab"), chain([1, 2], "ab"))
+    figures = [difference_figures(*x, paired_layers(*x), None, None) for x in (one, two)]
+    assert [x["rank_correlation"] for x in figures] == [None, pytest.approx(1.0)]
+    assert [x.time_ratio for x in paired_layers(*two)] == [None, 2.0]

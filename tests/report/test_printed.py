@@ -29,6 +29,7 @@ COMMANDS = {
     "show-json": "show replicas.json --json",
     "compare": "compare a.json --gpus 1,2 --mem 1GB --algorithms contiguous,data-parallel --weights 2bw",
     "compare-json": "compare a.json --gpus 1,2 --mem 100MB,1GB --algorithms contiguous --weights 2bw --json",
+    "compare-one": "compare many.json --gpus 2 --mem 1GB --algorithms contiguous --weights 2bw",
     "compare-bold": "bold compare a.json --gpus 1,2 --mem 1GB --algorithms contiguous,data-parallel --weights 2bw",
     "grid-bold": "bold grid a.json --gpus 4 --mem 1GB --batch 32 --microbatch 8",
     "simulate-bold": "bold simulate small.json --schedule 1f1b --schedule gpipe --microbatches 8",

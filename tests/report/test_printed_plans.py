@@ -14,7 +14,8 @@ from cases.printed import check_printed, without_ends
 
 from pipeplan.files.plans import load_plan
 from pipeplan.files.profiles import read_profile
-from pipeplan.plan import Alternative, Plan
+from pipeplan.plan import Allocation, Alternative, Plan
+from pipeplan.problem import Variant
 from pipeplan.report.page.html import chart_html
 from pipeplan.report.tables.measurements import print_measurements
 from pipeplan.report.tables.plan import print_plan
@@ -39,6 +40,8 @@ def plans(folder: Path) -> str:
     def of(plan: Plan, **fields: Any) -> Plan:
         return replace(plan, chain=replace(plan.chain, **fields))
 
+    cores = tuple(Variant(1, False, plan.chain.layers, selective=x) for x in (False, True))
+    one_of, two_of = plan.allocation.stages
     ms, others = 10**6, [Alternative(w, n, ns) for w, n, ns in CHANGES]
     large = replace(plan.platform.devices[0], memory_bytes=2 * 10**9)
     period, loops = 10_312_500, replace(zb.lower_bounds[0], schedule="interleaved", period_ns=1)
@@ -69,6 +72,10 @@ def plans(folder: Path) -> str:
         "grids alone": found(of(plan, within=(0.9, 1.2)), grids=[{"batch_ns": 9}]),
         "no bound": found(plan, tensor={"1": {"period_ns": period}, "2": {"bound_ns": 0}}),
         "experts": of(plan, experts=2, imbalance=1.5, context=2, selective=True, tensor=2, offloaded=10**9),
+        "no cores again": of(plan, variants=cores),
+        "cores again": of(
+            replace(plan, allocation=Allocation((replace(one_of, selective=((0, 2),)), two_of))), variants=cores
+        ),
         "one GPU": of(one, tied=((0, 4),)),
         "tied": of(shifts, tied=((0, 2),)),
         "small": of(plan, microbatch=1),

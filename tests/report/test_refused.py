@@ -17,6 +17,7 @@ plan a.json --gpus 2 --mem 1GB --samples 1.5
 plan a.json --gpus 2 --mem 1GB --samples 0
 plan a.json --gpus 2 --mem 1GB --samples 1e19
 plan a.json --gpus 2 --mem 1GB --tokens 5
+plan a.json --gpus 2 --mem 1GB --tokens 1.5/2
 plan a.json --gpus 2 --mem 1GB --price 5
 plan a.json --gpus 2 --mem 1GB --samples 5 --price x
 plan a.json --gpus 2 --mem 1GB -o none/plan.json
