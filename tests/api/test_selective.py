@@ -147,9 +147,10 @@ def tiny(seed):
         for i in range(3)
     )
     again = tuple(
-        replace(x, saved_bytes=x.saved_bytes // 4, backward_ns=x.backward_ns + x.forward_ns // draw.randint(2, 4))
+        replace(x, saved_bytes=x.saved_bytes // 4, backward_ns=x.backward_ns + x.forward_ns // draw.randint(2, 4),
+                forward_ns=x.forward_ns + draw.randint(-2, 2), optimizer_ns=draw.randint(0, 9))
         for x in plain
-    )
+    )  # fmt: skip
     edges = draw.choice((None, ((0, 1), (0, 2), (1, 2))))
     return Chain("tiny", plain, 10, edges=edges, variants=(Variant(1, False, again, selective=True),))
 
@@ -164,7 +165,7 @@ def asked(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_plans_are_as_good_as_all_plans_in_which_any_layers_run_cores_again(seed):
     chain, words, possible = tiny(seed), asked(seed), []
-    for layers in product(*zip(chain.layers, chain.part(chain.variants[0]).layers, strict=True)):
+    for layers in product(*zip(*(x.layers for x in chain.choices), strict=True)):
         problem = problem_of(pp.Profile(replace(chain, layers=layers, variants=())), **words)[0]
         found = contiguous_optimum(problem)
         possible += [] if found is None else [found[0]]
