@@ -281,14 +281,14 @@ def test_many_layers_give_a_plan_that_does_not_claim_to_be_optimal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "plans", "ratio"), [("vgg16", 12, 1.1761), ("resnet50", 20, 1.0687), ("densenet121", 20, 1.0105)]
+    ("name", "plans", "ratio"), [("vgg16", 6, 1.1737), ("resnet50", 9, 1.0709), ("densenet121", 9, 1.0147)]
 )
 def test_published_profiles_reach_the_known_periods(name: str, plans: int, ratio: float) -> None:
     chain = replace(merge_articulation(published(name), saved="input"), input_bytes=0)
     work = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
     ratios = []
-    for devices in (2, 4, 6, 8):
-        for memory in (3, 4, 6, 8, 12):
+    for devices in (2, 4, 8):
+        for memory in (3, 6, 12):
             problem = Problem(chain, Platform.flat(devices, memory * 10**9), checkpointing="segments")
             found = smallest_period(problem)
             if found is not None and found.claimed_period_ns is not None:
