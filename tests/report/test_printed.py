@@ -119,7 +119,7 @@ COMMANDS = {
     "estimate-two": "estimate zoo:gpt-tiny,blocks=2 --gpus 4 --gpu h100 --tensor 2 --samples 1e6",
     "grid-servers": "grid a.json --platform servers.json --batch 32 --microbatch 8 -o grid.json",
     "grid-small": "grid a.json --gpus 4 --mem 8MB --batch 32 --microbatch 8",
-    "synthesize-again": "synthesize again.json --moves 5",
+    "synthesize-again": "synthesize again.json --no-split --moves 200",
     "diff-fewer": "diff a.json fewer.json --plan plan.json",
     "diff-fewer-json": "diff a.json fewer.json --plan plan.json --json",
     "help": "--help",
