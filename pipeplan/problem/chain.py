@@ -307,24 +307,16 @@ class Chain:
         return tuple(x.alternating(alike.get(replace(x, selective=False).degrees)) for x in found)
 
     def alternating(self, stored: Chain | None) -> Chain:
-        """Return the network whose cores run again, of which layers of a stage may be as ``stored``, too: backwards
-        take no less than there, all else takes the same, and with what passes of either work is counted."""
-        if stored is None or not self.selective:
+        """Return the network whose cores run again, of which layers of a stage may be as ``stored``, too: they differ
+        in what they keep, their backwards take no less, and with what passes of either work is counted."""
+        if stored is None or not self.selective or self.offloaded:  # what layers move to the host takes them longer
             return self
-        both = [(x, y, max(x.working_bytes, y.working_bytes)) for x, y in zip(self.layers, stored.layers, strict=True)]
-        layers = (
-            replace(
-                x,
-                forward_ns=y.forward_ns,
-                backward_ns=max(x.backward_ns, y.backward_ns),
-                backward_weight_ns=y.backward_weight_ns,
-                optimizer_ns=y.optimizer_ns,
-                working_bytes=most,
-            )
-            for x, y, most in both
-        )
-        either = tuple(replace(y, working_bytes=most) for _, y, most in both)
-        return replace(self, layers=tuple(layers), either=either)
+        layers, either = list[Layer](), list[Layer]()
+        for x, y in zip(self.layers, stored.layers, strict=True):
+            either.append(replace(y, working_bytes=max(x.working_bytes, y.working_bytes)))
+            kept = {name: getattr(x, name) for name in ("saved_bytes", "saves", "weight_needs")}
+            layers.append(replace(either[-1], backward_ns=max(x.backward_ns, y.backward_ns), **kept))
+        return replace(self, layers=tuple(layers), either=tuple(either))
 
     @property
     def otherwise(self) -> Chain:
