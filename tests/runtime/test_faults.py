@@ -99,12 +99,18 @@ def test_a_replica_killed_in_a_sum_of_gradients_is_named(place, rank, weights, w
     assert run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path, resume=True, **OPTIONS)).steps == 2
 
 
-@pytest.mark.parametrize("place", ["shard", "full"])
-def test_a_grid_that_works_by_messages_goes_on_after_a_fault_in_a_checkpoint(place, tmp_path):
-    """A rank that holds nothing of the model but a copy is killed while it writes, or has no room to."""
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """A plan of replicas that work by messages, and an uninterrupted run."""
     plan = plan_of(chain_of(runtime_cases.healthy, 4), [(0, 3, (0, 1)), (3, 6, (2, 3))], weights="flush", accumulate=4)
     plan = under(plan, "message-driven", 2)
-    whole = run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path / "whole", **OPTIONS))
+    return plan, run_plan(plan, MODEL, RunOptions(checkpoint=tmp_path_factory.mktemp("grid"), **OPTIONS))
+
+
+@pytest.mark.parametrize("place", ["shard", "full"])
+def test_a_grid_that_works_by_messages_goes_on_after_a_fault_in_a_checkpoint(place, grid, tmp_path):
+    """A rank that holds nothing of the model but a copy is killed while it writes, or has no room to."""
+    plan, whole = grid
     folder, model = tmp_path / "c", ModelSpec(f"cases.faults:deadly_{place}_3", "cases.runtime:vectors")
     words = (
         "rank 3 died" if place == "shard" else r"rank \d failed in .* cannot be written by rank 3 .*: OSError: File too"
