@@ -33,6 +33,7 @@ QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 time
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 LESS = 9, 10  # of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
+FEW_PLACES = 2000  # up to which a second search takes about a second
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
 
@@ -123,8 +124,13 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
         steps = _steps(effort, problem)
         if incumbent.best_ns is not None:
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
-        if done() or not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
+        if done():
             return
+        if not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
+            break
+    few = effort.deep and places(problem) <= FEW_PLACES and not done()
+    if few and problem.policy.open and problem.checkpointing == "segments":  # whose steps take apart what is whole
+        _elsewhere(incumbent, replace(problem, checkpointing="stages"), effort)
 
 
 def _try_every(incumbent: Incumbent, every: Iterable[tuple[Stage, ...]], done: Callable[[], bool]) -> None:
@@ -232,9 +238,13 @@ def _widen(incumbent: Incumbent, effort: SearchEffort) -> None:
         return
     if evenly_shared(problem, incumbent.best.allocation):
         return
-    alone = replace(incumbent.settings, progress=None, status=Status())
-    other = Incumbent(on_less_memory(problem, *LESS), alone)
-    other.floor_ns = incumbent.floor_ns  # less memory makes no plan shorter
+    _elsewhere(incumbent, on_less_memory(problem, *LESS), effort)
+
+
+def _elsewhere(incumbent: Incumbent, problem: Problem, effort: SearchEffort) -> None:
+    """Try what a shorter search finds of a problem whose plans are among those of ``incumbent``'s."""
+    other = Incumbent(problem, replace(incumbent.settings, progress=None, status=Status()))
+    other.floor_ns = incumbent.floor_ns  # fewer plans make none shorter
     search(other, effort.again)
     if other.best is not None:
         incumbent.try_(other.best.allocation)
