@@ -137,7 +137,7 @@ def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, 
         for i in indices:
             op = pattern.operations[i]
             stop = op.start_ns + op.duration_ns
-            for m in range(-((stop - 1) // period), (end - op.start_ns - 1) // period + 1):
+            for m in range(-((stop - 1) // period), -((op.start_ns - end) // period)):
                 begin = op.start_ns + m * period
                 bar = Bar(begin, begin + op.duration_ns, op.kind, op.stage, m, chunk.get(op.stage, 0))
                 seen.setdefault(m % resource.replicas, []).append(bar)

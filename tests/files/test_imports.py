@@ -129,6 +129,8 @@ READ: dict[str, list[str]] = {
         f"{FOUR}{LAST} 6", f"{FOUR}{FIRST} 1 {LAST} 1", f"{TWO}{FIRST} 5 {LAST} 7", f"{HIGH}{FIRST} 12",
         TWO + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         FOUR + "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        f"{FOUR}{FIRST} 4 --account-for-embedding-in-pipeline-split",
+        f"{FOUR}{LAST} 4 --account-for-loss-in-pipeline-split",
         LAYOUT + '"Et,(tt|)*3,t*4|t|L"', LAYOUT + "'Et*12|L'", LAYOUT + "'E|t*12L' --untie_embeddings",
         HIGH + "--recompute-granularity selective", HIGH + "--recompute-activations --fp16", TWO + FULL + "uniform",
         TWO + FULL + "uniform --recompute-num-layers 3", TWO + "--optimizer sgd", TWO + "--optimizer lion",
