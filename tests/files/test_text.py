@@ -76,6 +76,16 @@ def test_the_page_has_the_limits_that_there_are():
         assert most == value
 
 
+def test_a_pipe_that_nobody_writes_into_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeplan.files.text.WRITER_S", 0.01)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(BadInput, match="nothing has written into this pipe"):
+        read_text(str(pipe))
+    with pytest.raises(OSError, match="No such device"):  # as nobody reads it
+        os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+
+
 def entries(folder):
     return sorted(path.name for path in folder.iterdir())
 
