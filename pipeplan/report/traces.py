@@ -132,7 +132,7 @@ def simulated_trace(timeline: Timeline, platform: Platform) -> ChromeTrace:
     names = dict(zip(devices, _gpus(devices.values()), strict=True))
     gpus, links = trace.process("GPUs"), trace.process("links")
     slices: dict[Step, Slice] = {}
-    for i, lane in sorted(working, key=lambda item: (devices.get(item[0], len(uses)), item[0])):
+    for i, lane in working:  # GPUs first, in order
         track = trace.track(gpus if i in devices else links, names.get(i, lane.name))
         for step in lane.steps:
             work = program.operations[step.position]

@@ -184,6 +184,8 @@ def test_completion_is_installed_once_by_one_command(tmp_path, monkeypatch, pipe
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ZDOTDIR", raising=False)
     monkeypatch.setenv("SHELL", "/bin/zsh")
+    assert pipeplan("completion", "--install")[0] == 0  # where there is no such file
+    assert (tmp_path / ".zshrc").read_text().startswith("eval")
     (tmp_path / ".zshrc").write_text("autoload -U compinit; compinit")
     for _ in range(2):
         assert pipeplan("completion", "--install")[0] == 0
