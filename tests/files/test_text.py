@@ -7,6 +7,8 @@ import resource
 import signal
 import stat
 import sys
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -84,6 +86,22 @@ def test_a_pipe_that_nobody_writes_into_is_let_go(tmp_path, monkeypatch):
         read_text(str(pipe))
     with pytest.raises(OSError, match="No such device"):  # as nobody reads it
         os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+
+
+def test_a_pipe_is_read_until_its_writer_closes_it(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write():
+        with open(pipe, "wb", buffering=0) as file:
+            file.write(b"in ")
+            time.sleep(0.2)
+            file.write(b"parts")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_text(str(pipe)) == "in parts"
+    writer.join()
 
 
 def entries(folder):
