@@ -13,12 +13,12 @@ as long to make, wherever stages cost the same whatever the others are.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, lcm
 
-from ...cost import memory_model, time_model
+from ...cost import memory_model
 from ...cost.group_bound import device_bytes, group_counts
 from ...cost.stage_cost import Known, StageCost, stage_cost
 from ...cost.stage_graph import StageGraph, stage_graph
@@ -46,25 +46,23 @@ class Misfits:
         self._kinds: dict[Device, int] = {}
         self._homes: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self._stages: dict[tuple[object, ...], StageCost] = {}
-        self._passes: dict[tuple[object, ...], tuple[int, int, Fraction, list[int], int]] = {}
         self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool, int]] = {}
-        self._before: dict[int, list[int]] = {}  # forwards of the first layers, by kind of device
         self._weights: dict[tuple[object, ...], int] = {}
         self._known: Known = {}
-        self._near: dict[int, Stage] = {}  # of those that missed no more than enough, from which others differ in few
+        self._near: Stages = ()  # that missed no more than enough: what others differ from in few stages
 
     def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
         """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
 
         What is more than ``enough`` need not be all.
         """
-        for known in (self._stages, self._passes, self._known):
+        for known in (self._stages, self._known):
             if len(known) > MOST_KNOWN:
                 known.clear()
         if self._apart:
             missing = self._of_stages(stages, period, enough)
             if missing <= enough:
-                self._near = {id(stage): stage for stage in stages}
+                self._near = tuple(stages)
             return missing
         problem = self.problem
         graph = stage_graph(problem.chain, problem.platform, problem.policy, stages, known=self._known)
@@ -75,21 +73,21 @@ class Misfits:
         groups: dict[tuple[int, ...], list[int]] = {}
         for s, stage in enumerate(stages):
             groups.setdefault(stage.devices, []).append(s)
-        changed = [stage.devices for stage in stages if id(stage) not in self._near] if enough < inf else []
+        moved = [0 if one.devices == other.devices else chain.cut_bytes[one.stop] for one, other in pairwise(stages)]
+        near = set(map(id, self._near))
+        changed = [stage.devices for stage in stages if id(stage) not in near] if enough < inf else []
         groups = {devices: groups[devices] for devices in (*changed, *groups)}  # the first mostly miss too much
-        total_ns, missing = [0] * len(stages), 0.0
+        costs: dict[int, StageCost] = {}
+        missing = 0.0
         for devices, own_stages in groups.items():
-            work, sums = 0, []
             for s in own_stages:
-                total_ns[s], sync = self._times(stages[s])
-                work += total_ns[s]
-                sums.append(sync)
+                costs[s] = self._cost(stages[s], s > 0 and moved[s - 1] > 0, s < len(moved) and moved[s] > 0)
+            sums = [costs[s].sync_period_ns for s in own_stages]
             waits = 0 if policy.updates_together else len(devices) * max(sums)
-            missing += _over(work + waits, period * len(devices))
+            missing += _over(sum([costs[s].total_ns for s in own_stages]) + waits, period * len(devices))
             missing += _over(sum(sums), period)
             if missing > enough:
                 return missing
-        moved = [0 if one.devices == other.devices else chain.cut_bytes[one.stop] for one, other in pairwise(stages)]
         trips = []
         links: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         for s, stage in enumerate(stages):
@@ -110,7 +108,7 @@ class Misfits:
         counts, delay = [1] * len(stages), 0
         for s in range(len(stages) - 1, -1, -1):
             own = period * len(stages[s].devices)
-            delay = extend(delay, total_ns[s], own)
+            delay = extend(delay, costs[s].total_ns, own)
             counts[s] = max(1, ceil_div(delay, own))
             one_way, both, wide = trips[s - 1] if s else (0, True, 1)
             delay = delay + 2 * one_way if both else extend(delay, 2 * one_way, wide * period)
@@ -119,16 +117,14 @@ class Misfits:
         for devices, own_stages in groups.items():
             if missing > enough:
                 break
-            costs = {
-                s: self._cost(stages[s], s > 0 and moved[s - 1] > 0, s < len(moved) and moved[s] > 0)
-                for s in own_stages
-            }
-            missing += self._memory(devices, costs, counts)
+            missing += self._memory(devices, own_stages, costs, counts)
         return missing
 
-    def _memory(self, devices: tuple[int, ...], costs: dict[int, StageCost], counts: Sequence[int]) -> float:
-        """Return by how much a group lacks memory for its stages: what :func:`.group_bound.device_bytes` counts."""
-        own, fixed, most = list(costs), 0, 0
+    def _memory(
+        self, devices: tuple[int, ...], own: Sequence[int], costs: Mapping[int, StageCost], counts: Sequence[int]
+    ) -> float:
+        """Return by how much a group lacks memory: what :func:`.group_bound.device_bytes` counts."""
+        fixed = most = 0
         for s in own:
             cost = costs[s]
             fixed += cost.buffer_bytes + self._weight(cost, counts[s], counts[0], len(devices))
@@ -157,27 +153,6 @@ class Misfits:
             found = stage_cost(problem.chain, problem.platform, problem.policy, stage, 0, receives, sends, ())
             self._stages[key] = found
         return found
-
-    def _times(self, stage: Stage) -> tuple[int, int]:
-        """Return what :func:`.stage_cost` says of a stage's passes and of its replicas' sums, but quickly; ns."""
-        key = stage.start, stage.stop, self._home(stage.devices)
-        found = self._passes.get(key)
-        if found is None:
-            chain, platform, policy = self.problem.chain, self.problem.platform, self.problem.policy
-            start, stop, r, slowest = stage.start, stage.stop, stage.replicas, platform.slowest(stage.devices)
-            timed = chain.timed(slowest.times)
-            gradient = memory_model.gradient_bytes(policy, *memory_model.own_of(chain, start, stop))
-            path = platform.paths[platform.level_of(stage.devices)]
-            found = self._passes[key] = (
-                time_model.forward_ns(timed, start, stop, slowest.speed),
-                time_model.backward_ns(timed, policy, start, stop, replicas=r),
-                slowest.speed,
-                self._before.setdefault(key[2][2], timed.sums.forward_ns.tolist()),
-                time_model.sync_period_ns(policy, gradient, r, *path),
-            )
-        forward, backward, speed, before, sync = found
-        again = sum([before[last] - before[first] for first, last in stage.checkpoint])
-        return forward + time_model.scaled(backward + again, speed), sync
 
     def _home(self, devices: tuple[int, ...]) -> tuple[int, int, int]:
         """Return what a stage's costs depend on of its devices: how many, the level that joins them, and which kind
@@ -315,14 +290,17 @@ class _Changes:
 
     def _assign(self, stages: Stages, rng: random.Random) -> Stages | None:
         s = rng.randrange(len(stages))
-        return (*stages[:s], _like(stages[s], devices=rng.choice(self._homes(stages))), *stages[s + 1 :])
+        return (*stages[:s], replace(stages[s], devices=rng.choice(self._homes(stages))), *stages[s + 1 :])
 
     def _swap(self, stages: Stages, rng: random.Random) -> Stages | None:
         if len(stages) < 2:
             return None
         s, t = rng.sample(range(len(stages)), 2)
         changed = list(stages)
-        changed[s], changed[t] = _like(stages[s], stages[t].devices), _like(stages[t], stages[s].devices)
+        changed[s], changed[t] = (
+            replace(stages[s], devices=stages[t].devices),
+            replace(stages[t], devices=stages[s].devices),
+        )
         return tuple(changed)
 
     def _split(self, stages: Stages, rng: random.Random) -> Stages | None:
@@ -333,7 +311,7 @@ class _Changes:
         at = rng.randrange(stage.start + 1, stage.stop)
         head, tail = kept(stage, stage.start, at), kept(stage, at, stage.stop)
         home = rng.choice(self._homes(stages))
-        pair = (_like(head, home), tail) if rng.random() < 0.5 else (head, _like(tail, home))
+        pair = (replace(head, devices=home), tail) if rng.random() < 0.5 else (head, replace(tail, devices=home))
         return (*stages[:s], *pair, *stages[s + 1 :])
 
     def _merge(self, stages: Stages, rng: random.Random) -> Stages | None:
@@ -343,7 +321,7 @@ class _Changes:
         one, other = stages[s], stages[s + 1]
         merged = kept(one if rng.random() < 0.5 else other, one.start, other.stop)
         if self.problem.checkpointing == "segments":
-            merged = _like(merged, checkpoint=one.checkpoint + other.checkpoint)
+            merged = replace(merged, checkpoint=one.checkpoint + other.checkpoint)
         return (*stages[:s], merged, *stages[s + 2 :])
 
     def _replicate(self, stages: Stages, rng: random.Random) -> Stages | None:
@@ -360,13 +338,13 @@ class _Changes:
             if others and rng.random() < 0.7:
                 other = rng.choice(others)
                 changed[other] = (*other, group[-1])
-        return tuple(_like(x, changed[x.devices]) if x.devices in changed else x for x in stages) if changed else None
+        return tuple(replace(x, devices=changed.get(x.devices, x.devices)) for x in stages) if changed else None
 
     def _whole(self, stages: Stages, rng: random.Random) -> Stages | None:
         s = rng.randrange(len(stages))
         stage = stages[s]
         whole = () if stage.checkpoint else ((stage.start, stage.stop),)
-        return (*stages[:s], _like(stage, checkpoint=whole), *stages[s + 1 :])
+        return (*stages[:s], replace(stage, checkpoint=whole), *stages[s + 1 :])
 
     def _segment(self, stages: Stages, rng: random.Random) -> Stages | None:
         """Move an end of a recomputed segment, cut it in two, drop it, or add one."""
@@ -399,7 +377,7 @@ class _Changes:
                 if first >= last:
                     return None
                 found[at] = (first, last)
-        return (*stages[:s], _like(stage, checkpoint=tuple(sorted(found))), *stages[s + 1 :])
+        return (*stages[:s], replace(stage, checkpoint=tuple(sorted(found))), *stages[s + 1 :])
 
 
 def kept(stage: Stage, start: int, stop: int) -> Stage:
@@ -413,12 +391,4 @@ def kept(stage: Stage, start: int, stop: int) -> Stage:
         end = stop if last == stage.stop else min(stop, last)
         if begin < end:
             found.append((begin, end))
-    return Stage(start, stop, stage.devices, tuple(found), *stage.way)
-
-
-def _like(
-    stage: Stage, devices: tuple[int, ...] | None = None, checkpoint: tuple[tuple[int, int], ...] | None = None
-) -> Stage:
-    """Return the stage on other devices, or with other segments; ``replace`` takes four times as long."""
-    again = stage.checkpoint if checkpoint is None else checkpoint
-    return Stage(stage.start, stage.stop, devices or stage.devices, again, *stage.way)
+    return replace(stage, start=start, stop=stop, checkpoint=tuple(found))
