@@ -288,10 +288,9 @@ def activations(
     known = chain.__dict__.setdefault("_segments", {})
     if len(known) > MOST_SEGMENTS:
         known.clear()
+    ends = sorted({x for both in cores for x in both})
     for first, last in (*checkpoint, (stop, stop)):
-        for a, b in pairwise(
-            sorted({position, first}.union(x for both in cores for x in both if position < x < first))
-        ):
+        for a, b in pairwise((position, *(x for x in ends if position < x < first), first) if position < first else ()):
             kept += int(stored(chain, a, b, held, a > start))
             held = bool(keeps_output(chain, a, b, held, recomputed=False))
             peak = max(peak, kept)

@@ -81,9 +81,9 @@ class Units:
         proper, cores = stop > start, None
         holds = bool((proper & (output | passes)).any())
         if chain.either:
-            more = (chain.otherwise.sums.backward_ns - chain.sums.backward_ns)[places]
-            extra = more[None, :] - more[:, None]
-            cores = Units.of(replace(chain.otherwise, either=()), positions)
+            other = replace(chain, layers=chain.either, either=())
+            more = (other.sums.backward_ns - chain.sums.backward_ns)[places]
+            extra, cores = more[None, :] - more[:, None], Units.of(other, positions)
             cores = replace(cores, run_cost=extra, recompute=cores.recompute + extra)
         return Units(
             keeps=keeps,
@@ -97,7 +97,7 @@ class Units:
             passes=passes if holds else None,
             storage=np.diagonal(later),
             growing=chain.edges is None,
-            run_cost=np.zeros((count, count), dtype=np.int64),
+            run_cost=table(0),
             cores=cores,
         )
 
