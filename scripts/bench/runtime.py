@@ -94,7 +94,8 @@ def plan_of(
     """
     count = 1 + max(d for stage in stages for d in stage.devices)
     platform, policy = Platform.flat(count, 10**12, latency_ns=latency_ns), Policy(weights, accumulate)
-    graph = stage_graph(chain, platform, replace(policy, weights="flush", accumulate=accumulate or 1), stages)
+    timed = replace(policy, weights="flush" if weights == "flush" else "stash", accumulate=accumulate or 1)  # any order
+    graph = stage_graph(chain, platform, timed, stages)
     pattern = best_one_f_one_b_star(graph) if graph.contiguous else schedule_ilp(graph).pattern
     assert pattern is not None, "memory is no limit here"
     in_flight = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
