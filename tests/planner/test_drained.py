@@ -82,7 +82,9 @@ def test_recomputation_is_as_little_as_lets_a_run_fit() -> None:
         every = (tuple(replace(x, checkpoint=y) for x, y in zip(made, ys, strict=True)) for ys in product(*again))
         runs = (drained_run(problem, stages, kind) for stages in every)
         best = min((run.makespan_ns for run in runs if run is not None), default=None)
-        found = fitting_run(problem, made, again, partial(any_run, problem, kind=kind))
+        bare = any_run(problem, made, kind)
+        assert bare is not None
+        found = fitting_run(problem, bare, again, partial(any_run, problem, kind=kind))
         assert (found is None) == (best is None)
         if found is not None and best is not None:
             assert found.fits

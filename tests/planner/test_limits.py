@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from cases.chains import random_chain
+from cases.drained import drained_instance
 from cases.schedules import balanced
 
 from pipeplan.check.bounds import any_bound
@@ -17,12 +19,14 @@ from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text
 from pipeplan.plan import Schedule, Stage
+from pipeplan.planner.drained.run import any_run
 from pipeplan.planner.grids.pipelines import Pipelines
 from pipeplan.planner.grids.space import GridConfig
 from pipeplan.planner.periodic.incumbent import Settings
-from pipeplan.planner.periodic.limits import LimitSearch, cost_and_excess
+from pipeplan.planner.periodic.limits import LimitSearch, cost_and_excess, drained_floor_ns
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
+from pipeplan.schedule.kinds import KINDS
 from pipeplan.schedule.programs.deciding import message_driven, steady_nf1b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import flush_makespan_ns, in_flight
@@ -251,3 +255,19 @@ def test_an_interrupt_ends_the_choice_of_mini_batches():
     plan = make_plan(even(), settings=Settings(progress=interrupt)).plan
     assert plan.provenance.solver_status == "interrupted"
     assert (plan.policy.accumulate, len(told)) == (3, 1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_mini_batch_is_over_before_its_floor(seed: int) -> None:
+    """Under any kind that drains without an order of its own, and no run that may be soon enough is left out."""
+    problem, rng = drained_instance(seed, more=2), random.Random(seed)
+    homes = rng.choice([(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2), (1, 0, 2, 0), (0, 1, 2, 1, 0)])
+    cuts = sorted(rng.sample(range(1, len(problem.chain)), len(homes) - 1))
+    parts = pairwise((0, *cuts, len(problem.chain)))
+    stages = tuple(Stage(*part, (home,)) for part, home in zip(parts, homes, strict=True))
+    for kind in (name for name, row in KINDS.items() if row.drains and not row.written):
+        run = any_run(problem, stages, kind)
+        if run is not None:
+            floor = drained_floor_ns(run.graph, kind, run.timeline.program.microbatches)
+            assert floor <= run.makespan_ns
+            assert any_run(problem, stages, kind, run.makespan_ns + 1) is not None

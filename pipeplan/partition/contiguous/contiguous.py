@@ -21,6 +21,7 @@ from ...integers import Ints
 from ...plan import Allocation, Stage
 from ...problem import Problem
 from ..cuts import legal_cuts, near_cuts, spread_cuts
+from ..devices.orders import Orders
 from ..recompute.pareto import Resolution
 from ..recompute.segments import LabelEffort, too_many_labels, with_lowest_peaks, with_segments
 from ..tables.device_counts import device_counts
@@ -83,7 +84,8 @@ def contiguous(problem: Problem) -> Iterator[Allocation]:
 
 def _remembered(problem: Problem, as_listed: bool = False) -> Allocation | None:
     """Return :func:`smallest_period`; searches ask for the same again and again."""
-    return _found(problem, as_listed, problem.deadline.remaining_s)
+    listed = as_listed and (Orders.of(problem).count > 1 or bool(group_sizes(problem)))  # else it is the same
+    return _found(problem, listed, problem.deadline.remaining_s)
 
 
 @lru_cache(maxsize=4)
@@ -147,7 +149,7 @@ def tables_within(problem: Problem, slack: Fraction) -> tuple[SearchTables, int,
     For searches with another goal than the period, with up to 2P microbatches in flight on P devices. None when no
     contiguous allocation fits the memory at any period. Stages take devices as these are listed.
     """
-    best = smallest_period(problem, as_listed=True)
+    best = _remembered(problem, as_listed=True)
     if best is None:
         return None
     tables = stage_tables(problem)

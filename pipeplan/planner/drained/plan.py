@@ -36,7 +36,7 @@ from ...schedule.written import order_of_program
 from ..grids.pipelines import Pipelines, held
 from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
-from ..periodic.limits import ENOUGH, LimitSearch
+from ..periodic.limits import ENOUGH, LimitSearch, drained_floor_ns
 from ..periodic.portfolio import on_less_memory
 from ..simulated.other_schedules import schedule_stages
 from ..what_if.best_order import best_order
@@ -336,7 +336,7 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     schedule, limit = Schedule(kind, problem.policy.accumulate), KINDS[kind].limit
     if too_long(len(graph.operations), schedule) is not None:
         return None
-    if schedule.mini_batch * (graph.period_floor_ns - 1) >= cutoff_ns:
+    if drained_floor_ns(graph, kind, schedule.mini_batch) >= cutoff_ns:
         return None
     if limit is None:
         run = drained_run(problem, stages, kind)
@@ -346,7 +346,7 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     limits = LimitSearch(schedule, problem.platform)
     if limits.refuses(graph) is not None:
         return None
-    choice = limits.choose(graph, problem.deadline)
+    choice = limits.choose(graph, problem.deadline, cutoff_ns)
     if choice is None or structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None
     return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)

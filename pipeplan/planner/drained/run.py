@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...check.validate import structure_violations
 from ...cost.stage_cost import StageCost
@@ -22,19 +23,24 @@ from ...schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ...schedule.simulate import STEP_S, simulate
 from ...schedule.timeline import Timeline, flush_makespan_ns, run_uses
 from ..periodic.incumbent import Scheduled
+from ..periodic.limits import drained_floor_ns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
-    """A simulated mini-batch of stages: its time (ns), the kind of schedule, the pattern that this has, if any, or what
-    every device holds, of equal pipelines those of the first."""
+    """A simulated mini-batch of stages: its time (ns), the kind of schedule, and the pattern that this has, if any."""
 
     makespan_ns: int
     stages: tuple[Stage, ...]
     kind: ScheduleKind
     pattern: Pattern | None
     timeline: Timeline
-    uses: tuple[DeviceUse, ...] = ()
+    platform: Platform
+
+    @cached_property
+    def uses(self) -> list[DeviceUse]:
+        """What every device holds, of equal pipelines those of the first; nothing is said where a pattern fits."""
+        return [] if self.pattern is not None else run_uses(self.timeline, self.platform)
 
     @property
     def fits(self) -> bool:
@@ -60,10 +66,15 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
     return run if run is not None and run.fits else None
 
 
-def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> Run | None:
-    """Do the same, whether or not the stages fit; those of a pattern always do."""
+def any_run(
+    problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, below_ns: int | None = None
+) -> Run | None:
+    """Do the same, whether or not the stages fit; those of a pattern always do. None, too, for some that are not over
+    ``below_ns``, and that are not simulated."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
     count = problem.policy.accumulate or 1
+    if below_ns is not None and drained_floor_ns(graph, kind, count) >= below_ns:
+        return None
     problem.deadline.check(count * len(graph.operations) * STEP_S)
     pattern = None
     if KINDS[kind].simulated is None:
@@ -77,8 +88,7 @@ def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind) -> 
     if pattern is None and problem.platform.shared_level is None:
         graph, count = _alone(graph, count, problem.platform)
     timeline = simulate(program_of_kind(graph, Schedule(kind, count), pattern, count), deadline=problem.deadline)
-    uses = () if pattern is not None else tuple(run_uses(timeline, problem.platform))
-    return Run(flush_makespan_ns(timeline), stages, kind, pattern, timeline, uses)
+    return Run(flush_makespan_ns(timeline), stages, kind, pattern, timeline, problem.platform)
 
 
 def _alone(graph: StageGraph, microbatches: int, platform: Platform) -> tuple[StageGraph, int]:
@@ -97,14 +107,12 @@ _WAYS = 24  # to recompute a stage that are looked at
 Simulate = Callable[[tuple[Stage, ...]], Run | None]  # None: no such run, or no more of them
 
 
-def fitting_run(
-    problem: Problem, stages: Sequence[Stage], ways: Sequence[Sequence[Ranges]], run: Simulate
-) -> Run | None:
-    """Return a run of ``stages`` that fits the memory, each recomputing one of its ``ways``, quickest first; None where
-    none is found. A heuristic."""
+def fitting_run(problem: Problem, known: Run, ways: Sequence[Sequence[Ranges]], run: Simulate) -> Run | None:
+    """Return a run of the stages of a ``known`` one that fits the memory, each recomputing one of its ``ways``, quickest
+    first; None where none is found. A heuristic."""
     if not all(ways):
         return None
-    return _Choice(problem, tuple(stages), ways, run).found()
+    return _Choice(problem, known.stages, ways, run).found(known)
 
 
 class _Choice:
@@ -115,15 +123,20 @@ class _Choice:
     ) -> None:
         self.stages, self.ways, self.run = stages, [_fewer(own) for own in ways], run
         self.rungs = [0] * len(stages)
-        most = max(map(len, self.ways))
-        ladder = (self._at([min(rung, len(own) - 1) for own in self.ways]) for rung in range(most))
-        graphs = [stage_graph(problem.chain, problem.platform, problem.policy, x) for x in ladder]
-        self.costs: list[list[StageCost]] = [[x.stages[s] for x in graphs] for s in range(len(stages))]
+        self.problem, self._known = problem, dict[int, StageGraph]()
 
-    def found(self) -> Run | None:
-        """Return the first run that fits."""
+    def _cost(self, s: int, rung: int) -> StageCost:
+        """Return what a stage costs on one of its rungs."""
+        if rung not in self._known:  # of all stages at once, as far as they go
+            stages = self._at([min(rung, len(own) - 1) for own in self.ways])
+            self._known[rung] = stage_graph(self.problem.chain, self.problem.platform, self.problem.policy, stages)
+        return self._known[rung].stages[s]
+
+    def found(self, known: Run) -> Run | None:
+        """Return the first run that fits; one is ``known``."""
         for _ in range(_ROUNDS):
-            run = self.run(self._at(self.rungs))
+            stages = self._at(self.rungs)
+            run = known if stages == known.stages else self.run(stages)
             if run is None or run.fits:
                 return run
             for lane, use in uses_by_group(run):
@@ -137,7 +150,7 @@ class _Choice:
 
     def _saves(self, s: int, held: int, rung: int) -> int:
         """Return about how many bytes a stage of which so many microbatches are held takes less a rung higher."""
-        low, high = self.costs[s][rung], self.costs[s][rung + 1]
+        low, high = self._cost(s, rung), self._cost(s, rung + 1)
         return (
             held * (low.kept_bytes - high.kept_bytes)
             + (low.peak_bytes - low.kept_bytes)
@@ -159,7 +172,7 @@ class _Choice:
 
     def _ratio(self, s: int, held: int) -> float:
         rung = self.rungs[s]
-        longer = self.costs[s][rung + 1].backward_ns - self.costs[s][rung].backward_ns
+        longer = self._cost(s, rung + 1).backward_ns - self._cost(s, rung).backward_ns
         return self._saves(s, held, rung) / max(1, longer)
 
 

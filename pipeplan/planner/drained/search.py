@@ -253,30 +253,37 @@ class _Search:
         runs = ((self._run(placement.kind, layout.stages(split)), split) for split in starts)
         bare = sorted((_Found(x, layout, split) for x, split in runs if x is not None), key=lambda x: x.makespan_ns)
         for start in bare[:_STARTS]:
-            fitting = self._fitting(placement.kind, layout, start.split)
+            fitting = self._fitting(placement.kind, layout, start.split, start.run)
             if fitting is not None:
                 yield fitting
 
-    def _fitting(self, kind: ScheduleKind, layout: Layout, split: Split) -> _Found | None:
-        """Return the run of a split that recomputes what its memory asks for; None where it doesn't help to know."""
+    def _fitting(self, kind: ScheduleKind, layout: Layout, split: Split, known: Run | None = None) -> _Found | None:
+        """Return the run of a split, which may be ``known``, that recomputes what its memory asks for; None where it
+        doesn't help to know."""
 
-        def hopeful(stages: tuple[Stage, ...]) -> Run | None:
-            best, run = self.incumbent.best_ns, self._run(kind, stages)
-            return run if best is None or (run is not None and run.makespan_ns < best + best // _HOPE) else None
+        def hopeful(run: Run | None) -> Run | None:
+            below = self._below
+            return run if below is None or (run is not None and run.makespan_ns < below) else None
 
-        run = hopeful(layout.stages(split))
+        run = hopeful(known or self._run(kind, layout.stages(split)))
         if run is not None and not run.fits:
-            run = fitting_run(self.problem, layout.stages(split), layout.ways(split), hopeful)
+            run = fitting_run(self.problem, run, layout.ways(split), lambda stages: hopeful(self._run(kind, stages)))
         if run is None:
             return None
         self.incumbent.take(run.scheduled)
         return _Found(run, layout, split)
 
+    @property
+    def _below(self) -> int | None:
+        """The time that a run must stay below to be looked at; None while nothing fits."""
+        best = self.incumbent.best_ns
+        return None if best is None else best + best // _HOPE
+
     def _run(self, kind: ScheduleKind, stages: tuple[Stage, ...]) -> Run | None:
-        """Return a run, fitting or not; None where there is none, or no more steps."""
+        """Return a run, fitting or not; None where there is none, it surely takes too long, or no steps are left."""
         each = _SEARCH if searches(kind) else 1
         self.steps += each * (self.microbatches // len(stages[0].devices)) * 4 * len(stages)
-        return None if self.steps > self.most else any_run(self.problem, stages, kind)
+        return None if self.steps > self.most else any_run(self.problem, stages, kind, self._below)
 
     def _near(self, here: _Found, tried: set[Split]) -> Iterator[_Found]:
         """Yield the soonest of the most hopeful neighbours; ``tried`` are the splits that were since the walk began."""

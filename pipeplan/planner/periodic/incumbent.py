@@ -249,13 +249,15 @@ class Incumbent:
         if refused is not None:
             self.broken = self.broken or refused
             return None
-        if self.best is not None and self.limits.floor_ns(graph) >= self._to_beat(len(graph.stages)):
+        below = None if self.best is None else self._to_beat(len(graph.stages))
+        if below is not None and self.limits.floor_ns(graph) >= below:
             return None
-        choice = self.limits.choose(graph, self.problem.deadline)
-        if choice is None:
+        choice = self.limits.choose(graph, self.problem.deadline, below)
+        if choice is None and self.best is None:
             excess = self.limits.excess_bytes(graph, self.problem.deadline)
             if self.rejected is None or excess < self._excess_bytes:
                 self.rejected, self._excess_bytes = allocation, excess
+        if choice is None:
             return None
         return Scheduled(choice.cost_ns, allocation, None, schedule=choice.schedule)
 

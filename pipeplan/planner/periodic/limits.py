@@ -7,12 +7,13 @@ its simulated run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ...check.evaluate import evaluate_simulated
 from ...cost.stage_graph import StageGraph
 from ...deadline import NEVER, Deadline
-from ...integers import smallest
-from ...plan import Schedule
+from ...integers import ceil_div, smallest
+from ...plan import Schedule, ScheduleKind
 from ...problem import Platform
 from ...schedule.kinds import KINDS, refused
 from ...schedule.registered import Kind
@@ -41,6 +42,19 @@ def cost_and_excess(
     return cost, max(use.peak_bytes - use.memory_bytes for use in result.devices)
 
 
+def drained_floor_ns(graph: StageGraph, kind: ScheduleKind, microbatches: int) -> int:
+    """Return a time below which no mini-batch of ``graph`` is over under a ``kind`` that drains: what its busiest link
+    or all-reduce needs, or a device, with the way to its first stage and, where backwards are whole, back from it."""
+    ends = list(accumulate((op.duration_ns for op in graph.operations), initial=0))
+    floor = microbatches * (graph.period_floor_ns - 1)
+    for resource, own in zip(graph.resources, graph.on_resource, strict=True):
+        if not resource.is_link:
+            way = ends[own[0]] + (0 if KINDS[kind].splits else ends[-1] - ends[own[-1] + 1])
+            load = sum(graph.operations[i].duration_ns for i in own)
+            floor = max(floor, way + ceil_div(microbatches, resource.replicas) * load)
+    return floor
+
+
 @dataclass(frozen=True)
 class LimitSearch:
     """A kind of schedule to plan for: ``schedule.limit`` is the user's, or None for the planner to choose."""
@@ -64,11 +78,12 @@ class LimitSearch:
 
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
-        floor = graph.period_floor_ns
-        return self.schedule.mini_batch * (floor - 1) if self.kind.drains else floor
+        drains = self.kind.drains
+        return drained_floor_ns(graph, self.schedule.kind, self.schedule.mini_batch) if drains else graph.period_floor_ns
 
-    def choose(self, graph: StageGraph, deadline: Deadline = NEVER) -> ChosenLimit | None:
-        """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory.
+    def choose(self, graph: StageGraph, deadline: Deadline = NEVER, below_ns: int | None = None) -> ChosenLimit | None:
+        """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory, or none of those
+        that may cost less than ``below_ns``.
 
         Without a limit of the user's: the usual ones, the shortest cost of those that fit, and below them the largest
         that fits. More admitted needs more memory, up to the interplay of arrivals, so this last one is a heuristic.
@@ -79,7 +94,8 @@ class LimitSearch:
             return self._tried(graph, limit, deadline)
         if self.kind.limit is None:
             return self._tried(graph, None, deadline)
-        usual = self.kind.limit.usual(graph)
+        least = 1 if below_ns is None else self._least(graph, below_ns)
+        usual = [limit for limit in self.kind.limit.usual(graph) if limit >= least]
         best: ChosenLimit | None = None
         for limit in usual:
             found = self._tried(graph, limit, deadline)
@@ -87,10 +103,18 @@ class LimitSearch:
                 best = found
             if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
                 break
-        if best is None and usual[0] > 1:
-            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - 1)
+        if best is None and usual:
+            found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - least)
             best = None if found_less is None else found_less[1]
         return best
+
+    def _least(self, graph: StageGraph, below_ns: int) -> int:
+        """Return the least limit with which a mini-batch may be over in less: each microbatch is inside for all of its
+        way, as many of them at a time as each of the pipelines admits."""
+        if not self.kind.drains:
+            return 1
+        pipelines = graph.resources[graph.stages[0].resource].replicas
+        return self.schedule.mini_batch * graph.path_ns // (pipelines * below_ns) + 1
 
     def excess_bytes(self, graph: StageGraph, deadline: Deadline = NEVER) -> int:
         """Return how much the device that is most over its memory lacks under the limit of the user, or the least."""
