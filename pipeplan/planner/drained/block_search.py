@@ -210,8 +210,8 @@ class BlockSearch:
             bound = least[0] if bound is None else min(bound, least[0])
             self._try_all(config, way, pipe, [least[1], *pipe.even()])
             better = config in self.finals and self.finals[config].recompute == way
-            free = pipe.least(fit=False)
-            if better and free is not None and free[0] == least[0]:
+            free = pipe.least(fit=False) if better else None
+            if free is not None and free[0] == least[0]:
                 if way.rule == "none":  # memory costs nothing, so nothing is recomputed for it
                     break
                 spent = way.rule
@@ -264,8 +264,8 @@ class BlockSearch:
         stages = tuple(
             Stage(a, b, group, rule(a, b) if rule else ()) for (a, b), group in zip(ends, groups, strict=True)
         )
-        makespan = self._simulated(config, stages)
         known = self.finals.get(config)
+        makespan = self._simulated(config, stages, None if known is None else known.makespan_ns)
         if makespan is None or (known is not None and makespan >= known.makespan_ns):
             return None
         better = self.finals[config] = Found(makespan, config, split, way, stages)
@@ -279,12 +279,12 @@ class BlockSearch:
                 )
         return better
 
-    def _simulated(self, config: Config, stages: tuple[Stage, ...]) -> int | None:
-        """Return the time of a mini-batch, None where it doesn't fit the memory."""
+    def _simulated(self, config: Config, stages: tuple[Stage, ...], below_ns: int | None) -> int | None:
+        """Return the time of a mini-batch, None where it doesn't fit the memory, or surely isn't over ``below_ns``."""
         key = config.kind, stages
         if key not in self._seen:
             self.settings.status.candidates += 1
-            run = any_run(self.problem, stages, config.kind)
+            run = any_run(self.problem, stages, config.kind, below_ns)
             self.steps += 0 if run is None else run.timeline.program.microbatches * len(run.graph.operations)
             self._seen[key] = run.makespan_ns if run is not None and run.fits else None
         return self._seen[key]

@@ -66,9 +66,7 @@ def drained_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind)
     return run if run is not None and run.fits else None
 
 
-def any_run(
-    problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, below_ns: int | None = None
-) -> Run | None:
+def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, below_ns: int | None = None) -> Run | None:
     """Do the same, whether or not the stages fit; those of a pattern always do. None, too, for some that are not over
     ``below_ns``, and that are not simulated."""
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
@@ -108,7 +106,7 @@ Simulate = Callable[[tuple[Stage, ...]], Run | None]  # None: no such run, or no
 
 
 def fitting_run(problem: Problem, known: Run, ways: Sequence[Sequence[Ranges]], run: Simulate) -> Run | None:
-    """Return a run of the stages of a ``known`` one that fits the memory, each recomputing one of its ``ways``, quickest
+    """Return a run of a ``known`` one's stages that fits the memory, each recomputing one of its ``ways``, quickest
     first; None where none is found. A heuristic."""
     if not all(ways):
         return None

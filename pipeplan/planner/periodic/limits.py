@@ -79,7 +79,9 @@ class LimitSearch:
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
         drains = self.kind.drains
-        return drained_floor_ns(graph, self.schedule.kind, self.schedule.mini_batch) if drains else graph.period_floor_ns
+        return (
+            drained_floor_ns(graph, self.schedule.kind, self.schedule.mini_batch) if drains else graph.period_floor_ns
+        )
 
     def choose(self, graph: StageGraph, deadline: Deadline = NEVER, below_ns: int | None = None) -> ChosenLimit | None:
         """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory, or none of those
