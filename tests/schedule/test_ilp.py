@@ -188,7 +188,7 @@ ONE_SPECIAL, DEALT = INSTANCES.values()
 
 
 @pytest.mark.parametrize(
-    ("owner", "solver", "roomy"), [(ONE_SPECIAL, "cbc", 1.15), (ONE_SPECIAL, "highs", 1.4), (DEALT, "highs", 1.15)]
+    ("owner", "solver", "roomy"), [(ONE_SPECIAL, "cbc", 1.15), (ONE_SPECIAL, "highs", 1.4), (DEALT, "highs", 1.02)]
 )
 def test_large_instances_are_proved_optimal(owner, solver, roomy):
     graph = instance(owner, roomy, 0)
@@ -207,7 +207,7 @@ def test_the_solvers_agree_on_ten_stages():
 def test_a_time_limit_is_told_and_what_was_found_is_valid():
     graph = instance(DEALT, 1.3, 0)
     for solver in SOLVERS:
-        for limits in (SolverLimits(own_s=0.5), SolverLimits(clock_s=0.5)):
+        for limits in (SolverLimits(own_s=0.2), SolverLimits(clock_s=0.2)):
             result = schedule_ilp(graph, solver=solver, limits=limits)
             assert result.status == "time limit"
             assert judged(graph, result) > result.lower_bound_ns >= group_bound(graph)

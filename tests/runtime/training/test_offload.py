@@ -63,14 +63,14 @@ def test_offloaded_state_is_saved_without_a_copy():
     assert all(map(torch.equal, (*found["state"], found["transposed"]), (*rooms, kept["transposed"])))
 
 
-@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 7, 20, 1000])
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in ELEMENTWISE] + ["momentum", "amsgrad"])
 def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
     names = {"momentum": "SGD,momentum=0.9,nesterov=True,weight_decay=0.1", "amsgrad": "AdamW,amsgrad=True"}
     make = optimizer_maker(parse_choice(names.get(kind, kind), "here"), 0.05)
     schedule = schedule_maker(parse_choice("StepLR,step_size=2,gamma=0.5", "here"))
     torch.manual_seed(0)
-    values = [torch.randn(3, 17), torch.randn(131), torch.randn(1), torch.randn(5, 2, 3)]
+    values = [torch.randn(3, 7), torch.randn(31), torch.randn(1), torch.randn(2, 1, 3)]
     plain, parts = (
         stepper_kind(versions, how)(versions, make, schedule, how)
         for versions, how in (
@@ -78,7 +78,7 @@ def test_any_elementwise_optimizer_gives_the_same_bits_in_buckets(kind, size):
             for how in (Stepping(), Stepping(bucket=size, offload=True))
         )
     )
-    for _ in range(5):
+    for _ in range(3):
         gradients = [torch.randn(x.shape) for x in values]
         gradients[2] = None  # a weight that no pass has used
         for stepper in (plain, parts):
@@ -127,7 +127,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "optimizer", "sizes"),
     [
-        ("flush", "adam", (16, 100, 10**6)),
+        ("flush", "adam", (16, 10**6)),
         ("2bw", "momentum", (100,)),
         ("several stages", "adam", (100,)),
         ("replicas", "adam", (100,)),
@@ -156,7 +156,7 @@ def test_memory_is_what_the_model_says(weights, offload):
     stages = [Stage(0, 2, (0,)), Stage(2, 4, (1,))]
     plan = plan_of(chain_of(wide, 4), stages, weights=weights, optimizer="adam")
     plan = kept(plan, offload=offload, bucket_parameters=5000)
-    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), uncorrected(steps=8, lr=0.01))
+    report = run_plan(plan, ModelSpec("test_offload:wide", "cases.runtime:vectors"), uncorrected(steps=3, lr=0.01))
     for state, stage in zip(report.states, plan.allocation.stages, strict=True):
         count = int(plan.chain.sums.parameters[stage.stop] - plan.chain.sums.parameters[stage.start])
         assert state.measured_bytes == state.planned_bytes

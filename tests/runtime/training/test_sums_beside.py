@@ -152,8 +152,8 @@ def test_bits_are_those_of_sums_that_are_waited_for_also_after_a_checkpoint(chai
     found = {}
     for name, given in (("beside", plan), ("waits", without_room(plan))):
         options = {"lr": 0.05, "checkpoint": tmp_path / name, "every": 2}
-        first = run_plan(given, MODEL, uncorrected(steps=4, **options))
-        rest = run_plan(given, MODEL, uncorrected(steps=7, resume=True, save=tmp_path / "state", **options))
+        first = run_plan(given, MODEL, uncorrected(steps=2, **options))
+        rest = run_plan(given, MODEL, uncorrected(steps=5, resume=True, save=tmp_path / "state", **options))
         found[name] = (*first.losses, *rest.losses), torch.load(tmp_path / "state"), rest
     assert found["beside"][0] == found["waits"][0]
     assert largest_difference(found["beside"][1], found["waits"][1]) == 0

@@ -141,7 +141,7 @@ LAYOUTS = {
 def test_sharing_changes_no_bit_and_takes_what_is_planned(layout, tmp_path):
     settings, optimizer = LAYOUTS[layout]
     plan = plan_of(chain_of(half_cases.exploding, 4), **settings, optimizer=optimizer)
-    plain, state, shared, same = both(plan, PLAIN, tmp_path, steps=6, lr=0.05, scheduler=SCHEDULER)
+    plain, state, shared, same = both(plan, PLAIN, tmp_path, steps=4, lr=0.05, scheduler=SCHEDULER)
     assert shared.losses == plain.losses
     assert largest_difference(state, same) == 0
     replicas = plan.allocation.stages[0].replicas
