@@ -193,3 +193,8 @@ class Plan:
         return self.schedule.microbatches or self.policy.update_interval(
             max(stage.replicas for stage in self.allocation.stages)
         )
+
+    def telling(self, **options: Any) -> Plan:
+        """Return the plan whose provenance has these ``options``, too."""
+        told = {**self.provenance.options, **options}
+        return replace(self, provenance=replace(self.provenance, options=told))

@@ -7,7 +7,7 @@ None of the types is left as text; nothing here costs an import, so ``--help`` i
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union, get_args, get_origin
 
 from ..choices import (
@@ -270,9 +270,10 @@ VALUES: dict[str, Any] = {"no": False, "yes": True, "()": ()}
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """How a word is said and shown: the ``option`` of the command line, ``help``, the ``unit`` of its value, a default
-    and the numbers that it may be. A ``knob`` is said as ``-O name=value`` there."""
+    """A word of a question: its ``keyword`` in Python, the ``option`` of the command line, ``help``, the ``unit`` of
+    values, a default, and the numbers and ``types`` that it may be. A ``knob`` is said as ``-O name=value`` there."""
 
+    keyword: str
     option: str
     help: str
     unit: str
@@ -280,21 +281,13 @@ class Word:
     least: int
     most: int
     knob: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A word of a question: its keyword in Python, what it is, and the types that it may have."""
-
-    keyword: str
-    word: Word
-    types: tuple[Any, ...]
+    types: tuple[Any, ...] = ()
 
     @property
-    def default(self) -> Any:
+    def unsaid(self) -> Any:
         """What it means where it isn't said."""
-        flag = bool in self.types and type(None) not in self.types and self.word.default is None
-        return False if flag else self.word.default
+        flag = bool in self.types and type(None) not in self.types and self.default is None
+        return False if flag else self.default
 
     @property
     def choices(self) -> tuple[Any, ...] | None:
@@ -309,34 +302,32 @@ def rows_of(text: str) -> list[str]:
     return [f"{head}  {' '.join(more)}" if more else head for head, *more in found]
 
 
-def word_of(row: str) -> tuple[str, Word]:
-    """Return the keyword of a row ``--name UNIT = default {least..most} (keyword) help``, and its word."""
+def word_of(row: str) -> Word:
+    """Return the word of a row ``--name UNIT = default {least..most} (keyword) help``."""
     parts = ROW.fullmatch(row)
     assert parts is not None, row
     option, unit, default, least, most, keyword, told = parts.groups()
     value: Any = int(default) if default and default.isdigit() and unit != "TIME" else default
     name, bounds = option.removeprefix("-O "), (int(least or 1), int(most or 10**9))
     plain = name.split(", ")[-1].split("/")[0].removeprefix("--").replace("-", "_")
-    word = Word(name, told, unit or "", VALUES.get(value, value), *bounds, option.startswith("-O"))
-    return keyword or plain, word
+    return Word(keyword or plain, name, told, unit or "", VALUES.get(value, value), *bounds, option.startswith("-O"))
 
 
-WORDS = dict(map(word_of, rows_of(ROWS)))
+WORDS = {word.keyword: word for word in map(word_of, rows_of(ROWS))}
 
 
-def words(question: type) -> dict[str, Said]:
+def words(question: type) -> dict[str, Word]:
     """Return the words of a question by their keywords, in its order: those of several questions first."""
-    found: dict[str, Said] = {}
-    for keyword, kind in question.__annotations__.items():
-        origin: Any = get_origin(kind)
-        parts = get_args(kind) if origin in (Union, types.UnionType) else (kind,)
-        found[keyword] = Said(keyword, WORDS[keyword], parts)
-    return found
+    union: tuple[Any, ...] = (Union, types.UnionType)
+    return {
+        keyword: replace(WORDS[keyword], types=get_args(kind) if get_origin(kind) in union else (kind,))
+        for keyword, kind in question.__annotations__.items()
+    }
 
 
 def defaults(question: type) -> Any:
     """Return a question with what its words mean where they aren't said."""
-    return {keyword: said.default for keyword, said in words(question).items()}
+    return {keyword: word.unsaid for keyword, word in words(question).items()}
 
 
 def part_of(question: type, said: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,16 @@ def calibrate(
         )
     policy = Policy(weights=DRAINED, optimizer=optimizer, precision=precision)
     rows = [] if measured is None else read_rows(str(measured))
-    platform = partial(_platform, gpu, bandwidth, network, per_server, blocking_transfers)
+
+    def platform(count: int, chain: Chain) -> Platform:
+        counts: tuple[int, ...] = (count,)
+        if per_server is not None and count > per_server:
+            if count % per_server:
+                raise BadInput(f"--per-server: {count} GPUs are no whole number of servers of {per_server}")
+            counts = (per_server, count // per_server)
+        net = network if len(counts) > 1 else None
+        return replace(platform_of_gpus(counts, None, gpu, bandwidth, net, None, chain)[0], blocking=blocking_transfers)
+
     runs = [_run(row, _chain_of(row, chains), platform, policy) for row in rows]
     passes = [x for plan, trace in traces for x in _traced(str(plan), str(trace))] + layers
     found = calibrated(runs, device.constants(), passes, hosts_alone)
@@ -98,26 +106,6 @@ def calibrate(
     memory = [(row, run.costed(constants).peak_bytes) for row, run in zip(rows, runs, strict=True) if row.gb]
     beside = ((row.place.split(": ")[-1], peak / 1e9, row.gb or 0.0) for row, peak in memory)
     return Calibrated(device, found, tuple(beside))
-
-
-def _platform(
-    gpu: str,
-    bandwidth: str | None,
-    network: str | None,
-    per_server: int | None,
-    blocking: bool,
-    count: int,
-    chain: Chain,
-) -> Platform:
-    """Return the platform of ``count`` GPUs, in servers of ``per_server`` where it has more."""
-    counts: tuple[int, ...] = (count,)
-    if per_server is not None and count > per_server:
-        if count % per_server:
-            raise BadInput(f"--per-server: {count} GPUs are no whole number of servers of {per_server}")
-        counts = (per_server, count // per_server)
-    net = network if len(counts) > 1 else None
-    found, _ = platform_of_gpus(counts, None, gpu, bandwidth, net, None, chain)
-    return replace(found, blocking=blocking)
 
 
 def _run(row: MeasuredRow, chain: Chain, platform: Callable[[int, Chain], Platform], policy: Policy) -> Run:

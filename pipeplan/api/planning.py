@@ -20,6 +20,7 @@ from ..plan import Plan, ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
 from ..problem import SHARING, Problem, small_matrices
+from ..runtime.training.state.checkpoint import plan_of
 from ..schedule.kinds import KINDS
 from ..status import Status
 from .asked import Asked, Parts, Planning, defaults, part_of
@@ -29,7 +30,7 @@ from .given.tensor import EACH, OfDegree, Worth, best_degree, by_layer, for_each
 from .plans import own_export
 from .questions import Given, given_profiles, options_of, refuse_with_target, stated_of, timed
 from .result import PlanResult
-from .resuming import going_on, moving_least, plan_before
+from .resuming import going_on, moving_least
 
 DEFAULTS: Planning = defaults(Planning)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
@@ -103,7 +104,7 @@ def plan(
     if asking["resume_from"] is not None:
         if profile is not None:
             raise BadInput("--resume-from: its checkpoint has a profile of its own; leave out PROFILE")
-        before = plan_before(asking["resume_from"])
+        before = load_plan(plan_of(asking["resume_from"]))
         profile, asking = before.chain, going_on(asking, before)
     if profile is None:
         raise BadInput("profile: None is not a profile, and no --resume-from names a checkpoint with one")
@@ -111,7 +112,9 @@ def plan(
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
     if said["tensor"] == EACH:
-        _refuse_with_each(said, question)
+        other = _uniform_alone(said, question)
+        if other is not None:
+            raise BadInput(f"--tensor each: {other} gives all stages one degree; say degrees such as --tensor 2,4")
     words: Asked = part_of(Asked, said)
     words["zero"] = 0 if isinstance(said["zero"], str) else said["zero"]
     (given,), words, deadline = given_profiles(
@@ -132,8 +135,7 @@ def plan(
         found = found if problem.chain.variants else priced(problem, found, said["for_"], question.settings)
         made = own_export(found.plan, said["for_"])
         if not isinstance(made, str):
-            told = replace(found.plan.provenance, options={**found.plan.provenance.options, "arguments": made.text})
-            found = replace(found, plan=replace(found.plan, provenance=told))
+            found = replace(found, plan=found.plan.telling(arguments=made.text))
     _refuse_small_matrices(found.plan)
     if before is not None:
         found = moving_least(found, before)
@@ -235,9 +237,7 @@ def _best_sharing(
             best = [found]
     if not best:
         raise why[0]
-    provenance = best[0].plan.provenance
-    provenance = replace(provenance, options={**provenance.options, "zero": taken})
-    return replace(best[0], plan=replace(best[0].plan, provenance=provenance))
+    return replace(best[0], plan=best[0].plan.telling(zero=taken))
 
 
 def _refuse_small_matrices(plan: Plan) -> None:
@@ -250,13 +250,6 @@ def _refuse_small_matrices(plan: Plan) -> None:
         why = small_matrices(name, kept, sum(x.parameter_count for x in known), f"stage {s}")
         if why is not None:
             raise BadInput(why)
-
-
-def _refuse_with_each(said: Planning, question: Question) -> None:
-    """Raise BadInput for what knows no degrees of each stage's own."""
-    words = _uniform_alone(said, question)
-    if words is not None:
-        raise BadInput(f"--tensor each: {words} gives all stages one degree; say degrees such as --tensor 2,4")
 
 
 def _uniform_alone(said: Planning, question: Question) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..choices import BEST
 from ..deadline import NEVER, Deadline
@@ -30,9 +30,6 @@ from ..planner.simulated.simulation import (
 from ..schedule.runnable import schedules
 from ..status import Status
 from .given.problems import whole_microbatches
-
-if TYPE_CHECKING:
-    from ..report.page.html import Measured
 
 ALL = "all"  # of the list; BEST is none of them and takes some seconds a placement, so that it is named beside it
 
@@ -122,14 +119,18 @@ def report_page(
     ``names`` are schedules of the run, none for the plan's own; several, or ``all``, stand side by side. ``trace`` is
     the file of a run of the plan, which is set under the planned one. BadInput for what contradicts.
     """
-    from ..report.page.html import microbatches_shown, report_html
+    from ..report.page.html import Measured, microbatches_shown, report_html
+    from ..runtime.measure.trace_file import read_operations, read_run_of
 
     refuse_unknown(list(names), ALL)
     chosen = list(schedules()) if ALL in names else list(dict.fromkeys(names)) or [own_schedule(plan)]
     main = chosen[0] if len(chosen) == 1 else own_schedule(plan)
     if trace is not None and main != own_schedule(plan):
         raise BadInput(f"--trace: the run was one of the plan's own schedule, not of {main}")
-    measured = None if trace is None else _measured(plan, trace)
+    measured = None
+    if trace is not None:
+        run, text = read_run_of(plan, trace)
+        measured = Measured(run, read_operations(plan, trace, text))
     batch = lcm(*(mini_batch(plan, name) for name in {main, *chosen}))
     wanted = microbatches or default_microbatches(plan, main)
     several = chosen if len(chosen) > 1 else []
@@ -138,15 +139,6 @@ def report_page(
         count += batch - count % batch
     runs, refused = compare_schedules(plan, several, count, status=status)
     return report_html(simulate_plan(plan, count, main), runs, refused, measured=measured), count
-
-
-def _measured(plan: Plan, trace: str) -> Measured:
-    """Return the run by ``plan`` in the file ``trace``, or raise BadInput."""
-    from ..report.page.html import Measured
-    from ..runtime.measure.trace_file import read_operations, read_run_of
-
-    run, text = read_run_of(plan, trace)
-    return Measured(run, read_operations(plan, trace, text))
 
 
 # --- in the terms of another runtime ----------------------------------------------------------------------------------

@@ -7,22 +7,15 @@ from math import prod
 from typing import Any, cast
 
 from ..errors import BadInput
-from ..files.plans import load_plan
 from ..plan import Plan
 from ..planner.plan import Planned
 from ..planner.what_if.moves import nearest
 from ..problem import Platform
-from ..runtime.training.state.checkpoint import plan_of
 from ..units import gpu_counts
 from .asked import Planning
 
 SAID = ("batch", "accumulate", "weights", "microbatch", "granularity", "blocks")  # by the plan of the checkpoint
 MACHINE = ("platform", "gpu", "mem", "bandwidth")  # which say a machine of their own
-
-
-def plan_before(folder: str) -> Plan:
-    """Return the plan of the newest checkpoint in ``folder``, or of that which ``folder`` is; BadInput without one."""
-    return load_plan(plan_of(folder))
 
 
 def going_on(said: Planning, before: Plan) -> Planning:
@@ -72,6 +65,4 @@ def moving_least(found: Planned, before: Plan) -> Planned:
     told: dict[str, Any] = {"coming_bytes": moved.coming, "held_bytes": moved.held}
     if made.evaluation.period_ns > found.evaluation.period_ns:
         told |= {"best_period_ns": found.evaluation.period_ns, "best_coming_bytes": other.coming}
-    provenance = made.plan.provenance
-    provenance = replace(provenance, options={**provenance.options, "resumed": told})
-    return replace(made, plan=replace(made.plan, provenance=provenance))
+    return replace(made, plan=made.plan.telling(resumed=told))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import click
 
 from ..errors import BadInput
 from .options import JSON
-from .showing import GroupedCommand
+from .showing import new_command, print_json
 
 SHELLS = ("bash", "zsh", "fish")
 PLACES = {  # below the home folder: where a shell looks by itself
@@ -23,9 +22,7 @@ ZSH_LINE = 'eval "$(pipeplan completion zsh)"'
 WHOLE_NAMES = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}\n"  # or bash would take zoo:gpt2-xl for three words
 
 
-@click.command(
-    cls=GroupedCommand, examples=("pipeplan completion --install", "pipeplan completion fish > pipeplan.fish")
-)
+@new_command("pipeplan completion --install", "pipeplan completion fish > pipeplan.fish")
 @click.argument("shell", type=click.Choice(SHELLS), required=False)
 @click.option("--install", is_flag=True, help="Install it in your home folder.")
 def completion(shell: str | None, install: bool) -> None:
@@ -72,17 +69,17 @@ def _installed(shell: str) -> str:
     return f"written to {path}"
 
 
-@click.command(cls=GroupedCommand, examples=("pipeplan schema profile", "pipeplan schema plan > plan.schema.json"))
+@new_command("pipeplan schema profile", "pipeplan schema plan > plan.schema.json")
 @click.argument("name", type=click.Choice(["profile", "platform", "plan", "trace", "accelerator"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a profile, a platform, a plan, the trace of a run, or an accelerator."""
-    from ..files.plans import SCHEMAS, schema
+    from msgspec.json import schema
+
+    from ..files.plans import SCHEMAS
     from ..runtime.measure.trace_file import TraceFile
 
-    click.echo(json.dumps(schema((SCHEMAS | {"trace": TraceFile})[name]), indent=1))
+    print_json(schema((SCHEMAS | {"trace": TraceFile})[name]))
 
-
-# --- list -------------------------------------------------------------------------------------------------------------
 
 Rows = list[dict[str, Any]]
 
@@ -91,17 +88,10 @@ def _gpus() -> Rows:
     from ..files.machines.accelerators import accelerators
 
     return [
-        {
-            "name": name,
-            "summary": f"{x.name}: {x.memory} at {x.bandwidth}, links of {x.link or 'unknown bandwidth'}",
-            "gpu": x.name,
-            "memory": x.memory,
-            "bandwidth": x.bandwidth,
-            "link": x.link,
-            "tflops": x.tflops,
-        }
+        {"name": name, "summary": f"{x.name}: {x.memory} at {x.bandwidth}, links of {x.link or 'unknown bandwidth'}"}
+        | {"gpu": x.name} | {key: getattr(x, key) for key in ("memory", "bandwidth", "link", "tflops")}
         for name, x in accelerators().items()
-    ]
+    ]  # fmt: skip
 
 
 def _models() -> Rows:
@@ -115,12 +105,11 @@ def _models() -> Rows:
 def _profiles() -> Rows:
     from ..files.profiles import PREFIX, examples, read_profile
 
-    rows = []
-    for name in examples():
-        chain = read_profile(f"{PREFIX}{name}")
-        summary = f"{len(chain)} layers, microbatch {chain.microbatch}, {chain.dtype}, {chain.device}"
-        rows.append({"name": f"{PREFIX}{name}", "summary": summary})
-    return rows
+    read = {name: read_profile(name) for name in (f"{PREFIX}{x}" for x in examples())}
+    return [
+        {"name": name, "summary": f"{len(x)} layers, microbatch {x.microbatch}, {x.dtype}, {x.device}"}
+        for name, x in read.items()
+    ]
 
 
 def _schedules() -> Rows:
@@ -136,26 +125,12 @@ def _schedules() -> Rows:
 def _algorithms() -> Rows:
     from ..partition import ALGORITHMS
 
-    auto = {
-        "name": "auto",
-        "summary": "the portfolio: exact contiguous first, then MadPipe's plans, then local search over all plans",
-        "source": "the default",
-        "optimal": False,
-        "options": {},
-    }
-    return [
-        auto,
-        *(
-            {
-                "name": name,
-                "summary": x.summary,
-                "source": x.source,
-                "optimal": x.optimal,
-                "options": {key: [str(value).lower() for value in values] for key, values in x.options.items()},
-            }
-            for name, x in ALGORITHMS.items()
-        ),
-    ]
+    portfolio = "the portfolio: exact contiguous first, then MadPipe's plans, then local search over all plans"
+    rows: list[tuple[str, str, str, bool, dict[str, list[str]]]] = [("auto", portfolio, "the default", False, {})]
+    for name, x in ALGORITHMS.items():
+        options = {key: [str(value).lower() for value in values] for key, values in x.options.items()}
+        rows.append((name, x.summary, x.source, x.optimal, options))
+    return [dict(zip(("name", "summary", "source", "optimal", "options"), row, strict=True)) for row in rows]
 
 
 NAMED: dict[str, Callable[[], Rows]] = {
@@ -167,7 +142,7 @@ NAMED: dict[str, Callable[[], Rows]] = {
 }
 
 
-@click.command(cls=GroupedCommand, examples=("pipeplan list gpus", "pipeplan list algorithms --json"))
+@new_command("pipeplan list gpus", "pipeplan list algorithms --json")
 @click.argument(
     "what", metavar="[gpus|models|profiles|schedules|algorithms]", type=click.Choice([*NAMED]), required=False
 )
@@ -178,17 +153,13 @@ def listing(what: str | None, as_json: bool) -> None:
     """
     told = {name: NAMED[name]() for name in ([what] if what else NAMED)}
     if as_json:
-        click.echo(json.dumps(told[what] if what else told, indent=1))
+        print_json(told[what] if what else told)
         return
     for place, (name, rows) in enumerate(told.items()):
         if what is None:
             click.echo(f"{chr(10) if place else ''}{name}:")
-        _print(rows, "" if what else "  ")
-
-
-def _print(rows: Sequence[dict[str, Any]], indent: str) -> None:
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        knobs = "".join(f"; -O {name}={'|'.join(values)}" for name, values in row.get("options", {}).items())
-        source = f" [{row['source']}]" if "source" in row else ""
-        click.echo(f"{indent}{row['name']:{width}}  {row['summary']}{knobs}{source}".rstrip())
+        width = max(len(row["name"]) for row in rows)
+        for row in rows:
+            knobs = "".join(f"; -O {key}={'|'.join(values)}" for key, values in row.get("options", {}).items())
+            source = f" [{row['source']}]" if "source" in row else ""
+            click.echo(f"{'' if what else '  '}{row['name']:{width}}  {row['summary']}{knobs}{source}".rstrip())

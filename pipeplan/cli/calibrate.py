@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from ..api.asked import Common, words
-from ..names import SENTENCE, shown
 from .options import DEBUG, FILE, JSON, option_of, options
-from .showing import GroupedCommand
+from .showing import new_command, print_json, say_written
 
 WORDS = words(Common)
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan calibrate gpt-mb1.json gpt-mb4.json --gpu a100 --measured runs.csv -o mine.json",
-        "pipeplan profile zoo:gpt2-xl --microbatch 2 --estimate mine.json -o profile.json",
-    ),
+@new_command(
+    "pipeplan calibrate gpt-mb1.json gpt-mb4.json --gpu a100 --measured runs.csv -o mine.json",
+    "pipeplan profile zoo:gpt2-xl --microbatch 2 --estimate mine.json -o profile.json",
 )
 @click.argument("profiles", metavar="PROFILE...", type=FILE, nargs=-1, required=True)
 @options("--measured FILE.csv Measured iterations, one in a row.", measured=FILE)
@@ -54,8 +49,7 @@ def command(profiles: tuple[str, ...], output: str | None, as_json: bool, **give
     if output is not None:
         found.save(output)
     if as_json:
-        click.echo(json.dumps(found.figures(), indent=1))
+        print_json(found.figures())
     elif output != "-":
         print_calibration(found.fit, found.memory)
-        if output is not None:
-            click.echo(f"written to {shown(output, SENTENCE)}; pipeplan profile --estimate takes it")
+        say_written(output, then="; pipeplan profile --estimate takes it")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import FILE, JSON, options, refuse_two_documents
-from .showing import GroupedCommand
+from .showing import new_command, print_json
 
 if TYPE_CHECKING:
     from ..planner.what_if.carry import Match
@@ -23,12 +22,9 @@ MATCH = """
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan diff measured.json estimated.json --plan plan.json",
-        "pipeplan diff plan.json trace.json --recalibrated profile.json",
-    ),
+@new_command(
+    "pipeplan diff measured.json estimated.json --plan plan.json",
+    "pipeplan diff plan.json trace.json --recalibrated profile.json",
 )
 @click.argument("one", metavar="A", type=FILE)
 @click.argument("other", metavar="B", type=FILE)
@@ -70,7 +66,7 @@ def command(
             stages = stages_in(loaded.allocation.stages, loaded.chain, chain, same)
         result = carried(loaded, chain, stages)
     if as_json:
-        click.echo(json.dumps(difference_figures(before, after, pairs, loaded, result), indent=1))
+        print_json(difference_figures(before, after, pairs, loaded, result))
     else:
         print_differences(before, after, pairs, every)
         if loaded is not None and result is not None:
@@ -91,6 +87,6 @@ def _compare_run(plan: str, trace: str, run: MeasuredRun, recalibrated: str | No
     if recalibrated is not None:
         write_text(recalibrated, profile_text(trace_file.recalibrated(loaded, run, trace)))
     if as_json:
-        click.echo(json.dumps(comparison(loaded, run), indent=1))
+        print_json(comparison(loaded, run))
     elif recalibrated != "-":
         print_comparison(loaded, run)

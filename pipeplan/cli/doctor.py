@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -17,18 +16,24 @@ from ..names import SENTENCE, shown
 from ..runtime.surroundings import Finding, findings
 from ..version import __version__
 from .options import JSON
-from .showing import GroupedCommand
+from .showing import new_command, print_json
 
 MARKS = {"good": "ok", "absent": "-", "broken": "!!"}
 OLDEST = (3, 11)
-NEEDED = ("click", "msgspec", "networkx", "numpy", "pulp", "rich")
-EXTRAS = {  # package -> (extra that brings it, what it is for)
-    "transformers": ("models", "models named hf:CONFIG"),
-    "matplotlib": ("plots", "pictures, -o x.png"),
+NEEDED = {
+    name: Finding(name, "broken", "lacks", f"pip install {name}")
+    for name in ("click", "msgspec", "networkx", "numpy", "pulp", "rich")
+}
+EXTRAS = {
+    name: Finding(name, "absent", f"not installed: {use} need it", f"pip install 'pipeplan[{extra}]'")
+    for name, extra, use in (
+        ("transformers", "models", "models named hf:CONFIG"),
+        ("matplotlib", "plots", "pictures, -o x.png"),
+    )
 }
 
 
-@click.command(cls=GroupedCommand, examples=("pipeplan doctor", "pipeplan doctor --json"))
+@new_command("pipeplan doctor", "pipeplan doctor --json")
 @JSON
 def command(as_json: bool) -> None:
     """Show versions of Python, packages, solvers, torch, gloo and NCCL, and the GPUs with their links.
@@ -38,7 +43,7 @@ def command(as_json: bool) -> None:
     found = examined()
     broken = [x for x in found if x.state == "broken"]
     if as_json:
-        click.echo(json.dumps({"good": not broken, "findings": [asdict(x) for x in found]}, indent=1))
+        print_json({"good": not broken, "findings": [asdict(x) for x in found]})
     else:
         width = max(len(x.name) for x in found)
         for x in found:
@@ -49,7 +54,7 @@ def command(as_json: bool) -> None:
 
 def examined() -> list[Finding]:
     """Return what there is, in the order in which it is needed, torch and its GPUs last."""
-    return [*_python(), *_packages(), *_solvers(), *_extras(), *findings()]
+    return [*_python(), *_packages(NEEDED), *_solvers(), *_packages(EXTRAS), *findings()]
 
 
 def _python() -> Iterator[Finding]:
@@ -59,12 +64,6 @@ def _python() -> Iterator[Finding]:
     else:
         yield Finding("Python", "good", said)
     yield Finding("pipeplan", "good", __version__)
-
-
-def _packages() -> Iterator[Finding]:
-    for name in NEEDED:
-        found = _version(name)
-        yield Finding(name, "good", found) if found else Finding(name, "broken", "lacks", f"pip install {name}")
 
 
 def _solvers() -> Iterator[Finding]:
@@ -86,13 +85,10 @@ def _solvers() -> Iterator[Finding]:
         yield Finding("HiGHS", "broken", str(error), "pip install --force-reinstall highspy")
 
 
-def _extras() -> Iterator[Finding]:
-    for name, (extra, use) in EXTRAS.items():
+def _packages(lacking: dict[str, Finding]) -> Iterator[Finding]:
+    for name, lacks in lacking.items():
         found = _version(name)
-        if found:
-            yield Finding(name, "good", found)
-        else:
-            yield Finding(name, "absent", f"not installed: {use} need it", f"pip install 'pipeplan[{extra}]'")
+        yield Finding(name, "good", found) if found else lacks
 
 
 def _version(package: str) -> str | None:

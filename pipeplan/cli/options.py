@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial, reduce
 from math import isfinite
 from pathlib import Path
@@ -12,12 +14,13 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from ..api.asked import LARGEST_SEED, Said, Word, rows_of, word_of, words
+from ..api.asked import LARGEST_SEED, Word, rows_of, word_of, words
 from ..choices import BEST, PLANNED
 from ..deadline import Deadline
 from ..errors import BadInput
 from ..names import shown
-from ..units import MOST_COUNT, gpu_counts, parse_counts, parse_time
+from ..registry import Late
+from ..units import gpu_counts, parse_counts, parse_time
 from . import TRACEBACK
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -42,12 +45,6 @@ class Named(click.ParamType[str]):
         return [CompletionItem(incomplete, type="file")]
 
 
-def _gpus() -> Iterable[str]:
-    from ..files.machines.accelerators import accelerators
-
-    return accelerators()
-
-
 def _models() -> Iterable[str]:
     from ..zoo import MODELS, ZOO
 
@@ -61,10 +58,7 @@ def profiles() -> Iterable[str]:
     return (*_models(), *(f"{PREFIX}{name}" for name in examples()))
 
 
-def _schedules() -> Iterable[str]:
-    from ..schedule.runnable import schedules
-
-    return schedules()
+_schedules: Callable[[], Iterable[str]] = Late("schedule.runnable:schedules")
 
 
 def _algorithms() -> Iterable[str]:
@@ -84,7 +78,7 @@ def _knobs_known(tuning: Iterable[str] = ()) -> Iterable[str]:
 
 
 FILE = Named(tuple, files=True)
-GPU = Named(_gpus, files=True)
+GPU = Named(Late("files.machines.accelerators:accelerators"), files=True)
 MODEL = Named(_models)
 SCHEDULE = Named(_schedules)
 RUN_SCHEDULE = Named(lambda: (*PLANNED, "pipedream", BEST), files=True)
@@ -96,19 +90,6 @@ class Count(click.IntRange):
 
     def __init__(self, least: int = 1, most: int = MOST) -> None:
         super().__init__(least, most)
-
-
-class Gpus(click.ParamType[tuple[int, ...]]):
-    """GPUs such as ``8``, or ``2x8``, ``most`` at most: see :func:`..units.gpu_counts`."""
-
-    name = "N|NxN"
-
-    def __init__(self, most: int = MOST_COUNT) -> None:
-        self.most = most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the counts; BadInput for what is none."""
-        return value if isinstance(value, tuple) else gpu_counts(str(value), _name(param), self.most)
 
 
 class Number(click.FloatRange):
@@ -137,83 +118,62 @@ class CountOr(Count):
         return self.value if value == self.word else super().convert(value, param, ctx)
 
 
-class Counts(click.ParamType[list[int]]):
-    """Counts with commas between them, or ranges of them."""
+class Parsed(click.ParamType[Any]):
+    """A text of which ``parse(text, option)`` makes a value, or that it refuses."""
 
-    name = "N,.."
+    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
+        self.name, self.parse = name, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """Return the counts; BadInput for what is none."""
-        return value if isinstance(value, list) else parse_counts(str(value), _name(param))
-
-
-class Output(click.ParamType[str]):
-    """A file to be written, ``-`` for standard output; whether it can be shows before anything is worked out."""
-
-    name = "FILE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the path; BadInput when nothing can be written there."""
-        from ..files.text import check_writable
-
-        check_writable(str(value))
-        return str(value)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value; what is one already as it is."""
+        return self.parse(value, _name(param)) if isinstance(value, str) else value
 
 
-class Share(click.ParamType[float]):
-    """A share such as ``5%``, as a fraction of one."""
+def _writable(text: str, option: str) -> str:
+    """Return a file to be written, ``-`` for standard output: whether it can be shows before anything is worked out."""
+    from ..files.text import check_writable
 
-    name = "PERCENT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return ``0.05`` for ``5%``."""
-        text = str(value)
-        if not text.endswith("%"):
-            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
-        try:
-            number = float(text[:-1])
-        except ValueError:
-            self.fail(f"{text!r} is not a percentage, such as 5%", param, ctx)
-        if not 0 <= number <= 100:
-            self.fail(f"{text!r} is not between 0% and 100%", param, ctx)
-        return number / 100
+    check_writable(text)
+    return text
 
 
-class Time(click.ParamType[int]):
-    """A time such as ``60s``, in nanoseconds; ``above`` 0 or from 0."""
+def _share(text: str, option: str) -> float:
+    """Return ``0.05`` for ``5%``."""
+    with suppress(ValueError):
+        number = float(text[:-1])
+        if text.endswith("%") and not 0 <= number <= 100:
+            raise click.BadParameter(f"{text!r} is not between 0% and 100%")
+        if text.endswith("%"):
+            return number / 100
+    raise click.BadParameter(f"{text!r} is not a percentage, such as 5%")
 
-    name = "TIME"
 
-    def __init__(self, *, above: bool = False) -> None:
-        self.above = above
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return nanoseconds; BadInput for what is no time."""
-        if isinstance(value, int):
-            return value
-        ns = parse_time(str(value), _name(param))
-        if self.above and not ns:
-            raise BadInput(f"{_name(param)}: {value!r} isn't a time to wait")
-        return ns
+def _time_above_0(text: str, option: str) -> int:
+    ns = parse_time(text, option)
+    if not ns:
+        raise BadInput(f"{option}: {text!r} isn't a time to wait")
+    return ns
 
 
 def _name(option: click.Parameter | None) -> str:
     return "value" if option is None else option.opts[0]
 
 
+OUTPUT, SHARE, TIME = Parsed("FILE", _writable), Parsed("PERCENT", _share), Parsed("TIME", parse_time)
+TIME_ABOVE_0 = Parsed("TIME", _time_above_0)
 BY_UNIT: dict[str, click.ParamType[Any]] = {  # types of values
     "X": Number(),
-    "PERCENT": Share(),
+    "PERCENT": SHARE,
     "COLUMNS": Count(40, 10**4),
     "SEED": Count(0, LARGEST_SEED),
-    "OUT": Output(),
+    "OUT": OUTPUT,
     "FILE": FILE,
     "DIR": click.Path(path_type=Path),
-    "N|NxN": Gpus(),
+    "N|NxN": Parsed("N|NxN", gpu_counts),
     "N|any": CountOr("N|any", "any", "any"),
     "0|1|2|3|any": CountOr("0|1|2|3|any", "any", "any", 3, 0),
     "auto|N": CountOr("auto|N", "auto", None, 10**6),
-    "N,..": Counts(),
+    "N,..": Parsed("N,..", parse_counts),
 }
 UNSAID = ("N", "X", "PERCENT", "COLUMNS", "SEED", "OUT")  # whose metavars are click's
 
@@ -224,78 +184,69 @@ def options(rows: str, **special: Mapping[str, Any] | click.ParamType[Any]) -> C
 
     The unit gives a value's type, by :data:`BY_UNIT`; ``N`` is a count, a choice has ``|``, and a flag has none.
     """
-    made = [_of_row(*word_of(row), special) for row in rows_of(rows)]
+    made = []
+    for word in map(word_of, rows_of(rows)):
+        choices = tuple(word.unit.split("|")) if "|" in word.unit and word.unit.islower() else ()
+        kind: Any = Literal[choices] if choices else int if word.unit == "N" else str if word.unit else bool
+        own = special.get(word.keyword, {})
+        other = {"type": own} if isinstance(own, click.ParamType) else own
+        made.append(option_of(replace(word, types=(kind,)), **other))
     return lambda command: reduce(lambda found, add: add(found), reversed(made), command)
 
 
-def _of_row(
-    keyword: str, word: Word, special: Mapping[str, Mapping[str, Any] | click.ParamType[Any]]
-) -> Callable[[Command], Command]:
-    choices = tuple(word.unit.split("|")) if "|" in word.unit and word.unit.islower() else ()
-    kind: Any = Literal[choices] if choices else int if word.unit == "N" else str if word.unit else bool
-    own = special.get(keyword, {})
-    return option_of(Said(keyword, word, (kind,)), **({"type": own} if isinstance(own, click.ParamType) else own))
-
-
-def _with_traceback(context: click.Context, _: click.Parameter, asked: bool) -> None:
-    context.meta[TRACEBACK] = asked
-
-
 DEBUG = click.option(
-    "--debug", is_flag=True, expose_value=False, callback=_with_traceback, help="Print the traceback of a failure, too."
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, _, asked: context.meta.update({TRACEBACK: asked}),
+    help="Print the traceback of a failure, too.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts instead of tables.")
 PLAN = click.argument("plan", metavar="PLAN", type=FILE)
 
 
-def _deadline(_: click.Context, option: click.Parameter, text: str | None) -> Deadline:
-    from ..api.given.problems import deadline_of
-
-    return deadline_of(text)
+deadline_of: Callable[[str | None], Deadline] = Late("api.given.problems:deadline_of")
 
 
-def time_limit(what: str) -> Callable[[Command], Command]:
-    """Return the option --time-limit, the ``deadline`` of a command, with what it stops; it counts from the start."""
-    return click.option(
-        "--time-limit", "deadline", metavar="TIME", callback=_deadline, default=None, is_eager=True, help=what
-    )
+def time_limit(what: str, name: str = "time_limit") -> Callable[[Command], Command]:
+    """Return the option --time-limit, a deadline, with ``what`` it stops; it counts from the start."""
+    begun: dict[str, Any] = {"is_eager": True, "callback": lambda _, option, text: deadline_of(text)}
+    return click.option("--time-limit", name, metavar="TIME", help=what, **begun)
 
 
-GIVE_UP = time_limit("Give up after this time, such as 30s.")
-
+GIVE_UP = time_limit("Give up after this time, such as 30s.", "deadline")
 PROFILE = click.argument("profile", metavar="PROFILE", type=Named(profiles, files=True))
 COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": GPU, "algorithms": Named(_algorithms, lists=True)}
 
 
-def type_of(said: Said) -> click.ParamType[Any]:
+def type_of(word: Word) -> click.ParamType[Any]:
     """Return the type of a word's values on the command line; a text where Python takes what the text says."""
-    if said.word.unit in BY_UNIT:
-        return BY_UNIT[said.word.unit]
-    if (int in said.types and str not in said.types) or (said.choices and isinstance(said.choices[0], int)):
-        return Count(said.word.least, said.word.most)
-    if said.choices:
-        return click.Choice([str(value) for value in said.choices])
-    return COMPLETED.get(said.keyword, click.STRING)
+    if word.unit in BY_UNIT:
+        return BY_UNIT[word.unit]
+    if (int in word.types and str not in word.types) or (word.choices and isinstance(word.choices[0], int)):
+        return Count(word.least, word.most)
+    if word.choices:
+        return click.Choice([str(value) for value in word.choices])
+    return COMPLETED.get(word.keyword, click.STRING)
 
 
-def option_of(said: Said, **other: Any) -> Callable[[Command], Command]:
+def option_of(word: Word, **other: Any) -> Callable[[Command], Command]:
     """Return the option of a word; ``other`` are click's own words for it, in place of what follows from it."""
-    word = said.word
     spelled = word.option if word.option.startswith("-") else f"--{word.option}"
-    if bool in said.types:
-        both = "/" not in word.option and (word.default is False or type(None) in said.types)
+    if bool in word.types:
+        both = "/" not in word.option and (word.default is False or type(None) in word.types)
         spelled += f"/--no-{spelled[2:]}" if both else ""
-        about: dict[str, Any] = {"is_flag": True, "default": said.default, "show_default": word.default is not None}
+        about: dict[str, Any] = {"is_flag": True, "default": word.unsaid, "show_default": word.default is not None}
     else:
-        listed = said.choices and word.unit not in BY_UNIT
-        about = {"type": type_of(said), "metavar": None if listed or word.unit in UNSAID else word.unit or None}
+        listed = word.choices and word.unit not in BY_UNIT
+        about = {"type": type_of(word), "metavar": None if listed or word.unit in UNSAID else word.unit or None}
         if word.default == ():
             about["multiple"] = True
         elif word.default is not None:  # which click tells from no default
             about |= {"default": word.default, "show_default": True}
         else:
             about["show_default"] = False
-    return click.option(*spelled.split(", "), said.keyword, **{**about, "help": word.help, **other})
+    return click.option(*spelled.split(", "), word.keyword, **{**about, "help": word.help, **other})
 
 
 def asking(question: type, without: Sequence[str] = (), **other: dict[str, Any]) -> Callable[[Command], Command]:
@@ -306,22 +257,21 @@ def asking(question: type, without: Sequence[str] = (), **other: dict[str, Any])
     said = {name: word for name, word in words(question).items() if name not in (*without, "time_limit", "options")}
 
     def add(command: Command) -> Command:
-        if any(x.word.knob for x in said.values()):
+        if any(x.knob for x in said.values()):
             command = _knobs(said)(command)
         for name, word in reversed(said.items()):
-            if not word.word.knob:
+            if not word.knob:
                 command = option_of(word, **other.get(name, {}))(command)
         return command
 
     return add
 
 
-def _knobs(said: Mapping[str, Said]) -> Callable[[Command], Command]:
+def _knobs(said: Mapping[str, Word]) -> Callable[[Command], Command]:
     """Return the option -O for what tunes a search: the knobs among ``said``, and the options of an algorithm."""
-    knobs = {x.word.option: x for x in said.values() if x.word.knob}
+    knobs = {x.option: x for x in said.values() if x.knob}
     told = "; ".join(
-        f"{name}={'|'.join(map(str, x.choices or [x.word.unit]))}: "
-        f"{x.word.help[:1].lower()}{x.word.help[1:].rstrip('.')}"
+        f"{name}={'|'.join(map(str, x.choices or [x.unit]))}: {x.help[:1].lower()}{x.help[1:].rstrip('.')}"
         for name, x in knobs.items()
     )
     more = "; or an option of --algorithm, which pipeplan list algorithms has" if "algorithm" in said else ""
@@ -332,32 +282,28 @@ def _knobs(said: Mapping[str, Said]) -> Callable[[Command], Command]:
         multiple=True,
         metavar="NAME=VALUE",
         type=Named(partial(_knobs_known, tuple(knobs))),
+        expose_value=False,
         callback=partial(_parsed_knobs, knobs),
         help=f"What tunes the search, repeatable. {told}{more}.",
     )
 
 
 def _parsed_knobs(
-    knobs: Mapping[str, Said], context: click.Context, option: click.Parameter, texts: Sequence[str]
-) -> dict[str, Any]:
-    """Return the words that -O says, and under ``options`` those of an algorithm."""
-    found: dict[str, Any] = {}
+    knobs: Mapping[str, Word], context: click.Context, option: click.Parameter, texts: Sequence[str]
+) -> None:
+    """Add to what a command is given the words that -O says, and under ``options`` those of an algorithm."""
+    found = context.params
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise click.UsageError(f"-O: '{shown(text, 40)}' is not of the form NAME=VALUE")
         if name in knobs:
-            found[knobs[name].keyword] = _converted(knobs[name], value, context)
+            try:
+                found[knobs[name].keyword] = type_of(knobs[name]).convert(value, None, context)
+            except click.BadParameter as error:
+                raise BadInput(f"-O {name}: {error.message}") from error
         else:
             found.setdefault("options", {})[name] = {"true": True, "false": False}.get(value, value)
-    return found
-
-
-def _converted(said: Said, value: str, context: click.Context) -> Any:
-    try:
-        return type_of(said).convert(value, None, context)
-    except click.BadParameter as error:
-        raise BadInput(f"-O {said.word.option}: {error.message}") from error
 
 
 def refuse_without(needed: str, *names: str) -> None:

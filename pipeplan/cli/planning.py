@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import partial, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,10 +17,10 @@ import click
 
 from ..api.asked import Comparing, Grids, Planning
 from ..errors import BadInput
-from ..names import SENTENCE, shown
+from ..names import shown
 from ..units import format_bytes
 from .options import JSON, MODEL, PROFILE, Count, Named, asking, options, profiles, refuse_two_documents, time_limit
-from .showing import GroupedCommand, status
+from .showing import new_command, note, print_json, say_written, status
 
 if TYPE_CHECKING:
     from ..api.result import PlanResult
@@ -32,7 +31,7 @@ MOST = 10**18  # samples, tokens, dollars
 NUMBER = re.compile(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?")
 PIPELINES = {"default": "auto", "show_default": True}
 COLUMNS = "gpus memory_bytes update_samples bound_ns algorithm period_ns claimed_ns seconds data_parallel tensor"
-BILL = options("""
+_BILL = options("""
 --samples N (samples)         Samples to train on, such as 100e6; prints the training time in days.
 --tokens N/LENGTH             Tokens to train on and those of a sample, such as 15e12/8192, for --samples.
 --price DOLLARS               What a GPU costs an hour, such as 2.5; prints the cost of the training.
@@ -90,15 +89,22 @@ class Bill:
         )
 
 
+def billed(command: Command) -> Command:
+    """Add the options of a bill; the command is given that as ``bill``."""
+
+    @wraps(command)
+    def run(*, samples: str | None, tokens: str | None, price: str | None, **asked: Any) -> None:
+        command(bill=Bill.of(samples, tokens, price), **asked)
+
+    return _BILL(run)  # type: ignore[return-value]  # of other arguments
+
+
 def _number(name: str, text: str, whole: bool) -> Fraction:
     found = Fraction(text) if NUMBER.fullmatch(text) else None
     if found is None or not 0 < found <= MOST or (whole and found.denominator != 1):
         kind, example = ("positive whole number", "100e6") if whole else ("positive number", "2.5")
         raise BadInput(f"{name}: '{shown(text, 40)}' is not a {kind} up to 1e18, such as {example}")
     return found
-
-
-# --- plan, grid -------------------------------------------------------------------------------------------------------
 
 
 def _searching(command: Command) -> Command:
@@ -118,8 +124,8 @@ def _search(
 
     about = status()
     found = find(progress=about.improved, status=about)
-    for note in filter(None, (unsolved(about), *dict.fromkeys(about.notes))):
-        click.echo(f"note: {note}", err=True)
+    for words in filter(None, (unsolved(about), *dict.fromkeys(about.notes))):
+        note(words)
     text = found.text() if as_json or output is not None else ""
     if output is not None:
         write_text(output, text)
@@ -131,36 +137,24 @@ def _search(
             plan = found.plan
             gpus, batch = len(plan.platform.whole or plan.platform), plan.interval * plan.chain.microbatch
             click.echo(bill.line(found.samples_per_second, gpus, batch))
-        if output is not None:
-            click.echo(f"written to {shown(output, SENTENCE)}")
+        say_written(output)
     return found
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json",
-        "pipeplan plan zoo:gpt2-xl --gpus 8 --gpu a100 --microbatch 2 --precision mixed --optimizer adam",
-        "pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128",
-        "pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all",
-        "pipeplan plan --resume-from run --gpus 3x8 -o plan.json",
-    ),
+@new_command(
+    "pipeplan plan profile.json --gpus 8 --mem 16GB -o plan.json",
+    "pipeplan plan zoo:gpt2-xl --gpus 8 --gpu a100 --microbatch 2 --precision mixed --optimizer adam",
+    "pipeplan plan profile.json --gpus 8 --mem 80GB --for megatron --batch 128",
+    "pipeplan plan profile.json --gpus 8 --mem 16GB --split 4,4,4,5 --replicas 2,2,2,2 --recompute all",
+    "pipeplan plan --resume-from run --gpus 3x8 -o plan.json",
 )
 @click.argument("profile", metavar="[PROFILE]", type=Named(profiles, files=True), required=False)
 @asking(Planning)
 @options("-v, --verbose  Print which condition decides the bound on all plans.")
-@BILL
+@billed
 @_searching
 def plan(
-    profile: str | None,
-    knobs: dict[str, Any],
-    output: str | None,
-    as_json: bool,
-    verbose: bool,
-    samples: str | None,
-    tokens: str | None,
-    price: str | None,
-    **asked: Any,
+    profile: str | None, output: str | None, as_json: bool, verbose: bool, bill: Bill | None, **asked: Any
 ) -> None:
     """Split the network in PROFILE (JSON, graph.txt, example:NAME; - is standard input) over GPUs.
 
@@ -168,29 +162,25 @@ def plan(
 
     Ctrl-C ends the search with the best plan so far.
     """
-    bill = Bill.of(samples, tokens, price)
     if profile is None and asked["resume_from"] is None:
         raise click.UsageError("Missing argument 'PROFILE'.")
     from ..api.planning import plan
     from ..api.plans import own_export
     from ..files.text import write_text
 
-    find = partial(plan, profile, time_limit=asked.pop("deadline"), **asked, **knobs)
+    find = partial(plan, profile, **asked)
     if asked["for_"] is not None and output not in (None, "-"):  # it is there before its price is known
         find = partial(find, on_plan=lambda found: write_text(output, found.text()))
     found = _search(find, output, as_json, verbose, bill)
     if asked["for_"] is not None:
         made = own_export(found.plan, asked["for_"])
         if isinstance(made, str):
-            click.echo(f"note: export will say: {shown(made, SENTENCE)}", err=True)
+            note(f"export will say: {made}")
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan grid profile.json --gpus 8 --mem 16GB --batch 64 --microbatch 1,2,4 -o plan.json",
-        "pipeplan grid zoo:gpt2-xl --gpus 2x8 --gpu a100 --batch 512 --data-parallel 4 --precision mixed",
-    ),
+@new_command(
+    "pipeplan grid profile.json --gpus 8 --mem 16GB --batch 64 --microbatch 1,2,4 -o plan.json",
+    "pipeplan grid zoo:gpt2-xl --gpus 2x8 --gpu a100 --batch 512 --data-parallel 4 --precision mixed",
 )
 @PROFILE
 @asking(
@@ -209,18 +199,12 @@ def grid(profile: str, output: str | None, as_json: bool, **asked: Any) -> None:
     """
     from ..api.grids import grid
 
-    _search(partial(grid, profile, time_limit=asked.pop("deadline"), **asked), output, as_json)
+    _search(partial(grid, profile, **asked), output, as_json)
 
 
-# --- estimate ---------------------------------------------------------------------------------------------------------
-
-
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan estimate zoo:llama-7b --gpus 8 --gpu h100 --samples 100e6",
-        "pipeplan estimate zoo:myelin-12b --gpus 48 --gpu v100 --microbatch 8 --batch 16384 --offload",
-    ),
+@new_command(
+    "pipeplan estimate zoo:llama-7b --gpus 8 --gpu h100 --samples 100e6",
+    "pipeplan estimate zoo:myelin-12b --gpus 48 --gpu v100 --microbatch 8 --batch 16384 --offload",
 )
 @click.argument("profile", metavar="MODEL", type=MODEL)
 @asking(
@@ -235,17 +219,9 @@ def grid(profile: str, output: str | None, as_json: bool, **asked: Any) -> None:
     pipelines=PIPELINES,
     microbatches={"default": "1", "show_default": True, "help": "Samples of a microbatch: several to choose from."},
 )  # fmt: skip
-@BILL
+@billed
 @JSON
-def estimate(
-    profile: str,
-    gpus: tuple[int, ...],
-    samples: str | None,
-    tokens: str | None,
-    price: str | None,
-    as_json: bool,
-    **asked: Any,
-) -> None:
+def estimate(profile: str, gpus: tuple[int, ...], bill: Bill | None, as_json: bool, **asked: Any) -> None:
     """Estimate memory and time of training MODEL on GPUs that you name: zoo:NAME, hf:CONFIG or module:function.
 
     Every layer is estimated for the GPU, the layers are planned on every grid of stages x pipelines, and the fastest
@@ -253,7 +229,6 @@ def estimate(
     """
     from ..api.grids import estimate
 
-    bill = Bill.of(samples, tokens, price)
     found = estimate(profile, status=status(), gpus=gpus, **asked)
     each = found.plan.interval * found.plan.chain.microbatch
     chain = found.plan.chain
@@ -275,7 +250,7 @@ def estimate(
             "pipelines": len(found.stages[0].gpus) // width,
             "stages": [{"peak_bytes": x.peak_bytes, "memory_bytes": x.memory_bytes} for x in found.stages],
         }
-        click.echo(json.dumps(figures, indent=1))
+        print_json(figures)
         return
     found.show()
     whose = f" in each of {width} GPUs that run a layer together" if width > 1 else ""
@@ -284,15 +259,9 @@ def estimate(
         click.echo(bill.line(rate, prod(gpus), each))
 
 
-# --- compare ----------------------------------------------------------------------------------------------------------
-
-
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB",
-        "pipeplan compare profile.json --gpus 4 --mem 16GB --algorithms contiguous,auto --csv rows.csv",
-    ),
+@new_command(
+    "pipeplan compare profile.json --gpus 2,4,8 --mem 8GB,16GB",
+    "pipeplan compare profile.json --gpus 4 --mem 16GB --algorithms contiguous,auto --csv rows.csv",
 )
 @PROFILE
 @asking(
@@ -303,32 +272,22 @@ def estimate(
     effort={"help": "How many candidates auto tries.  [default: normal]"},
 )
 @options("--csv OUT (csv_file)  Write the rows as CSV; - is standard output.")
-@BILL
+@billed
 @time_limit("Stop after this long, such as 600s, with the cases that are done.")
 @JSON
-def compare(
-    profile: str,
-    knobs: dict[str, Any],
-    csv_file: str | None,
-    as_json: bool,
-    samples: str | None,
-    tokens: str | None,
-    price: str | None,
-    **asked: Any,
-) -> None:
+def compare(profile: str, csv_file: str | None, as_json: bool, bill: Bill | None, **asked: Any) -> None:
     """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB."""
     from ..api.comparing import compare
     from ..files.text import write_text
 
     refuse_two_documents(as_json, csv=csv_file)
-    bill = Bill.of(samples, tokens, price)
-    found = compare(profile, status=status(), time_limit=asked.pop("deadline"), **asked, **knobs)
+    found = compare(profile, status=status(), **asked)
     if len(found.rows) < found.total:
         click.echo(f"the time limit ended it after {len(found.rows)} of {found.total} cases", err=True)
     if csv_file is not None:
         write_text(csv_file, _csv(found.rows))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(row) for row in found.rows], indent=1))
+        print_json([dataclasses.asdict(row) for row in found.rows])
     elif csv_file != "-":
         found.show()
         if bill is not None:
@@ -337,11 +296,10 @@ def compare(
 
 def _bills(bill: Bill, rows: Sequence[OnePlatform], each: int) -> str:
     """Return what training takes with the best plan of every platform, in a line."""
-    best = [(row, row.best_ns) for row in rows]
     parts = [
         f"{row.gpus} GPU{'s' if row.gpus > 1 else ''} of {format_bytes(row.memory_bytes)} "
-        + ("nothing fits" if period is None else bill.worth(each * 1e9 / period, row.gpus))
-        for row, period in best
+        + ("nothing fits" if row.best_ns is None else bill.worth(each * 1e9 / row.best_ns, row.gpus))
+        for row in rows
     ]
     return f"training    of {bill.samples:,} samples: {'; '.join(parts)}"
 

@@ -11,14 +11,11 @@ import click
 from ..choices import FORMS
 from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
-from ..names import SENTENCE, shown
 from .options import FILE, GIVE_UP, JSON, PLAN, SCHEDULE, WRITTEN, options, refuse_two_documents, refuse_without
-from .showing import GroupedCommand, status
+from .showing import new_command, print_json, say_written, status
 
 if TYPE_CHECKING:
     from ..schedule.deadlock import Semantics
-
-# --- check ------------------------------------------------------------------------------------------------------------
 
 CHECK = """
 --schedule FILE.csv
@@ -29,10 +26,7 @@ CHECK = """
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=("pipeplan check plan.json", "pipeplan check --schedule schedule.csv --semantics blocking"),
-)
+@new_command("pipeplan check plan.json", "pipeplan check --schedule schedule.csv --semantics blocking")
 @click.argument("plan", metavar="PLAN", type=FILE, required=False)
 @options(CHECK, schedule=FILE)
 @GIVE_UP
@@ -77,7 +71,7 @@ def check(
         if not found:
             delays = [asdict(delay) for delay in plan_delays(loaded, graph_of(loaded))]
             figures = {"lower_bounds": bound_figures(loaded), "delays": delays}
-        click.echo(json.dumps({"valid": not found, "violations": found, **figures}, indent=1))
+        print_json({"valid": not found, "violations": found, **figures})
         raise click.exceptions.Exit(1 if found else 0)
     if found:
         raise InvalidPlan([f"{plan}: {sentence}" for sentence in found])
@@ -102,7 +96,7 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
             found.append("it doesn't fit the memory of the plan's GPUs")
     bad = bool(found) or bool(stuck.get(chosen or "free"))
     if as_json:
-        click.echo(json.dumps({"valid": not bad, "violations": found, "deadlocks": stuck}, indent=1))
+        print_json({"valid": not bad, "violations": found, "deadlocks": stuck})
         raise click.exceptions.Exit(int(bad))
     for sentence in found:
         click.echo(f"error: {path}: {sentence}", err=True)
@@ -116,8 +110,6 @@ def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_js
     raise click.exceptions.Exit(int(bad))
 
 
-# --- show -------------------------------------------------------------------------------------------------------------
-
 SHOW = """
 --width COLUMNS             Columns.  [default: the terminal's]
 --links/--no-links = yes      Draw links too.
@@ -125,7 +117,7 @@ SHOW = """
 """
 
 
-@click.command(cls=GroupedCommand, examples=("pipeplan show plan.json", "pipeplan show plan.json -o pattern.svg"))
+@new_command("pipeplan show plan.json", "pipeplan show plan.json -o pattern.svg")
 @PLAN
 @options(SHOW)
 @JSON
@@ -142,12 +134,10 @@ def show(plan: str, width: int | None, links: bool, output: str | None, as_json:
     if as_json:
         window = plan_window(loaded)
         rows = rows_data(window.rows, window.start_ns, window.end_ns)
-        click.echo(json.dumps(rows | {"groups": [asdict(group) for group in plan_groups(loaded)]}, indent=1))
+        print_json(rows | {"groups": [asdict(group) for group in plan_groups(loaded)]})
     elif output is None:
         print_pattern(loaded, width, links)
 
-
-# --- simulate ---------------------------------------------------------------------------------------------------------
 
 SIMULATE = """
 --microbatches N {1..1000000}
@@ -180,12 +170,9 @@ SIMULATE = """
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan simulate plan.json --microbatches 64",
-        "pipeplan simulate plan.json --schedule all --jitter 5%",
-    ),
+@new_command(
+    "pipeplan simulate plan.json --microbatches 64",
+    "pipeplan simulate plan.json --schedule all --jitter 5%",
 )
 @PLAN
 @options(SIMULATE, names={"multiple": True, "type": WRITTEN})
@@ -238,14 +225,12 @@ def simulate(
     elif as_json:
         figures: Any = [simulation.figures() for simulation in found]
         unable = [{"schedule": x.schedule, "reason": x.reason} for x in refused]
-        click.echo(json.dumps({"schedules": figures, "refused": unable} if several else figures[0], indent=1))
+        print_json({"schedules": figures, "refused": unable} if several else figures[0])
     elif several:
         print_schedules(found, refused, loaded, width)
     else:
         print_simulation(found[0], width, links)
 
-
-# --- report -----------------------------------------------------------------------------------------------------------
 
 REPORT = """
 -o, --output OUT        The page; - is standard output.
@@ -257,10 +242,7 @@ REPORT = """
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=("pipeplan report plan.json -o report.html", "pipeplan report plan.json --schedule all -o schedules.html"),
-)
+@new_command("pipeplan report plan.json -o report.html", "pipeplan report plan.json --schedule all -o schedules.html")
 @PLAN
 @options(REPORT, output={"required": True}, names={"multiple": True, "type": WRITTEN})
 def report(plan: str, output: str, names: tuple[str, ...], microbatches: int | None, trace: str | None) -> None:
@@ -273,11 +255,8 @@ def report(plan: str, output: str, names: tuple[str, ...], microbatches: int | N
     if microbatches is not None and count < microbatches:
         click.echo(f"note: the page shows {count} of {microbatches} microbatches", err=True)
     write_text(output, text)
-    if output != "-":
-        click.echo(f"written to {shown(output, SENTENCE)}")
+    say_written(output)
 
-
-# --- export -----------------------------------------------------------------------------------------------------------
 
 EXPORT = r"""
 --schedule NAME             As in simulate.  [default: the plan's own]
@@ -290,12 +269,9 @@ EXPORT = r"""
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan export plan.json --to megatron",
-        "pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv",
-    ),
+@new_command(
+    "pipeplan export plan.json --to megatron",
+    "pipeplan export plan.json --to torch-csv --schedule 1f1b -o schedule.csv",
 )
 @PLAN
 @click.option("--to", "name", required=True, type=click.Choice(FORMS), help="The runtime, and the form.")

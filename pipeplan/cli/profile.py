@@ -4,7 +4,6 @@ here? And what is what somebody runs of a profile today worth, and what would ch
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from click.core import ParameterSource
 
 from ..api.asked import Common, Parts, Planning, words
 from ..choices import ENGINES, USUAL_ENGINE, Effort, TargetName
-from ..names import SENTENCE, shown
+from ..names import shown
 from .options import (
     DEBUG,
     FILE,
@@ -28,7 +27,7 @@ from .options import (
     refuse_two_documents,
     time_limit,
 )
-from .showing import GroupedCommand, status
+from .showing import new_command, note, print_json, say_written, status
 
 WORDS = words(Common)
 DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "autocast-float16")
@@ -56,12 +55,9 @@ ALONE = """
 """
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan profile zoo:gpt-tiny --microbatch 8 -o profile.json",
-        "pipeplan profile zoo:llama-7b --microbatch 1 --estimate h100 --dtype bfloat16 -o profile.json",
-    ),
+@new_command(
+    "pipeplan profile zoo:gpt-tiny --microbatch 8 -o profile.json",
+    "pipeplan profile zoo:llama-7b --microbatch 1 --estimate h100 --dtype bfloat16 -o profile.json",
 )
 @click.argument("model", metavar="MODEL", type=MODEL)
 @options(MEASURED, estimate=GPU)
@@ -90,7 +86,7 @@ def command(
     if tensor_plan is not None:
         model += f",tensor_plan={tensor_plan}"
     if estimate is not None and not quiet:
-        from ..files.machines.accelerators import accelerator, constants_of
+        from ..files.machines.accelerators import accelerator
         from ..runtime.profiler.estimate import said_host_time
 
         gpu = accelerator(estimate)
@@ -98,25 +94,21 @@ def command(
         limits = f"--mem {shown(gpu.memory)} --reserve auto{link}"
         click.echo(f"{shown(gpu.name)}: to plan for it, {limits} at most", err=True)
         named = engine or gpu.host_time or USUAL_ENGINE
-        said = said_host_time(constants_of(gpu, engine))
+        said = said_host_time(gpu.constants(engine))
         click.echo(f"{named}: {said} (--engine)" if named in ENGINES else said, err=True)
     if quiet:
         status().say("")
-    heard = {"say": _ignore, "note": _ignore} if quiet else {"say": status().say, "note": partial(click.echo, err=True)}
+    silent = dict.fromkeys(("say", "note"), lambda words: None)
+    heard = silent if quiet else {"say": status().say, "note": partial(click.echo, err=True)}
     found = profile(model, gpu=estimate, engine=engine, **heard, **asked)
     if not quiet and found.measured is not None:
         from ..report.tables.measurements import print_measurements
 
         print_measurements(found.measured, found.chain)
-    for note in found.notes:
-        click.echo(f"note: {shown(note, SENTENCE)}", err=True)
+    for told in found.notes:
+        note(told)
     found.save(output)
-    if output != "-":
-        click.echo(f"{len(found)} layers written to {shown(output, SENTENCE)}")
-
-
-def _ignore(_: str) -> None:
-    pass
+    say_written(output, f"{len(found)} layers ")
 
 
 FROM = r"""
@@ -132,12 +124,9 @@ SAID = ("batch", "checkpointing")  # by the arguments
 POLICY = ("optimizer", "precision", "zero")  # which arguments may say, too
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan import profile.json train.sh --from megatron --gpus 8 --mem 80GB",
-        "pipeplan import profile.json train.toml --from torchtitan --gpus 8 --gpu h100 --best best.json",
-    ),
+@new_command(
+    "pipeplan import profile.json train.sh --from megatron --gpus 8 --mem 80GB",
+    "pipeplan import profile.json train.toml --from torchtitan --gpus 8 --gpu h100 --best best.json",
 )
 @PROFILE
 @asking(Common, without=SAID)
@@ -168,7 +157,7 @@ def judge_arguments(
     from ..api.comparing import import_plan
     from ..report.tables.searches import judged_figures, print_change
 
-    about, deadline = status(), shared.pop("deadline")
+    about = status()
     context = click.get_current_context()
     unsaid = [x for x in POLICY if context.get_parameter_source(x) is ParameterSource.DEFAULT]
     found = import_plan(
@@ -178,7 +167,6 @@ def judge_arguments(
         framework=name,
         rename=rename,
         effort=effort,
-        time_limit=deadline,
         progress=about.improved,
         status=about,
     )
@@ -186,7 +174,7 @@ def judge_arguments(
         if path is not None:
             planned.save(path)
     if as_json:
-        click.echo(json.dumps(judged_figures(found.judged, name), indent=1))
+        print_json(judged_figures(found.judged, name))
     elif "-" not in (output, best):
         found.today.show()
         print_change(found.judged, name)

@@ -16,7 +16,6 @@ import click
 
 from ..choices import DRAINED
 from ..errors import BadInput, PipeplanError, RunStopped
-from ..names import SENTENCE, shown
 from ..registry import Late
 from .options import (
     DEBUG,
@@ -24,15 +23,16 @@ from .options import (
     MODEL,
     PLAN,
     RUN_SCHEDULE,
+    TIME,
+    TIME_ABOVE_0,
     CountOr,
     Named,
     Number,
-    Time,
     options,
     refuse_two_documents,
 )
 from .run_asked import model_of, options_of, plan_against, plan_to_run, refuse_together
-from .showing import GroupedCommand, status
+from .showing import GroupedCommand, new_command, note, status
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -164,12 +164,10 @@ def _heard_by_others() -> Iterator[None]:
             raise
 
 
-@click.command(
+@new_command(
+    "pipeplan run plan.json --model zoo:gpt-tiny --steps 50",
+    "pipeplan run plan.json --model mymodel:build --data mymodel:data --epochs 3 --checkpoint run --resume",
     cls=RankCommand,
-    examples=(
-        "pipeplan run plan.json --model zoo:gpt-tiny --steps 50",
-        "pipeplan run plan.json --model mymodel:build --data mymodel:data --epochs 3 --checkpoint run --resume",
-    ),
 )
 @PLAN
 @options(
@@ -181,8 +179,8 @@ def _heard_by_others() -> Iterator[None]:
     loss_scale=Number(above=True),
     ema={"metavar": "DECAY"},
     coarsening=CountOr("K|all", "all", 0),
-    timeout=Time(above=True),
-    link_delay=Time(),
+    timeout=TIME_ABOVE_0,
+    link_delay=TIME,
     save=PATH,
     load=PATH,
     every={"metavar": "N"},
@@ -247,7 +245,7 @@ def command(
                 listener(step)
 
         try:
-            report = run_plan(loaded, spec, asked, hear, _note, None if as_json else status())
+            report = run_plan(loaded, spec, asked, hear, note, None if as_json else status())
         except RunStopped as stopped:
             if stopped.report is not None:
                 write_trace(cast("RunReport", stopped.report))
@@ -260,14 +258,14 @@ def command(
         try:
             report = replace(report, bracket=(before, measure()))
         except PipeplanError as error:  # what was trained counts more
-            _note(f"no profile after the run: {error}")
+            note(f"no profile after the run: {error}")
     for words in () if as_json else (*report.notes, *filter(None, [report.compared])):
-        _note(words)
+        note(words)
     write_trace(report)
     second = None
     if other is not None:
         alone = replace(asked, save=None, checkpoint=None, every=None, keep=None, traced=False)
-        again = run_plan(other, spec, alone, None, _note, None if as_json else status())
+        again = run_plan(other, spec, alone, None, note, None if as_json else status())
         assert again is not None, "no other rank reports"
         second = other, again
     if trace != "-":
@@ -287,10 +285,6 @@ def _calling(callback: str) -> Callable[[StepProgress], None]:
             function(step.step, metrics_of(step))
 
     return call
-
-
-def _note(words: str) -> None:
-    click.echo(f"note: {shown(words, SENTENCE)}", err=True)
 
 
 def _print_dry_run(plan: Plan, options: RunOptions, as_json: bool) -> None:
@@ -318,8 +312,8 @@ def _announce(plan: Plan, spec: ModelSpec, options: RunOptions, as_json: bool) -
     by_threads = KINDS[plan.schedule.kind].by_arrival or options.link_delay_s > 0
     kind = kind_of(options.device, plan.chain)
     notes = sharing(kind, number_in_environment("LOCAL_WORLD_SIZE", ranks), by_threads), untried(version("torch"))
-    for note in () if as_json or number_in_environment("LOCAL_RANK") else filter(None, notes):
-        _note(note)
+    for words in () if as_json or number_in_environment("LOCAL_RANK") else filter(None, notes):
+        note(words)
     away = elsewhere(plan.chain, kind)
     spec.check()  # what is wrong with its names is said alone
     if not (as_json or options.evaluates or number_in_environment("RANK")):

@@ -4,6 +4,7 @@ that it lives, by one line on standard error: redrawn on a terminal, added elsew
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 import click
 
+from ..names import SENTENCE, shown
 from ..status import Status
 
 QUIET_S = 0.7  # what takes less needs no line
@@ -27,6 +29,22 @@ def status() -> Status:
     """Return what the running command says of itself."""
     found: Status = click.get_current_context().meta.setdefault(STATUS, Status(""))  # nobody watches a completion
     return found
+
+
+def note(words: str) -> None:
+    """Tell something beside what the command is for."""
+    click.echo(f"note: {shown(words, SENTENCE)}", err=True)
+
+
+def print_json(found: Any) -> None:
+    """Print what a command says with --json."""
+    click.echo(json.dumps(found, indent=1))
+
+
+def say_written(output: str | None, what: str = "", then: str = "") -> None:
+    """Say that a file was written, where there is one to say it beside."""
+    if output not in (None, "-"):
+        click.echo(f"{what}written to {shown(output, SENTENCE)}{then}")
 
 
 class LiveLine:
@@ -232,6 +250,11 @@ class GroupedCommand(click.Command):
             if found:
                 with formatter.section(title):
                     formatter.write_dl([(names.ljust(width), text) for names, text in found], WIDEST)
+
+
+def new_command(*examples: str, cls: type[GroupedCommand] = GroupedCommand) -> Callable[[Any], GroupedCommand]:
+    """Return what makes a command of a function, with such ``examples``."""
+    return click.command(cls=cls, examples=examples)
 
 
 def heading(command: str, param: click.Parameter) -> str:

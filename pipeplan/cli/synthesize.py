@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import click
 
 from ..api.asked import Knobs, words
-from ..deadline import Deadline
-from ..names import SENTENCE, shown
+from ..names import shown
 from .options import FILE, JSON, option_of, options, refuse_two_documents, time_limit
-from .showing import GroupedCommand, status
+from .showing import new_command, print_json, say_written, status
 
 STAGES = """
 --gpus N {1..10000}         Without PLAN: number of equal GPUs.
@@ -49,12 +47,9 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
     return [int(part) for part in parts]
 
 
-@click.command(
-    cls=GroupedCommand,
-    examples=(
-        "pipeplan synthesize plan.json --microbatches 16 -o order.csv",
-        "pipeplan synthesize --gpus 4 --placement vee --times 20,24,16 --microbatches 12 --limit 5",
-    ),
+@new_command(
+    "pipeplan synthesize plan.json --microbatches 16 -o order.csv",
+    "pipeplan synthesize --gpus 4 --placement vee --times 20,24,16 --microbatches 12 --limit 5",
 )
 @click.argument("plan", metavar="[PLAN]", required=False, type=FILE)
 @options(STAGES, times={"callback": _times})
@@ -62,9 +57,7 @@ def _times(_: click.Context, option: click.Parameter, text: str | None) -> list[
 @time_limit("Search for so long, such as 60s, if no order is proved best before; or with --moves for no longer.")
 @options(WRITTEN)
 @JSON
-def command(
-    plan: str | None, deadline: Deadline, output: str | None, width: int | None, as_json: bool, **asked: Any
-) -> None:
+def command(plan: str | None, output: str | None, width: int | None, as_json: bool, **asked: Any) -> None:
     """Find the best order of forwards and backwards for PLAN's stages, or for equal ones, within memory.
 
     Backwards are split; a batch of microbatches is drained. Prints what the order takes, and a lower bound: no order
@@ -75,13 +68,12 @@ def command(
 
     refuse_two_documents(as_json, output=output)
     began = time.monotonic()
-    ordered = synthesize(plan, time_limit=deadline, status=status(), **asked)
+    ordered = synthesize(plan, status=status(), **asked)
     took_s = time.monotonic() - began
     if output is not None:
         ordered.save(output)
     if as_json:
-        click.echo(json.dumps({**ordered.figures(), "seconds": round(took_s, 3)}, indent=1))
+        print_json({**ordered.figures(), "seconds": round(took_s, 3)})
     elif output != "-":
         print_synthesis(ordered.found, took_s, plain=plan is None, width=width)
-        if output is not None:
-            click.echo(f"written to {shown(output, SENTENCE)}")
+        say_written(output)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..errors import BadInput
@@ -67,10 +67,7 @@ def read_rows(path: str) -> list[MeasuredRow]:
 
 
 def _positive(text: str, place: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e12:
-        raise BadInput(f"{place}: '{shown(text)}' isn't a positive number")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < 1e12:
+            return float(text)
+    raise BadInput(f"{place}: '{shown(text)}' isn't a positive number")

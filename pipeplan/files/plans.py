@@ -114,11 +114,6 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def schema(form: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON Schema of a form, such as one of :data:`SCHEMAS`."""
-    return msgspec.json.schema(form)
-
-
 def plan_text(plan: Plan, result: Evaluation | None = None) -> str:
     """Return the JSON of a valid plan, with the figures that its stages and starts give: ``result``, or computed."""
     return json_text(plan_form(plan, result))

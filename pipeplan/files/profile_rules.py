@@ -67,11 +67,10 @@ def check_chain(chain: Chain, place: str, place_of_layer: Callable[[int], str] |
         raise BadInput(f"{place}: there are no layers")
     if chain.microbatch < 1:
         raise BadInput(f"{place}: $.microbatch: {chain.microbatch} is not positive")
-    if chain.input_bytes < 0:
-        raise BadInput(f"{place}: $.input_bytes: {chain.input_bytes} is negative")
+    for name in ("input_bytes", "reading_ns"):
+        if getattr(chain, name) < 0:
+            raise BadInput(f"{place}: $.{name}: {getattr(chain, name)} is negative")
     _check_layers(chain, of_layer)
-    if chain.reading_ns < 0:
-        raise BadInput(f"{place}: $.reading_ns: {chain.reading_ns} is negative")
     for i in (0, len(chain) - 1):
         if chain.read_in_passes_ns > chain.layers[i].forward_ns:
             raise BadInput(
@@ -184,10 +183,8 @@ def _check_shared(what: str, chain: Chain, of_layer: Callable[[int], str]) -> No
             bytes_of[i] += shared.weight_bytes
             parameters_of[i] += shared.parameter_count
     for i, layer in enumerate(chain.layers):
-        for found, own, unit in (
-            (bytes_of[i], layer.weight_bytes, "bytes"),
-            (parameters_of[i], layer.parameter_count, "parameters"),
-        ):
+        both = (bytes_of[i], layer.weight_bytes, "bytes"), (parameters_of[i], layer.parameter_count, "parameters")
+        for found, own, unit in both:
             if found > own:
                 raise BadInput(f"{of_layer(i)}: shares {found} {unit} of weights by $.shared, and has {own}")
     said, paired = (connected(pairs) for pairs in ((x.layers for x in chain.shared), chain.tied))

@@ -21,29 +21,8 @@ from .text import read_text
 
 PREFIX = "example:"
 FOLDER = Path(__file__).parents[1] / "profiles"
-OPTIONAL = (
-    "edges",
-    "tied",
-    "shared",
-    "worth",
-    "within",
-    "beside",
-    "in_flight",
-    "reading_ns",
-    "order",
-    "inputs",
-    "tensor",
-    "sequence_parallel",
-    "selective",
-    "variants",
-    "head_groups",
-    "changed",
-    "experts",
-    "imbalance",
-    "context",
-    "by_heads",
-    "offloaded",
-)
+FIRST = ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers")
+OPTIONAL = tuple(field.name for field in fields(Chain) if field.name not in (*FIRST, "either"))
 Degree = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEGREE)]
 Factor = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 Ranks = Annotated[int, msgspec.Meta(ge=0, le=MOST_DEGREE)]
@@ -60,19 +39,12 @@ LayerFile = form(
 )
 LayersFile = Annotated[tuple[LayerFile, ...], msgspec.Meta(max_length=MOST_LAYERS)]  # type: ignore[valid-type]  # a form
 VariantFile = form(
-    Variant,
-    optional=("selective", "experts", "context", "by_heads", "offloaded"),
-    brief=True,
-    tensor=Degree,
-    experts=Degree,
-    context=Degree,
-    offloaded=Count,
-    layers=LayersFile,
+    Variant, brief=True, tensor=Degree, experts=Degree, context=Degree, offloaded=Count, layers=LayersFile
 )
 SharedFile = form(SharedWeights, brief=True)
 ProfileFile = form(
     Chain,
-    ("format", "name", "microbatch", "dtype", "device", "source", "input_bytes", "layers", *OPTIONAL),
+    (*FIRST, *OPTIONAL),
     optional=OPTIONAL,
     brief=True,
     format=Literal["pipeplan-profile/1"],

@@ -31,46 +31,6 @@ from .policy import (
 )
 from .sums import SharedSums, Sums
 
-__all__ = [
-    "AUTOCAST",
-    "CHANGED",
-    "CLIPPED_TOGETHER",
-    "ENDLESS",
-    "LOSS_NAME",
-    "MICROBATCHES_PER_DEVICE",
-    "NOT_PREDICTED",
-    "SHARING",
-    "WEIGHTS",
-    "Chain",
-    "Checkpointing",
-    "Collective",
-    "Device",
-    "Engine",
-    "Exchange",
-    "Layer",
-    "LayerTimes",
-    "LayerWork",
-    "Level",
-    "PassWork",
-    "Platform",
-    "Policy",
-    "Precision",
-    "Problem",
-    "SharedSums",
-    "SharedWeights",
-    "Sums",
-    "Variant",
-    "VariantName",
-    "Way",
-    "WeightNeeds",
-    "WeightRules",
-    "Weights",
-    "Zero",
-    "connected",
-    "matrix_state",
-    "small_matrices",
-]
-
 
 @dataclass(frozen=True)
 class Problem:

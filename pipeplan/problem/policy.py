@@ -53,14 +53,6 @@ def _newest(minibatch: int, made: int, entered: int) -> int:
     return made
 
 
-def _newest_of_two(minibatch: int, made: int, entered: int) -> int:
-    return max(minibatch - 1, made)
-
-
-def _delayed_by_one(minibatch: int, made: int, entered: int) -> int:
-    return max(minibatch - 1, 0)
-
-
 def _as_entered(minibatch: int, made: int, entered: int) -> int:
     return entered
 
@@ -69,16 +61,8 @@ def _as_forward(forward: int, made: int, common: int) -> int:
     return forward
 
 
-def _newest_again(forward: int, made: int, common: int) -> int:
-    return made
-
-
-def _newest_in_common(forward: int, made: int, common: int) -> int:
-    return common
-
-
 _TWO = WeightRules(
-    _newest_of_two,
+    lambda minibatch, made, entered: max(minibatch - 1, made),
     _as_forward,
     most_versions=2,
     meaning="at most two versions, forwards read the newest that is made, never drained",
@@ -101,7 +85,7 @@ WEIGHTS: dict[Weights, WeightRules] = {
     # PipeDream-2BW: W(t+1) = W(t) - lr * grad f(W(t-1)), in both passes (ALGORITHMS sections 3 and 10.6)
     "2bw-uniform": replace(
         _TWO,
-        forward_version=_delayed_by_one,
+        forward_version=lambda minibatch, made, entered: max(minibatch - 1, 0),
         meaning="two versions of them, every gradient one update late, never drained",
         fresher="2bw",
     ),
@@ -117,12 +101,14 @@ WEIGHTS: dict[Weights, WeightRules] = {
     # TiMePReSt without vertical sync: the newest weights in either pass, so one version
     "latest": WeightRules(
         _newest,
-        _newest_again,
+        lambda forward, made, common: made,
         most_versions=1,
         meaning="one version, forward and backward on the newest",
         reads_newest=True,
         # TiMePReSt's: a pass, in either direction, uses on every stage what is newest on all of them when it starts
-        synced=WeightRules(_as_entered, _newest_in_common, most_versions=None, reads_newest=True, alone="stash"),
+        synced=WeightRules(
+            _as_entered, lambda forward, made, common: common, most_versions=None, reads_newest=True, alone="stash"
+        ),
     ),
 }
 

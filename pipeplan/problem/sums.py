@@ -66,21 +66,13 @@ class Sums:
     @staticmethod
     def of(layers: Sequence[Layer], shared: Sequence[SharedWeights] = ()) -> Sums:
         """Return the prefix sums of ``layers``, of which some have ``shared`` weights."""
-
-        def prefix(values: Sequence[int]) -> Ints:
-            return np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64))]).astype(np.int64)
-
-        return Sums(
-            forward_ns=prefix([x.forward_ns for x in layers]),
-            backward_ns=prefix([x.backward_ns for x in layers]),
-            backward_weight_ns=prefix([x.weight_part_ns for x in layers]),
-            optimizer_ns=prefix([x.optimizer_ns for x in layers]),
-            weight_bytes=prefix([x.weight_bytes for x in layers]),
-            parameters=prefix([x.parameter_count for x in layers]),
-            own_bytes=prefix([x.own[0] for x in layers]),
-            own_parameters=prefix([x.own[1] for x in layers]),
-            shared=tuple(SharedSums.of(x, layers) for x in shared),
-        )
+        rows = [
+            (x.forward_ns, x.backward_ns, x.weight_part_ns, x.optimizer_ns, x.weight_bytes, x.parameter_count, *x.own)
+            for x in layers
+        ]
+        found = np.zeros((8, len(rows) + 1), dtype=np.int64)
+        found[:, 1:] = np.cumsum(np.array(rows, dtype=np.int64).reshape(-1, 8), axis=0).T
+        return Sums(*found, tuple(SharedSums.of(x, layers) for x in shared))  # type: ignore[call-arg]  # it has eight rows
 
     @cached_property
     def passes_ns(self) -> list[int]:

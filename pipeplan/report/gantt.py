@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from ..cost.stage_graph import StageGraph
 from ..errors import BadInput
 from ..files.text import replaced
 from ..names import shown
@@ -112,14 +113,9 @@ def plan_window(plan: Plan) -> Window:
     begin, end = entries[first], entries[-1]
     shifted = []
     for row in timeline_rows(steady.timeline):
-        bars = tuple(
-            bar._replace(
-                start_ns=bar.start_ns - begin, end_ns=bar.end_ns - begin, microbatch=bar.microbatch - first * batch
-            )
-            for bar in row.bars
-            if bar.start_ns < end and bar.end_ns > begin
-        )
-        shifted.append(replace(row, bars=bars))
+        inside = (x for x in row.bars if x.start_ns < end and x.end_ns > begin)
+        bars = (Bar(x[0] - begin, x[1] - begin, *x[2:4], x.microbatch - first * batch, x.chunk) for x in inside)
+        shifted.append(replace(row, bars=tuple(bars)))
     what = "cycle" if count == steady.cycle and steady.repeats else "part"
     many = f"{count} mini-batch{'es' if count > 1 else ''} of {batch}"
     title = f"one {what} of {schedule.kind}, {many} in {format_ns(end - begin)}"
@@ -130,16 +126,16 @@ def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, 
     """Return (rows, start, end) of as many steady periods as the most replicas, so that each GPU is seen."""
     graph, period = graph_of(plan), pattern.period_ns
     end = period * max(resource.replicas for resource in graph.resources if not resource.is_link)
-    rows = []
-    for index, (resource, indices) in enumerate(zip(graph.resources, graph.on_resource, strict=True)):
-        chunk = {s: i for i, s in enumerate(graph.stages_on(index))}
+    rows, chunk = [], chunks_of(graph)
+    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
         seen: dict[int, list[Bar]] = {} if resource.is_link else {replica: [] for replica in range(resource.replicas)}
         for i in indices:
             op = pattern.operations[i]
             stop = op.start_ns + op.duration_ns
             for m in range(-((stop - 1) // period), -((op.start_ns - end) // period)):
                 begin = op.start_ns + m * period
-                bar = Bar(begin, begin + op.duration_ns, op.kind, op.stage, m, chunk.get(op.stage, 0))
+                place = 0 if resource.is_link else chunk[op.stage]
+                bar = Bar(begin, begin + op.duration_ns, op.kind, op.stage, m, place)
                 seen.setdefault(m % resource.replicas, []).append(bar)
         for replica, bars in sorted(seen.items()):
             device = None if resource.is_link else resource.devices[replica]
@@ -148,13 +144,14 @@ def _pattern_window(plan: Plan, pattern: Pattern) -> tuple[list[GanttRow], int, 
     return sorted(rows, key=lambda row: (row.device is None, row.device or 0)), 0, end
 
 
+def chunks_of(graph: StageGraph) -> list[int]:
+    """Return of each stage how many of its device come before it."""
+    return [graph.stages_on(stage.resource).index(s) for s, stage in enumerate(graph.stages)]
+
+
 def timeline_rows(timeline: Timeline) -> list[GanttRow]:
     """Return the rows of a simulated run, GPUs first."""
-    program = timeline.program
-    chunk: dict[int, int] = {}
-    for index, resource in enumerate(program.graph.resources):
-        if not resource.is_link:
-            chunk |= {s: i for i, s in enumerate(program.graph.stages_on(index))}
+    program, chunk = timeline.program, chunks_of(timeline.program.graph)
     rows, starts, given = [], timeline.start_ns, timeline.duration_ns
     width = program.graph.resources[0].width
     planned = [(work.duration_ns, work.kind, work.stage) for work in program.operations]
@@ -179,14 +176,9 @@ def working_devices(timeline: Timeline) -> list[tuple[int, int]]:
 
 def rows_data(rows: Sequence[GanttRow], start_ns: int, end_ns: int) -> dict[str, Any]:
     """Return a chart as plain data: window and rows of operations."""
-    return {
-        "start_ns": start_ns,
-        "end_ns": end_ns,
-        "rows": [
-            {"name": row.name, "operations": [{name: getattr(bar, name) for name in SHOWN} for bar in row.bars]}
-            for row in rows
-        ],
-    }
+    shown = [[{name: getattr(bar, name) for name in SHOWN} for bar in row.bars] for row in rows]
+    listed = [{"name": row.name, "operations": own} for row, own in zip(rows, shown, strict=True)]
+    return {"start_ns": start_ns, "end_ns": end_ns, "rows": listed}
 
 
 def panels(timeline: Timeline, columns: int) -> list[tuple[str, int, int]]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from math import inf, nextafter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..check.evaluate import evaluate
 from ..plan import Plan
@@ -28,16 +27,14 @@ from ..schedule.timeline import Change, Timeline, activation_steps, run_uses, st
 TRACKS = 10**5  # of a process: its threads are numbered from the process's number times this
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
+class Track(NamedTuple):
     """One line of the picture: a thread of a process, by their numbers."""
 
     process: int
     thread: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """A box on a track, from ``start_ns`` to ``end_ns``."""
 
     track: Track
@@ -50,16 +47,14 @@ class ChromeTrace:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self._arrows = self._processes = 0
+        self._arrows = 0
         self._tracks: dict[int, int] = {}  # process to how many it has
 
     def process(self, name: str) -> int:
         """Add a group of tracks below those there are; return its number."""
-        self._processes += 1
-        number = self._processes
+        number = len(self._tracks) + 1
         self._tracks[number] = 0
-        self._about("process_name", Track(number, number * TRACKS), name=name)
-        self._about("process_sort_index", Track(number, number * TRACKS), sort_index=number)
+        self._about("process", Track(number, number * TRACKS), name, number)
         return number
 
     def track(self, process: int, name: str) -> Track:
@@ -67,8 +62,7 @@ class ChromeTrace:
         place = self._tracks[process]
         self._tracks[process] += 1
         track = Track(process, process * TRACKS + place)
-        self._about("thread_name", track, name=name)
-        self._about("thread_sort_index", track, sort_index=place)
+        self._about("thread", track, name, place)
         return track
 
     def slice(
@@ -79,9 +73,11 @@ class ChromeTrace:
         self._event("X", track, start_ns, name=name, cat=category, dur=length, args=dict(args))
         return Slice(track, start_ns, end_ns)
 
-    def counter(self, process: int, name: str, at_ns: int, unit: str, value: float) -> None:
-        """Say that the counter ``name`` has ``value`` from now on."""
-        self._event("C", Track(process, process * TRACKS), at_ns, name=name, args={unit: value})
+    def hold(self, process: int, name: str, use: DeviceUse, steps: Iterable[tuple[int, int]]) -> None:
+        """Add the one counter of a GPU: weights, buffers and activations, in GB."""
+        for at_ns, held in steps:
+            args = {"GB": (use.static_bytes + held) / 1e9}
+            self._event("C", Track(process, process * TRACKS), at_ns, name=name, args=args)
 
     def arrow(self, name: str, through: Sequence[Slice]) -> None:
         """Add an arrow from the end of the first box through those between to the start of the last.
@@ -104,8 +100,10 @@ class ChromeTrace:
         head: dict[str, Any] = {"displayTimeUnit": "ms"} | ({} if about is None else {"otherData": about})
         return json.dumps(head | {"traceEvents": self.events}) + "\n"
 
-    def _about(self, kind: str, track: Track, **args: Any) -> None:
-        self.events.append({"ph": "M", "name": kind, "pid": track.process, "tid": track.thread, "args": args})
+    def _about(self, what: str, track: Track, name: str, place: int) -> None:
+        for kind, args in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+            about = {"ph": "M", "name": f"{what}_{kind}", "pid": track.process, "tid": track.thread, "args": args}
+            self.events.append(about)
 
     def _event(self, phase: str, track: Track, at_ns: int, **fields: Any) -> None:
         at = {"pid": track.process, "tid": track.thread, "ts": microseconds(at_ns)}
@@ -145,7 +143,7 @@ def simulated_trace(timeline: Timeline, platform: Platform) -> ChromeTrace:
             trace.arrow(program.name(step), (slices[before], sent, slices[after]))
     memory = trace.process("memory")
     for i, device in devices.items():
-        _hold(trace, memory, f"{names[i]} holds", uses[device], activation_steps(timeline, i))
+        trace.hold(memory, f"{names[i]} holds", uses[device], activation_steps(timeline, i))
     return trace
 
 
@@ -182,7 +180,7 @@ def measured_trace(plan: Plan, report: RunReport) -> str:
     memory = trace.process("memory, by the plan's sizes")
     uses = evaluate(plan).devices
     for device, name, times in zip(devices, names, report.times, strict=True):
-        _hold(trace, memory, f"{name} holds", uses[device], _held(program, times, origin))
+        trace.hold(memory, f"{name} holds", uses[device], _held(program, times, origin))
     return trace.text(figures_of(plan, report))
 
 
@@ -221,17 +219,8 @@ def _held(program: Program, times: Sequence[OpTime], origin_ns: int) -> list[tup
     return [list(steps)[-1] for _, steps in together]
 
 
-# --- both -----------------------------------------------------------------------------------------------------------
-
-
 def _gpus(devices: Iterable[int]) -> list[str]:
     """Name GPUs by numbers of one width, which sort as they do."""
     numbers = list(devices)
     width = len(str(max(numbers, default=0)))
     return [f"GPU {number:0{width}d}" for number in numbers]
-
-
-def _hold(trace: ChromeTrace, process: int, name: str, use: DeviceUse, steps: Iterable[tuple[int, int]]) -> None:
-    """Add the one counter of a GPU: weights, buffers and activations, in GB."""
-    for at, held in steps:
-        trace.counter(process, name, at, "GB", (use.static_bytes + held) / 1e9)

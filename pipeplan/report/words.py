@@ -14,7 +14,7 @@ from ..names import shown
 from ..partition.contiguous.claims import coarseness
 from ..partition.devices.orders import Orders
 from ..plan import Bound, Plan
-from ..problem import Chain, Level, Platform, Policy
+from ..problem import Chain, Platform
 from ..schedule.weight_versions import Delay, average_delay
 from ..units import format_bandwidth, format_bytes, format_ns
 from .searched import longer, number_in
@@ -41,17 +41,10 @@ def distance(bound: Bound, period_ns: int) -> str:
 def bound_figures(plan: Plan) -> list[dict[str, Any]]:
     """Return a valid plan's bounds for scripts: class, whether derived here, and if so, how far the plan is above."""
     period = evaluate(plan).period_ns
+    own = "replicas", "checkpointing", "any_interval", "schedule", "period_ns"
     return [
-        {
-            "class": bound.allocation,
-            "replicas": bound.replicas,
-            "checkpointing": bound.checkpointing,
-            "any_interval": bound.any_interval,
-            "schedule": bound.schedule,
-            "period_ns": bound.period_ns,
-            "checked": not bound.claimed,
-            "gap": None if bound.claimed else gap(period, bound),
-        }
+        {"class": bound.allocation, **{name: getattr(bound, name) for name in own}, "checked": not bound.claimed}
+        | {"gap": None if bound.claimed else gap(period, bound)}
         for bound in plan.lower_bounds
     ]
 
@@ -102,12 +95,12 @@ def machine(platform: Platform) -> str:
     how = ", transfers block" if platform.blocking else ""
     if platform.overhead_ns:
         how += f", messages take {format_ns(platform.overhead_ns)} at each end"
-    return f"GPUs of {memory}, joined {' / '.join(map(_joint, platform.levels))}{how}"
-
-
-def _joint(level: Level) -> str:
-    text = f"{level.count} at {format_bandwidth(level.bandwidth)}"
-    return text if level.links is None else f"{text} by {level.links} link{'s' if level.links > 1 else ''} each"
+    joints = (
+        f"{x.count} at {format_bandwidth(x.bandwidth)}"
+        + ("" if x.links is None else f" by {x.links} link{'s' if x.links > 1 else ''} each")
+        for x in platform.levels
+    )
+    return f"GPUs of {memory}, joined {' / '.join(joints)}{how}"
 
 
 def alone_ns(chain: Chain) -> int:
@@ -242,10 +235,14 @@ SHARED = (
 
 def state(plan: Plan) -> str:
     """Return what is held for each weight, and how it is updated, in words."""
-    policy = plan.policy
+    policy, size = plan.policy, ""
+    if policy.bytes_per_parameter is not None:
+        shared = policy.shared_bytes_per_parameter
+        parts = policy.bytes_per_parameter if shared is None else f"{policy.bytes_per_parameter - shared} + {shared}"
+        size = f", {parts} bytes a parameter"
     return (
         f"{policy.optimizer} in {policy.precision.replace('autocast', f'fp32, {plan.chain.dtype}')}"
-        + _per_parameter(policy)
+        + size
         + (", state on the host" if policy.offload else "")
         + SHARED[policy.zero]
         + ("" if policy.coarsening is None else f", steps overlap with sums of {policy.coarsening} buckets")
@@ -253,10 +250,3 @@ def state(plan: Plan) -> str:
         + (", gradients clipped" if policy.clip else "")
         + (", weights predicted" if policy.predict and not policy.drains else "")
     )
-
-
-def _per_parameter(policy: Policy) -> str:
-    size, shared = policy.bytes_per_parameter, policy.shared_bytes_per_parameter
-    if size is None:
-        return ""
-    return f", {size if shared is None else f'{size - shared} + {shared}'} bytes a parameter"

@@ -76,19 +76,15 @@ def lower(program: Program, start_ns: Sequence[Sequence[int]]) -> dict[int, list
     last = len(graph.stages) - 1
     for _, _, m, position in order:
         work = works[position]
-        match work.kind:
-            case "SEND_F":
-                exchange("F", work.stage, m)
-            case "SEND_B":
-                exchange("B", work.stage, m)
-            case "R" | "W":
-                ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
-            case "F" | "B":
-                ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
-                neighbour = work.stage + (1 if work.kind == "F" else -1)
-                silent = 0 <= neighbour <= last and ("SEND_" + work.kind, work.stage) not in graph.position
-                if silent and graph.stages[neighbour].resource != graph.stages[work.stage].resource:
-                    exchange(work.kind, work.stage, m)
+        if work.kind == "SEND_F" or work.kind == "SEND_B":
+            exchange("F" if work.kind == "SEND_F" else "B", work.stage, m)
+            continue
+        ranks[device_of(graph, work.stage, m)].append(Action(work.stage, work.kind, m, None, work.covers))
+        if work.kind == "F" or work.kind == "B":
+            neighbour = work.stage + (1 if work.kind == "F" else -1)
+            silent = 0 <= neighbour <= last and ("SEND_" + work.kind, work.stage) not in graph.position
+            if silent and graph.stages[neighbour].resource != graph.stages[work.stage].resource:
+                exchange(work.kind, work.stage, m)
     return ranks
 
 

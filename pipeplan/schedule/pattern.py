@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
@@ -26,20 +27,13 @@ def starts_of(pattern: Pattern) -> list[int]:
 
 def make_pattern(graph: StageGraph, starts: Sequence[int], period: int) -> Pattern:
     """Return the pattern of ``graph`` with ``starts`` (ns, in path order)."""
-    return Pattern(
-        period,
-        tuple(
-            TimedOp(op.kind, op.stage, start, op.duration_ns)
-            for op, start in zip(graph.operations, starts, strict=True)
-        ),
-    )
+    timed = zip(graph.operations, starts, strict=True)
+    return Pattern(period, tuple(TimedOp(op.kind, op.stage, start, op.duration_ns) for op, start in timed))
 
 
 def one_at_a_time(graph: StageGraph) -> Pattern:
     """Return the pattern that starts a microbatch when the one before has left; valid when any pattern is."""
-    starts = [0]
-    for op in graph.operations[:-1]:
-        starts.append(starts[-1] + op.duration_ns)
+    starts = [0, *accumulate(op.duration_ns for op in graph.operations[:-1])]
     return make_pattern(graph, starts, max(graph.path_ns, graph.period_floor_ns))
 
 
@@ -157,12 +151,9 @@ def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource
 
 def memory_fits(graph: StageGraph, starts: Sequence[int], period: int) -> bool:
     """Whether every device group stays within its memory."""
-    for index, resource in enumerate(graph.resources):
-        if not resource.is_link:
-            use = resource_use(graph, starts, period, index)
-            if use.peak_bytes > use.memory_bytes:
-                return False
-    return True
+    devices = (i for i, resource in enumerate(graph.resources) if not resource.is_link)
+    uses = (resource_use(graph, starts, period, i) for i in devices)
+    return all(use.peak_bytes <= use.memory_bytes for use in uses)
 
 
 def unused(platform: Platform) -> list[DeviceUse]:

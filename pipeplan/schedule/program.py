@@ -266,6 +266,12 @@ def device_of(graph: StageGraph, stage: int, microbatch: int) -> int:
     return devices[microbatch % len(devices)]
 
 
+def on_devices(graph: StageGraph, rule: Callable[[], Decide]) -> dict[tuple[int, int], Callable[[], Decide]]:
+    """Return the rules of lanes where every device decides by ``rule``."""
+    devices = [(i, resource) for i, resource in enumerate(graph.resources) if not resource.is_link]
+    return {(i, replica): rule for i, resource in devices for replica in range(resource.replicas)}
+
+
 def not_one_each(graph: StageGraph, schedule: str) -> str | None:
     """Return why ``schedule``, which needs one GPU per stage and one stage per GPU, cannot run ``graph``; or None."""
     for index, resource in enumerate(graph.resources):

@@ -338,23 +338,17 @@ class _ProgramRun:
             before, work = self.first[number], self.program.operations[index % self.length]
             ahead = before is not None and work.kind != "B"
             heappush(waits[before is None or not before(work.kind, work.stage)], (at, ahead, index))
-            heappush(self.events, (max(at, self.free[number]), number))
-            if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
-                self._expect(index + 1, at + self.durations[index])
-            return
-        expected = self.expected.pop(index, None)
-        if expected is not None:
-            del self.announced[number][bisect_left(self.announced[number], expected)]
-        insort(self.announced[number], self._arrival(index, self.starts[index], True))
-        heappush(self.events, (max(self.starts[index], self.free[number]), number))
+        else:
+            expected = self.expected.pop(index, None)
+            if expected is not None:
+                del self.announced[number][bisect_left(self.announced[number], expected)]
+            insort(self.announced[number], self._arrival(index, at, True))
+        heappush(self.events, (max(at, self.free[number]), number))
         if self.program.lanes[number].device is None:  # a transfer; what it brings to is next on the path
-            self._expect(index + 1, self.starts[index] + self.durations[index])
-
-    def _expect(self, index: int, at_ns: int) -> None:
-        number = self.deciding[index]
-        if number >= 0 and self.comers[number] is None and self.waiting[index] == 1:
-            self.expected[index] = self._arrival(index, at_ns, False)
-            insort(self.announced[number], self.expected[index])
+            other = self.deciding[index + 1]
+            if other >= 0 and self.comers[other] is None and self.waiting[index + 1] == 1:
+                self.expected[index + 1] = self._arrival(index + 1, at + self.durations[index], False)
+                insort(self.announced[other], self.expected[index + 1])
 
     def _arrival(self, index: int, at_ns: int, sure: bool) -> Arrival:
         step = Step(*divmod(index, self.length))

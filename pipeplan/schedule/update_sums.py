@@ -39,11 +39,6 @@ def interval_of(graph: StageGraph) -> int:
     return graph.policy.update_interval(max(resource.replicas for resource in graph.resources))
 
 
-def round_of(graph: StageGraph) -> int:
-    """Return the microbatches after which updates and replicas are as they were."""
-    return lcm(interval_of(graph), *(resource.replicas for resource in graph.resources))
-
-
 def with_sums(program: Program, pattern: Pattern, beside: Collection[int]) -> Program:
     """Return a program that runs ``pattern`` with its updates' sums.
 
@@ -77,7 +72,8 @@ def shown_with_sums(graph: StageGraph, pattern: Pattern) -> int | None:
     """Return how many microbatches show the period with sums; None where none is waited for, or it takes too many."""
     if not graph.summing:
         return None
-    again, held = round_of(graph), most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    again = lcm(interval_of(graph), *(resource.replicas for resource in graph.resources))  # all is as it was
+    held = most_in_flight(graph, starts_of(pattern), pattern.period_ns)
     count = ceil_div(3 * held, again) * again + 3 * again + held
     return count if count * len(graph.operations) <= MOST_STEPS else None
 

@@ -229,7 +229,7 @@ def test_the_doctor_says_what_does_not_work_and_what_helps(monkeypatch) -> None:
         raise PipeplanError(f"no {name}")
 
     def told() -> list[list[str]]:
-        found = [x for x in doctor.examined() if x.name not in ("pipeplan", *doctor.NEEDED[1:])]
+        found = [x for x in doctor.examined() if x.name not in ("pipeplan", *[*doctor.NEEDED][1:])]
         return [[x.name, x.state, x.told.partition(",")[0], x.help] for x in found]
 
     monkeypatch.setattr(doctor, "findings", list)

@@ -8,7 +8,7 @@ import pytest
 from pipeplan.cost.roofline import Constants
 from pipeplan.errors import BadInput
 from pipeplan.files.machines import accelerators as accelerators_file
-from pipeplan.files.machines.accelerators import accelerator, accelerators, constants_of, with_constants
+from pipeplan.files.machines.accelerators import accelerator, accelerators, with_constants
 
 
 def test_the_table_has_the_usual_gpus_and_plausible_figures() -> None:
@@ -118,19 +118,19 @@ def test_rates_are_those_of_the_type_or_of_the_kind_without_its_pass() -> None:
 def test_host_times_are_said_or_those_of_what_issues_operations() -> None:
     a100 = accelerator("a100")
     said = {text: (x.forward_host_ns, x.backward_host_ns) for text in ("20us", "60us,35us", "compiled", "graphs", "0")
-            for x in [constants_of(a100, text)]}  # fmt: skip
+            for x in [a100.constants(text)]}  # fmt: skip
     assert said == {
         "20us": (20_000, 20_000), "60us,35us": (60_000, 35_000), "compiled": (3000, 3000), "graphs": (0, 0),
         "0": (0, 0),
     }  # fmt: skip
-    assert constants_of(a100) == constants_of(a100, "eager") == a100.constants()
+    assert a100.constants("eager") == a100.constants()
     for wrong, message in (
         ("fast", "none of eager, compiled, graphs, megatron"),
         ("1us,2us,3us", "isn't a time"),
         ("20", "no unit"),
     ):
         with pytest.raises(BadInput, match=f"--engine: '{wrong}'.*{message}"):
-            constants_of(a100, wrong)
+            a100.constants(wrong)
     own = with_constants(a100, Constants(0.5, 0.6, 4000, 61_000, 32_000), "fitted")
     assert own.constants() == Constants(0.5, 0.6, 4000, 61_000, 32_000)
     assert own.constants("graphs").forward_host_ns == 0

@@ -213,18 +213,20 @@ def bytes_per_parameter(said: int | str | None) -> tuple[int, int | None] | None
 
 def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
     """Return the platform that is asked for, less what is reserved, and what was assumed."""
-    where, assumptions = _platform(
-        asked.get("platform"),
-        chain,
-        {
-            "gpus": asked.get("gpus"),
-            "mem": _size(asked.get("mem")),
-            "gpu": asked.get("gpu"),
-            "bandwidth": _rate(asked.get("bandwidth")),
-            "network": _rate(asked.get("network")),
-            "latency": asked.get("latency"),
-        },
-    )
+    said = {name: asked.get(name) for name in ("gpus", "mem", "gpu", "bandwidth", "network", "latency")}
+    given, counts, assumptions = asked.get("platform"), said.pop("gpus"), list[str]()
+    if given is not None:
+        more = [f"--{name}" for name, value in {"gpus": counts, **said}.items() if value is not None]
+        if more:
+            raise BadInput(f"--platform already says what {', '.join(more)} would")
+        where = given if isinstance(given, Platform) else read_platform(given, chain)
+    elif counts is None:
+        raise BadInput("say the platform: --gpus, and --mem or --gpu, or --platform FILE")
+    else:
+        counts = counts if isinstance(counts, tuple) else gpu_counts(str(counts))
+        units = {"mem": "B", "bandwidth": "B/s", "network": "B/s"}
+        texts = {name: f"{x}{units[name]}" if isinstance(x, int) else x for name, x in said.items()}
+        where, assumptions = platform_of_gpus(counts, **texts, chain=chain)  # type: ignore[arg-type]  # all texts
     where = replace(where, blocking=where.blocking or asked.get("blocking_transfers", False))
     overhead = asked.get("overhead")
     if overhead is not None:
@@ -232,7 +234,9 @@ def _machine(asked: Asked, chain: Chain) -> tuple[Platform, list[str]]:
     reserve = asked.get("reserve")
     if reserve == "auto":
         reserve = None if chain.of_cpu else RESERVE
-    return where if reserve is None else reserving(where, str(_size(reserve)), "--reserve"), assumptions
+    if isinstance(reserve, int):
+        reserve = f"{reserve}B"
+    return where if reserve is None else reserving(where, reserve, "--reserve"), assumptions
 
 
 def deadline_of(time_limit: str | Deadline | None) -> Deadline:
@@ -263,27 +267,3 @@ def _microbatches(accumulate: int | None, batch: int | None, each: int) -> int |
             f"--batch {batch} is {count} microbatches of {each} samples an update, --accumulate says {accumulate}"
         )
     return count
-
-
-def _platform(
-    given: str | Platform | None, chain: Chain, said: dict[str, int | str | tuple[int, ...] | None]
-) -> tuple[Platform, list[str]]:
-    """Return the platform that is given, or in a file, or that of GPUs by name and number, and what was assumed."""
-    if given is not None:
-        more = [f"--{name}" for name, value in said.items() if value is not None]
-        if more:
-            raise BadInput(f"--platform already says what {', '.join(more)} would")
-        return given if isinstance(given, Platform) else read_platform(given, chain), []
-    counts = said.pop("gpus")
-    if counts is None:
-        raise BadInput("say the platform: --gpus, and --mem or --gpu, or --platform FILE")
-    counts = counts if isinstance(counts, tuple) else gpu_counts(str(counts))
-    return platform_of_gpus(counts, **said, chain=chain)  # type: ignore[arg-type]  # texts but for the counts
-
-
-def _size(value: int | str | None) -> str | None:
-    return f"{value}B" if isinstance(value, int) else value
-
-
-def _rate(value: int | str | None) -> str | None:
-    return f"{value}B/s" if isinstance(value, int) else value

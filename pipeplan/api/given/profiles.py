@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ...errors import BadInput
-from ...files.machines.accelerators import accelerator, constants_of
+from ...files.machines.accelerators import accelerator
 from ...files.profiles import PREFIX, located, profile_text
 from ...files.profiles import read_profile as read_chain
 from ...files.text import write_text
@@ -324,8 +324,8 @@ def _made(
         measured = measure_model(source.build, source.batch, options, **about)
     else:
         target = accelerator(gpu)
-        constants = constants_of(target, engine)
-        measured = estimate_model(source.build, source.batch, target, options, **about, constants=constants)
+        about["constants"] = target.constants(engine)
+        measured = estimate_model(source.build, source.batch, target, options, **about)
     return Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
 
 

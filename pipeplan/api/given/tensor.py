@@ -73,11 +73,6 @@ class OfDegree:
     assumptions: list[str]
 
     @property
-    def degree(self) -> int:
-        """How many GPUs run each layer together."""
-        return self.problem.chain.tensor
-
-    @property
     def name(self) -> str:
         """What it is called beside others."""
         return self.problem.chain.variant
@@ -146,7 +141,8 @@ def best_degree(
     if best is None:
         kind = BadInput if all(isinstance(x, BadInput) for x in why.values()) else Infeasible
         raise kind("; ".join(f"tensor degree {name}: {why[name]}" for name in told if name in why))
-    return _with_degrees(best[0], told, worth.name), best[1]
+    said = {x: {worth.name: taken, "bound_ns": bound} for x, (taken, bound) in told.items()}
+    return replace(best[0], plan=best[0].plan.telling(tensor=said)), best[1]
 
 
 Told = dict[str, tuple[int | None, int | None]]  # by degree: what it takes and a bound, None where there is no plan
@@ -167,12 +163,4 @@ def _in_order(
             if degree == EACH:  # which somebody asked for, and degrees for all by the way
                 raise
             told[degree], why[degree] = (None, None), error
-    return sorted(queue, key=lambda x: (bool(x[1].problem.chain.variants), x[0], x[1].degree)), told, why
-
-
-def _with_degrees(found: Planned, told: Told, name: str) -> Planned:
-    """Return a plan that says of each degree what it takes and what none of its plans is below."""
-    provenance = found.plan.provenance
-    said: dict[str, Any] = {x: {name: taken, "bound_ns": bound} for x, (taken, bound) in told.items()}
-    options = {**provenance.options, "tensor": said}
-    return replace(found, plan=replace(found.plan, provenance=replace(provenance, options=options)))
+    return sorted(queue, key=lambda x: (bool(x[1].problem.chain.variants), x[0], x[1].problem.chain.tensor)), told, why

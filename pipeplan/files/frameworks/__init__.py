@@ -25,7 +25,7 @@ __all__ = ["READERS", "WRITERS", "Asked", "CannotExpress", "Imported", "Reader",
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """A registered writer: ``write`` gives the text, ``what`` it is and where the runtime reads it.
+    """A registered writer: ``write`` gives the text.
 
     ``target`` is the row of ``check.targets`` that it writes for. ``beside`` gives the text of a file that belongs
     beside the first, and how its name ends. ``schedule`` says whether the order of the operations is part of it; the
@@ -33,27 +33,18 @@ class Writer:
     """
 
     write: Callable[[Asked], str]
-    what: str
     target: str
     beside: tuple[str, Callable[[Asked], str]] | None = None
     schedule: bool = False
 
 
 WRITERS: dict[str, Writer] = {
-    "megatron": Writer(megatron, "--pipeline-model-parallel-layout and what goes with it for Megatron-LM", "megatron"),
-    "megatron-bridge": Writer(megatron_bridge, "the same as Python for Megatron-Bridge", "megatron"),
-    "torchtitan": Writer(
-        torchtitan, "module_fqns_per_model_part and what goes with it as torchtitan's flags", "torchtitan"
-    ),
-    "deepspeed": Writer(deepspeed, "a PipelineModule with the plan's stages for DeepSpeed, as Python", "deepspeed"),
-    "torch-split": Writer(torch_split, "split_spec and schedule for torch.distributed.pipelining, as Python", "torch"),
-    "torch-csv": Writer(
-        torch_csv,
-        "schedule CSV for torch.distributed.pipelining's _PipelineScheduleRuntime, and the split beside it",
-        "torch",
-        beside=(".py", torch_stages),
-        schedule=True,
-    ),
+    "megatron": Writer(megatron, "megatron"),
+    "megatron-bridge": Writer(megatron_bridge, "megatron"),
+    "torchtitan": Writer(torchtitan, "torchtitan"),
+    "deepspeed": Writer(deepspeed, "deepspeed"),
+    "torch-split": Writer(torch_split, "torch"),
+    "torch-csv": Writer(torch_csv, "torch", beside=(".py", torch_stages), schedule=True),
 }
 
 

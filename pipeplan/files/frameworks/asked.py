@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ...check.targets import TARGETS, Expressed, Recompute, Shape, express, refusals, weight_bytes
 from ...check.units import CannotExpress, Unit
@@ -60,6 +60,11 @@ class Asked:
     def autocast(self) -> str:
         """The type that operations are cast to, as torch names it; empty where none is."""
         return self.plan.chain.dtype.removeprefix(AUTOCAST) if self.plan.policy.precision == "autocast" else ""
+
+    @property
+    def title(self) -> str:
+        """The model's name, as it may stand in a docstring."""
+        return repr(shown(self.plan.chain.name))[1:-1].replace('"', "'")
 
     def renamed(self, target: str, name: str) -> str:
         """Return what the target calls a layer; CannotExpress where no pattern is for it."""
@@ -158,10 +163,8 @@ def placed(
     reasons = refusals(TARGETS[target], kind, shape, microbatches, zero)
     if reasons:
         raise BadInput(f"{source.path}: {reasons[0]}")
-    weights, ends = weight_bytes(source.chain), [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    parts = [units[a:b] for a, b in pairwise(ends)]
+    weights = weight_bytes(source.chain)
+    parts = [units[a:b] for a, b in pairwise(accumulate(counts, initial=0))]
     return tuple(
         Stage(part[0].start, part[-1].stop, group, recompute.segments(TARGETS[target], part, weights))
         for part, group in zip(parts, shape.groups(), strict=True)

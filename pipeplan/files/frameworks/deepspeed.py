@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...names import shown
 from ...version import __version__
 from .asked import Asked
 
@@ -55,7 +54,7 @@ def deepspeed(asked: Asked) -> str:
     more = f'\n    "torch_autocast": {{"enabled": True, "dtype": "{asked.autocast}"}},' if asked.autocast else ""
     more += f'\n    "zero_optimization": {{"stage": {zero}}},' if zero else ""
     return (CONFIG + (ALONE if alone else PIPELINE)).format(
-        model=repr(shown(asked.plan.chain.name))[1:-1].replace('"', "'"),
+        model=asked.title,
         version=__version__,
         ranks=shape.ranks,
         pipelines=shape.pipelines,

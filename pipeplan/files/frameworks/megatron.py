@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from ...check.targets import TARGETS, Recompute, Rule, Shape
-from ...check.units import CannotExpress, Unit, mtp_layers, towers
+from ...check.units import CannotExpress, mtp_layers, towers
 from ...choices import OPTIMIZERS
 from ...errors import BadInput
 from ...names import shown
@@ -154,7 +154,10 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
     where layers of multi-token prediction must not be."""
     found, chain = asked.expressed("megatron"), asked.plan.chain
     shape, units, mtp, way = found.shape, found.units, mtp_layers(chain), found.recompute
-    parts = ["".join(_letters_of(unit, mtp) for unit in part) for part in units]
+    parts = [
+        "".join("m" * mtp if x.name == "mtp" else "t" if x.block else "L" if x.start else "E" for x in part)
+        for part in units
+    ]
     for s, part in enumerate(parts):
         if "m" in part and s <= len(parts) - shape.ranks:
             raise CannotExpress(
@@ -190,12 +193,6 @@ def _facts(asked: Asked) -> tuple[str, list[str], list[dict[str, Any]]]:
         lines.append({**fsdp, "ckpt-format": "fsdp_dtensor"})
     world = shape.ranks * shape.pipelines * chain.width
     return f"# {world} GPUs: data-parallel size {shape.pipelines * chain.several}\n", parts, lines
-
-
-def _letters_of(unit: Unit, mtp: int) -> str:
-    if unit.name == "mtp":
-        return "m" * mtp
-    return "t" if unit.block else "L" if unit.start else "E"
 
 
 def _runs(letters: str) -> list[tuple[str, int]]:

@@ -214,7 +214,7 @@ def _module(asked: Asked, body: str, schedule: str, names: str, kind: str, layer
         *(["from torch.utils.checkpoint import checkpoint"] if layers else []),
     ]
     head = HEAD.format(
-        model=repr(shown(asked.plan.chain.name))[1:-1].replace('"', "'"),
+        model=asked.title,
         version=__version__,
         ranks=len(ranks),
         pipelines=pipelines,

@@ -61,9 +61,8 @@ def parse_host_time(text: str, place: str) -> tuple[int, int]:
     parts = ENGINES.get(text, text).split(",")
     if len(parts) > 2 or not text[:1].isdigit() | (text in ENGINES):
         raise BadInput(
-            f"{place}: '{shown(text)}' isn't a time such as 20us, none forward and backward such as "
-            "20us,10us, and none "
-            f"of {', '.join(ENGINES)}"
+            f"{place}: '{shown(text)}' isn't a time such as 20us, none forward and backward such as 20us,10us, "
+            f"and none of {', '.join(ENGINES)}"
         )
     forward, backward = (parse_time(part, place) for part in (parts[0], parts[-1]))
     return forward, backward
@@ -137,9 +136,13 @@ class Accelerator(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The least time of one operation."""
         return parse_time(self.launch, "$.launch")
 
-    def constants(self, host_time: str | None = None) -> Constants:
-        """Return what turns work into time, with a ``host_time`` for :func:`parse_host_time` (None: its own)."""
-        forward, backward = parse_host_time(host_time or self.host_time or USUAL_ENGINE, "$.host_time")
+    def constants(self, engine: str | None = None) -> Constants:
+        """Return what turns work into time, with the ``--engine`` that is said, for :func:`parse_host_time` (None: its
+        own host's time)."""
+        own = self.host_time or USUAL_ENGINE
+        forward, backward = (
+            parse_host_time(own, "$.host_time") if engine is None else parse_host_time(engine, "--engine")
+        )
         return Constants(self.compute_share, self.bandwidth_share, self.launch_ns, forward, backward)
 
     def rate(self, kind: str, number: str, last: bool = False) -> tuple[float, float]:
@@ -229,10 +232,3 @@ def with_constants(
         measured=device.measured if within is None else "runs",
         within=within,
     )
-
-
-def constants_of(device: Accelerator, host_time: str | None = None) -> Constants:
-    """Return what turns work into time on ``device``, with the ``--engine`` that is said."""
-    if host_time is not None:
-        parse_host_time(host_time, "--engine")
-    return device.constants(host_time)

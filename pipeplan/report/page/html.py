@@ -72,11 +72,13 @@ def report_html(
         if simulation.schedule not in [x.schedule for x in same]
     ]
     others = [chart for _, chart in runs]
+    names = [f"{escape(', '.join(x.name for x in same))}, {format_ns(same[0].makespan_ns)}" for same, _ in runs]
+    titled = [f"<h3>{name}</h3>{chart.html()}" for name, chart in zip(names, others, strict=True)]
     shown_charts, parts = [], []
     for charts, html in (
         _steady(plan, result),
         _run(simulation, measured, others),
-        (others, [*_schedules(twins, refused), *(_titled(_names(x), x[0].makespan_ns, chart) for x, chart in runs)]),
+        (others, [*_schedules(twins, refused), *titled]),
     ):
         shown_charts += charts
         parts += html
@@ -106,6 +108,7 @@ def chart_html(plan: Plan) -> str:
 def _page(plan: Plan, charts: Iterable[Chart], parts: Iterable[str], data: dict[str, object]) -> str:
     """Return a page of ``parts`` that opens offline, with the ``charts`` that its script draws."""
     data = {**data, "charts": {chart.name: chart.data() for chart in charts}}
+    script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name in it can end the script
     return "\n".join(
         [
             "<!doctype html>",
@@ -115,7 +118,7 @@ def _page(plan: Plan, charts: Iterable[Chart], parts: Iterable[str], data: dict[
             f"<style>{_beside('page.css')}</style></head><body>",
             *parts,
             '<div id="tip"></div>',
-            f"<script>const DATA = {_script_json(data)};{_beside('page.js')}</script>",
+            f"<script>const DATA = {script};{_beside('page.js')}</script>",
             "</body></html>\n",
         ]
     )
@@ -152,7 +155,10 @@ def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Cha
     charts = [run_chart("run", "run", timeline)]
     titles = [""]
     if measured is not None:
-        trained = _measured_chart(simulation, measured)
+        second = plan.interval if drains(plan, simulation.schedule) else 0  # mini-batch: the first warms everything up
+        first, program = second if second < measured.figures.microbatches else 0, timeline.program
+        seen = first, program.microbatches, program.batch
+        trained = measured_chart("measured", "run", measured.operations, *seen)
         charts.append(trained)
         titles = ["<h3>Planned</h3>", f"<h3>Measured: {_measured_words(measured, trained, plan)}</h3>"]
     return charts, [
@@ -168,15 +174,6 @@ def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Cha
 def _beside(name: str) -> str:
     """Return the page's style, or the script that draws ``DATA``: inlined, so that it opens offline."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def _titled(name: str, makespan_ns: int, chart: Chart) -> str:
-    return f"<h3>{escape(name)}, {format_ns(makespan_ns)}</h3>{chart.html()}"
-
-
-def _script_json(data: object) -> str:
-    """Return JSON that no name in it can end the script around."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _head(plan: Plan, result: Evaluation) -> str:
@@ -287,10 +284,6 @@ def _twins(runs: Iterable[Simulation]) -> list[list[Simulation]]:
     return list(found.values())
 
 
-def _names(twins: Iterable[Simulation]) -> str:
-    return ", ".join(x.name for x in twins)
-
-
 def _schedules(twins: Sequence[Sequence[Simulation]], refused: Sequence[Refused]) -> list[str]:
     """Return the table of ``simulate`` with several schedules, best first; nothing without any."""
     if not twins and not refused:
@@ -305,14 +298,6 @@ def _schedules(twins: Sequence[Sequence[Simulation]], refused: Sequence[Refused]
         _table("schedules", SCHEDULE_COLUMNS, rows, ("schedule", "weights")),
         *(f'<p class="soft">{escape(note)}</p>' for note in notes),
     ]
-
-
-def _measured_chart(simulation: Simulation, measured: Measured) -> Chart:
-    """The run's second mini-batch where the pipeline drains, as the first warms everything up, else its begin."""
-    plan, program = simulation.plan, simulation.timeline.program
-    second = plan.interval if drains(plan, simulation.schedule) else 0
-    first = second if second < measured.figures.microbatches else 0
-    return measured_chart("measured", "run", measured.operations, first, program.microbatches, program.batch)
 
 
 def _measured_words(measured: Measured, chart: Chart, plan: Plan) -> str:

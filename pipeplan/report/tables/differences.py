@@ -3,7 +3,7 @@ was measured otherwise in a run of it, by operation, device and period?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,14 +37,12 @@ def difference_figures(
         "layers": [
             {
                 "name": pair.name,
-                "names": [None if x is None else x.name for x in (pair.before, pair.after)],
+                "names": pair.both(lambda x: x.name),
                 "indices": pair.indices,
-                "time_ns": [None if x is None else time_ns(x) for x in (pair.before, pair.after)],
+                "time_ns": pair.both(time_ns),
                 "share_change": pair.share_change,
-                **{
-                    field: [None if x is None else getattr(x, field) for x in (pair.before, pair.after)]
-                    for field in ("weight_bytes", "output_bytes")
-                },
+                "weight_bytes": pair.both(lambda x: x.weight_bytes),
+                "output_bytes": pair.both(lambda x: x.output_bytes),
                 "saved_bytes": pair.saved_bytes,
             }
             for pair in pairs
@@ -86,11 +84,9 @@ def print_differences(before: Chain, after: Chain, pairs: Sequence[LayerPair], e
     if not moved:
         out.print("no layer differs")
         return
-    listed = moved
-    if not every and len(moved) > MOST_ROWS:
-        by_size = sorted(moved, key=lambda pair: -abs(pair.share_change or 1.0))
-        keep = {id(pair) for pair in by_size[:MOST_ROWS]}
-        listed = [pair for pair in moved if id(pair) in keep]
+    by_size = sorted(moved, key=lambda pair: -abs(pair.share_change or 1.0))
+    keep = {id(pair) for pair in by_size[: None if every else MOST_ROWS]}
+    listed = [pair for pair in moved if id(pair) in keep]
     out.print()
     columns = ("layer", "A ms", "B ms", "B/A", "share", "weights", "saved", "output")
     caption = "share: of all time, B minus A in points; sizes are B minus A"
@@ -177,6 +173,10 @@ class LayerPair:
     saved_bytes: tuple[int | None, int | None]
     share_change: float | None
 
+    def both(self, of: Callable[[Layer], Any]) -> list[Any]:
+        """Return what is ``of`` the layer in A and in B, None where it is missing."""
+        return [None if x is None else of(x) for x in (self.before, self.after)]
+
     @property
     def time_ratio(self) -> float | None:
         """Forward and backward time after over before; None when there is nothing to compare."""
@@ -200,34 +200,26 @@ def time_ns(layer: Layer) -> int:
 
 def paired_layers(one: Chain, other: Chain, by: Match = "name") -> list[LayerPair]:
     """Return the layers of two profiles in order, matched ``by`` what is the same in both."""
-    return [_pair(one, other, i, j) for i, j in matched(one, other, by)]
-
-
-def _pair(one: Chain, other: Chain, i: int | None, j: int | None) -> LayerPair:
-    before, after = None if i is None else one.layers[i], None if j is None else other.layers[j]
-    saved = (
-        None if i is None else int(saved_bytes(one, i, i + 1)),
-        None if j is None else int(saved_bytes(other, j, j + 1)),
-    )
-    change = None
-    if before is not None and after is not None:
-        change = time_ns(after) / alone_ns(other) - time_ns(before) / alone_ns(one)
-    name = (before or after or one.layers[0]).name
-    return LayerPair(name, (i, j), before, after, saved, change)
+    found = []
+    for i, j in matched(one, other, by):
+        before, after = None if i is None else one.layers[i], None if j is None else other.layers[j]
+        kept = None if i is None else int(saved_bytes(one, i, i + 1))
+        saved = kept, None if j is None else int(saved_bytes(other, j, j + 1))
+        change = None
+        if before is not None and after is not None:
+            change = time_ns(after) / alone_ns(other) - time_ns(before) / alone_ns(one)
+        found.append(LayerPair((before or after or one.layers[0]).name, (i, j), before, after, saved, change))
+    return found
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's rank correlation, ties at their mean rank; 1 means the same order. At least two values."""
-    ranks = [_ranks(values) for values in (one, other)]
-    if any(np.ptp(r) == 0 for r in ranks):
-        return 1.0
-    return float(np.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    mean: np.ndarray = (np.cumsum(counts) - counts / 2)[place]
-    return mean
+    ranks = []
+    for values in (one, other):
+        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+        mean: np.ndarray = np.cumsum(counts) - counts / 2
+        ranks.append(mean[place])
+    return 1.0 if any(np.ptp(r) == 0 for r in ranks) else float(np.corrcoef(ranks)[0, 1])
 
 
 def comparison(plan: Plan, run: MeasuredRun) -> dict[str, Any]:
@@ -261,13 +253,8 @@ def comparison(plan: Plan, run: MeasuredRun) -> dict[str, Any]:
             "measured_ns": run.measured_period_ns,
         },
         "operations": [
-            {
-                "kind": kind,
-                "stage": stage,
-                "planned_ns": planned,
-                "measured_ns": measured,
-                "ratio": round(measured / planned, 4) if planned else None,
-            }
+            {"kind": kind, "stage": stage, "planned_ns": planned, "measured_ns": measured}
+            | {"ratio": round(measured / planned, 4) if planned else None}
             for kind, stage, planned, measured in found
         ],
         "devices": [

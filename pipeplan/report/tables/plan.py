@@ -21,44 +21,25 @@ from ...problem import WEIGHTS, Chain
 from ...schedule.kinds import kind_of, plan_groups
 from ...schedule.pattern import DeviceUse, Group
 from ...units import format_bytes, format_ns
+from .. import words
 from ..looks import Name, console, make_table, print_fitted
 from ..searched import moves, ordering, restriction, tensor_degree, undecided
-from ..words import (
-    alone_ns,
-    assumed,
-    bound_class,
-    coarse_sentence,
-    data_parallelism,
-    distance,
-    estimated,
-    idle_devices,
-    late_gradients,
-    layer_order,
-    machine,
-    mean_delay,
-    orders_sentence,
-    other_weights,
-    sharing,
-    state,
-    throughput,
-    unknown_between,
-    updates,
-    waited_data,
-)
 
 
 def headline(plan: Plan) -> str:
     """Return a plan in one line: period, throughput, bound, gap."""
     result = evaluate(plan)
     bounds = "; ".join(
-        f"lower bound {format_ns(b.period_ns)} (class {bound_class(b)}), {distance(b, result.period_ns)}"
+        f"lower bound {format_ns(b.period_ns)} (class {words.bound_class(b)}), {words.distance(b, result.period_ns)}"
         for b in plan.lower_bounds
     )
-    late = mean_delay(plan_delays(plan, result.graph))
+    late = words.mean_delay(plan_delays(plan, result.graph))
     delay = f", gradients late by {late}" if late else ""
-    idle = idle_devices(plan)
+    idle = words.idle_devices(plan)
     rest = f"; GPU{'s' if len(idle) > 1 else ''} {format_devices(idle)} idle" if idle else ""
-    return f"period {format_ns(result.period_ns)} per microbatch, {throughput(plan, result)}{delay}; {bounds}{rest}"
+    return (
+        f"period {format_ns(result.period_ns)} per microbatch, {words.throughput(plan, result)}{delay}; {bounds}{rest}"
+    )
 
 
 def print_plan(
@@ -76,7 +57,7 @@ def print_plan(
     out = console(width)
     result = result or evaluate(plan)
     chain, platform = plan.chain, plan.platform
-    alone = alone_ns(chain)
+    alone = words.alone_ns(chain)
     out.print(
         Text.assemble(
             (shown(chain.name), "bold"),
@@ -84,20 +65,20 @@ def print_plan(
             f"{format_bytes(weights_of(chain, 0, len(chain))[0])} of weights",
         )
     )
-    out.print(f"on {len(platform.whole or platform)} {machine(platform.whole or platform)}")
+    out.print(f"on {len(platform.whole or platform)} {words.machine(platform.whole or platform)}")
     for line in tensor_degree(plan):
         out.print(line)
-    for line in assumed(assumptions):
+    for line in words.assumed(assumptions):
         out.print(line)
     out.print()
-    for line in data_parallelism(plan, result):
+    for line in words.data_parallelism(plan, result):
         out.print(line)
     speedup = platform.width * alone / result.period_ns
     out.print(
         Text.assemble(
             "period      ",
             (format_ns(result.period_ns), "bold"),
-            f" per microbatch, {throughput(plan, result)}, {speedup:.2f} times one GPU",
+            f" per microbatch, {words.throughput(plan, result)}, {speedup:.2f} times one GPU",
         )
     )
     for line in _lines(plan, result, verbose):
@@ -109,7 +90,7 @@ def print_plan(
 def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
     """Yield what there is to say of a plan behind its period."""
     kind = kind_of(plan)
-    yield from _titled("estimated", estimated(plan, result))
+    yield from _titled("estimated", words.estimated(plan, result))
     yield from _titled("undecided", undecided(plan, result))
     if result.makespan_ns is not None:
         yield f"mini-batch  {plan.schedule.microbatches} microbatches, drained, in {format_ns(result.makespan_ns)}"
@@ -117,26 +98,26 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
         yield from _titled(*kind.headline(plan.schedule))
     for bound in plan.lower_bounds:
         yield from _bound_lines(plan, result, bound, verbose)
-    yield from _titled("searched", coarse_sentence(plan))
-    yield from _titled("layers", layer_order(plan))
-    yield from _titled("shared", sharing(plan))
+    yield from _titled("searched", words.coarse_sentence(plan))
+    yield from _titled("layers", words.layer_order(plan))
+    yield from _titled("shared", words.sharing(plan))
     yield from (*restriction(plan, result), *ordering(plan))
     yield from _titled("moves", moves(plan, result))
     claimed = plan.provenance.claimed_period_ns
     if claimed is not None and claimed != result.period_ns and plan.pattern and not kind.drains:
         yield f"claimed     {format_ns(claimed)} by {shown(plan.provenance.algorithm)} itself, before scheduling"
-    yield f"weights     {plan.policy.weights}: {WEIGHTS[plan.policy.weights].meaning}; {state(plan)}"
-    late = late_gradients(plan, result)
+    yield f"weights     {plan.policy.weights}: {WEIGHTS[plan.policy.weights].meaning}; {words.state(plan)}"
+    late = words.late_gradients(plan, result)
     yield from _titled("late", late)
     yield from _titled("asks", late and ASKED)
-    yield f"update      {updates(plan, result)}"
-    yield from _titled("otherwise", other_weights(plan, result))
-    idle = idle_devices(plan)
+    yield f"update      {words.updates(plan, result)}"
+    yield from _titled("otherwise", words.other_weights(plan, result))
+    idle = words.idle_devices(plan)
     if idle:
         yield f"idle        {f'GPUs {format_devices(idle)} have' if len(idle) > 1 else f'GPU {idle[0]} has'} no stage"
     yield from _titled("note", kept_together(plan.chain, plan.policy) if len(plan.platform) > 1 else None)
-    yield from _titled("note", waited_data(plan, result))
-    yield from _titled("note", unknown_between(plan.chain) if kind.splits else None)
+    yield from _titled("note", words.waited_data(plan, result))
+    yield from _titled("note", words.unknown_between(plan.chain) if kind.splits else None)
     status = plan.provenance.solver_status
     if status == "interrupted" or (status == "time limit" and plan.pattern is None):  # else of the integer program
         yield f"note        the search ended early: {status}"
@@ -144,11 +125,11 @@ def _lines(plan: Plan, result: Evaluation, verbose: bool) -> Iterator[str]:
 
 def _bound_lines(plan: Plan, result: Evaluation, bound: Bound, verbose: bool) -> Iterator[str]:
     optimal = bound.period_ns == result.period_ns and not bound.claimed
-    verdict = "optimal" if optimal else distance(bound, result.period_ns)
-    yield f"bound       {format_ns(bound.period_ns)} for class {bound_class(bound)}: {verdict}"
+    verdict = "optimal" if optimal else words.distance(bound, result.period_ns)
+    yield f"bound       {format_ns(bound.period_ns)} for class {words.bound_class(bound)}: {verdict}"
     if verbose and bound.allocation == "any" and not bound.schedule:
         yield f"because     {PARTS[proof(bounded(plan, bound), bound.period_ns).part]}"
-    yield from _titled("devices", orders_sentence(plan, bound))
+    yield from _titled("devices", words.orders_sentence(plan, bound))
 
 
 def _titled(title: str, sentence: str | None) -> list[str]:

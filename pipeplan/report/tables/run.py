@@ -116,7 +116,10 @@ def print_report(
         derived = {"samples_per_s": report.samples_per_s, "verdict": report.verdict}
         print(json.dumps({**figures, **derived, **mean, **other}, indent=1))
     elif evaluates:
-        print_evaluation(report)
+        console().print(
+            f"loss {fmean(report.losses):.4f}, mean of {report.microbatches} microbatches in {report.seconds:.1f} s; "
+            "nothing was updated"
+        )
     else:
         print_run(plan, report)
         if beside is not None:
@@ -172,14 +175,6 @@ def print_beside(one: Learnt, other: Learnt) -> None:
         print(f"  {x.plan}: " + ("not in this run" if x.updates is None else f"after update {x.updates}{took}"))
 
 
-def print_evaluation(report: RunReport, width: int | None = None) -> None:
-    """Print the mean loss over all microbatches."""
-    console(width).print(
-        f"loss {fmean(report.losses):.4f}, mean of {report.microbatches} microbatches in {report.seconds:.1f} s; "
-        "nothing was updated"
-    )
-
-
 def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
     """Print losses, periods, and one row per stage: planned and measured times and activation peaks."""
     out = console(width)
@@ -201,11 +196,7 @@ def print_run(plan: Plan, report: RunReport, width: int | None = None) -> None:
 
 
 def _periods(plan: Plan, report: RunReport) -> Iterator[str | Text]:
-    measured, calibrated, count = (
-        report.measured_period_ns,
-        report.calibrated_period_ns,
-        report.microbatches // report.steps,
-    )
+    measured, calibrated = report.measured_period_ns, report.calibrated_period_ns
     if measured is None:
         yield "period      too few microbatches for a steady state; more --steps show one"
         return
@@ -229,6 +220,7 @@ def _periods(plan: Plan, report: RunReport) -> Iterator[str | Text]:
     if report.kept_off > KEPT_OFF:
         yield f"            others computed: a rank waited {report.kept_off:.0%} of the time for a core"
     if kind_of(plan).by_arrival and calibrated is not None:
+        count = report.microbatches // report.steps
         yield f"makespan    {format_ns(measured * count)} of a mini-batch, by messages, limit {plan.schedule.limit}"
         yield f"            {format_ns(calibrated * count)} simulated with this run's own operation times"
 
@@ -244,13 +236,11 @@ def _stages(report: RunReport) -> Iterator[str]:
             hidden = 1 - stage.sum_wait_ns / stage.sum_ns
             yield f"sums of stage {stage.stage} take {format_ns(stage.sum_ns)} an update, {hidden:.0%} of it hidden"
     if report.transfers:
-        measured_ns, planned_ns = (
-            [getattr(x, name) for x in report.transfers] for name in ("measured_ns", "planned_ns")
-        )
-        yield f"hand-overs take {_span(measured_ns)} one way, {_span(planned_ns)} planned"
+        measured, foreseen = ([getattr(x, f"{how}_ns") for x in report.transfers] for how in ("measured", "planned"))
+        yield f"hand-overs take {_span(measured)} one way, {_span(foreseen)} planned"
     if report.exchange == "gloo" and report.activations and len(report.stages) > 1:  # hosts of GPUs do it beside passes
-        worked, planned_ns = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
-        yield f"stages work {_span(worked)} of each microbatch for messages, {_span(planned_ns)} planned"
+        worked, foreseen = ([getattr(x, f"{of}exchange_ns") for x in report.stages] for of in ("", "planned_"))
+        yield f"stages work {_span(worked)} of each microbatch for messages, {_span(foreseen)} planned"
 
 
 def _devices(report: RunReport) -> Iterator[str]:

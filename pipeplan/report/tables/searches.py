@@ -57,7 +57,8 @@ def print_rows(
     feasible = (sum(cell.period_ns is not None for cell in column) for column in columns)
     table.add_row("feasible", *blank, *map(str, feasible))
     table.add_row("over best", *blank, *(_mean_ratio(column, rows) for column in columns))
-    table.add_row("updates late", *blank, *map(_mean_late, columns))
+    late = ([cell.late_updates for cell in column if cell.late_updates is not None] for column in columns)
+    table.add_row("updates late", *blank, *(f"{fmean(x):.2f}" if x else "-" for x in late))
     table.add_row("most CPU s", *blank, *(f"{max(cell.seconds for cell in column):.2f}" for column in columns))
     print_fitted(out, table)
 
@@ -67,11 +68,6 @@ def _period(cell: Reached, row: OnePlatform) -> Text:
         return Text("-")
     text = f"{'dp ' if cell.data_parallel else ''}{cell.period_ns / 1e6:.2f}"
     return Text(text, "bold" if cell.period_ns == row.best_ns else "")
-
-
-def _mean_late(column: Sequence[Reached]) -> str:
-    late = [cell.late_updates for cell in column if cell.late_updates is not None]
-    return f"{fmean(late):.2f}" if late else "-"
 
 
 def _mean_ratio(column: Sequence[Reached], rows: Sequence[OnePlatform]) -> str:

@@ -81,8 +81,8 @@ def schedule_ilp(
         if not margin:  # the second model is narrower: it proves nothing
             bound = max(bound, min(high + 1, answer.bound_ns))
         pattern = None if answer.order is None else retime(graph, answer.order, 1 if margin else 0)
-        if pattern is not None and pattern.period_ns <= high and _fits(graph, pattern):
-            best = pattern
+        if pattern is not None and pattern.period_ns <= high:
+            best = pattern if memory_fits(graph, starts_of(pattern), pattern.period_ns) else best
         target = high + 1 if best is None else best.period_ns
         bound = min(bound, target)
         if bound >= target * (1 - 2 * TOLERANCE):
@@ -92,10 +92,6 @@ def schedule_ilp(
     else:
         return IlpResult(best, "unproved", bound)
     return IlpResult(best, "cutoff" if best is None else "optimal", bound)
-
-
-def _fits(graph: StageGraph, pattern: Pattern) -> bool:
-    return memory_fits(graph, starts_of(pattern), pattern.period_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...plan import Pattern
 from ..programs.one_f_one_b import ahead_of
-from .retime import retime
+from .retime import order_of, retime
 
 SLOT = 10  # of time, of which a pass takes half
 
@@ -24,22 +24,8 @@ def one_f_one_b_pattern(graph: StageGraph, depth: int | None = None) -> Pattern:
     replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
     slots = []  # of microbatch 0; of the next all come two slots later
     for op in graph.operations:
-        backward = SLOT * -op.stage
-        match op.kind:
-            case "F":
-                slots.append(backward + SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]))
-            case "SEND_F":
-                slots.append(backward + SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]) + SLOT // 2)
-            case "B":
-                slots.append(backward)
-            case "SEND_B":
-                slots.append(backward + SLOT // 2)
-    order = {}
-    for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
-        step = 2 * SLOT * resource.replicas
-        for i, u in enumerate(indices):
-            for v in indices[i + 1 :]:
-                order[u, v] = -((slots[v] - slots[u] - 1) // step)
-    pattern = retime(graph, order)
+        early = SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]) if op.kind.endswith("F") else 0
+        slots.append(early - SLOT * op.stage + SLOT // 2 * op.kind.startswith("SEND"))
+    pattern = retime(graph, order_of(graph, slots, 2 * SLOT, 1))
     assert pattern is not None, "every microbatch goes its way in increasing slots"
     return pattern

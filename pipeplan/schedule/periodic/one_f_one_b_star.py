@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from ...cost.group_bound import lifetimes
 from ...cost.stage_graph import StageGraph
 from ...integers import smallest
@@ -20,10 +22,7 @@ def one_f_one_b_star(graph: StageGraph, period: int) -> Pattern | None:
         raise ValueError("1F1B* needs stages that share no device, and cuts that share no link")
     if period < graph.period_floor_ns:
         return None
-    starts, now = [], 0
-    for operation in graph.operations:
-        starts.append(now)
-        now += operation.duration_ns
+    starts = [0, *accumulate(op.duration_ns for op in graph.operations[:-1])]
     for i, (life, (_, back)) in enumerate(zip(lifetimes(graph, period), graph.round_trips, strict=True)):
         starts[-1 - i] = starts[i] + life - back.duration_ns
     if not memory_fits(graph, starts, period):
@@ -41,8 +40,7 @@ def best_one_f_one_b_star(graph: StageGraph) -> Pattern | None:
     bisection on integers is exact.
     """
     low = graph.period_floor_ns
-    high = max(low, graph.path_ns)
-    found = smallest(lambda period: one_f_one_b_star(graph, period), low, high)
+    found = smallest(lambda period: one_f_one_b_star(graph, period), low, max(low, graph.path_ns))
     return None if found is None else found[1]
 
 

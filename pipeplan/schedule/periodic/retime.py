@@ -44,14 +44,16 @@ def retime(graph: StageGraph, order: Order, separation_ns: int = 0) -> Pattern |
     return None if found is None else make_pattern(graph, found[1], found[0])
 
 
-def order_of(graph: StageGraph, starts: Sequence[int], period: int) -> dict[tuple[int, int], int]:
-    """Return the order of a valid pattern: the heights of all pairs of operations that share a resource."""
+def order_of(
+    graph: StageGraph, starts: Sequence[int], period: int, length: int | None = None
+) -> dict[tuple[int, int], int]:
+    """Return the order of a valid pattern: the heights of all pairs of operations that share a resource, each of the
+    same ``length`` if one is given."""
     order = {}
     for resource, indices in zip(graph.resources, graph.on_resource, strict=True):
-        step = resource.replicas * period
-        for i, u in enumerate(indices):
-            for v in indices[i + 1 :]:
-                order[u, v] = -((starts[v] - starts[u] - graph.operations[u].duration_ns) // step)
+        for u, v in combinations(indices, 2):
+            own = graph.operations[u].duration_ns if length is None else length
+            order[u, v] = -((starts[v] - starts[u] - own) // (resource.replicas * period))
     return order
 
 

@@ -169,7 +169,7 @@ class _Search:
             self.spent = True
             return None
         self.nodes += 1
-        at = self._branch(state, open_, width)
+        at = int(open_[np.lexsort((-(self.of_u + self.of_v)[open_], width[open_]))[0]])
         middle = int(state.least[at])
         for low, high in ((state.least[at], middle), (middle + 1, state.most[at])):
             part = _State(state.after.copy(), state.least.copy(), state.most.copy())
@@ -178,10 +178,6 @@ class _Search:
             if found is not None or self.spent:
                 return found
         return None
-
-    def _branch(self, state: _State, open_: Ints, width: Ints) -> int:
-        weight = (self.of_u + self.of_v)[open_]
-        return int(open_[np.lexsort((-weight, width[open_]))[0]])
 
     def _narrow(self, state: _State) -> bool:
         """Narrow the bounds until nothing changes; return whether anything is left."""

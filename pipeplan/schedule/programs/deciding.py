@@ -16,7 +16,7 @@ from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...problem import Platform
 from ..pattern import DeviceUse, alike, unused
-from ..program import Decide, Program, make_program, not_one_each, oldest, refuse
+from ..program import Decide, Program, make_program, not_one_each, oldest, on_devices, refuse
 from ..registered import SteadyRun
 from ..simulate import STEP_S, simulate
 from ..timeline import Timeline
@@ -47,12 +47,7 @@ def message_driven(graph: StageGraph, microbatches: int, limit: int | None = Non
         raise BadInput(f"limit: {limit} is not positive")
     stages = len(graph.stages)
     pipelines = graph.resources[graph.stages[0].resource].replicas
-    rules = {
-        (index, replica): lambda: next_message(stages)
-        for index, resource in enumerate(graph.resources)
-        if not resource.is_link
-        for replica in range(resource.replicas)
-    }
+    rules = on_devices(graph, lambda: next_message(stages))
     return make_program(graph, microbatches, {}, rules=rules, limit=pipelines * (limit or default_limit(graph)))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
-from ..program import Arrival, Decide, Program, make_program, refuse
+from ..program import Arrival, Decide, Program, make_program, on_devices, refuse
 from .slots import staircase
 
 
@@ -166,10 +166,4 @@ def _eager(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -
         return decide
 
     limit = depth * graph.resources[graph.stages[0].resource].replicas
-    rules = {
-        (index, replica): rule
-        for index, resource in enumerate(graph.resources)
-        if not resource.is_link
-        for replica in range(resource.replicas)
-    }
-    return make_program(graph, microbatches, {}, rules=rules, limit=limit)
+    return make_program(graph, microbatches, {}, rules=on_devices(graph, rule), limit=limit)

@@ -8,9 +8,10 @@ fill and empty. From times that are shaken a little before, it is a local search
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import log
 
+from ...deadline import Deadline
 from .problem import NEVER_COUNTS, OrderProblem, Word
 
 NONE = 2**62
@@ -117,15 +118,15 @@ def shake(
     rounds: int,
     heat: float,
     seed: int,
-    over: Callable[[], bool],
+    deadline: Deadline,
     enough: int,
 ) -> tuple[int, int, list[Word]]:
     """Return how many of ``rounds`` were tried, and the value and the words of the best order that they led to.
 
     In each of them the times of passes within a random part of the run are shaken, and all are justified in the order
     that results. What is worse is taken with a probability that falls while the search cools: at first where it is
-    ``heat`` ns worse in the mean. The same ``seed`` gives the same answer, unless it is ``over`` before; a value of
-    ``enough`` ends it.
+    ``heat`` ns worse in the mean. The same ``seed`` gives the same answer, unless the ``deadline`` comes before; a
+    value of ``enough`` ends it.
     """
     lines = Line(problem, False), Line(problem, True)
     orders = Orders(problem, words)
@@ -135,7 +136,7 @@ def shake(
     most = FURTHEST * sum(problem.work) / len(problem.devices) / problem.microbatches
     best, found, tried = orders.value, orders.words(), 0
     for number in range(rounds):
-        if best <= enough or (number % LOOK == 0 and over()):
+        if best <= enough or (number % LOOK == 0 and deadline.passed):
             break
         tried += 1
         shaken = _shaken(problem, orders, rng, most * rng.random())

@@ -39,11 +39,6 @@ INTERRUPTED = "interrupted"
 Known = Callable[[StageGraph, int], Iterable[Program]]  # programs of drained mini-batches of one pipeline
 
 
-def nothing_known(graph: StageGraph, microbatches: int) -> Iterable[Program]:
-    """Yield no programs."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Synthesis:
     """The best order that was found, run; ``bound_ns``: no order of these stages takes less, nor any of ``problem``.
@@ -93,7 +88,7 @@ def synthesize(
     barrier: bool = True,
     split: bool = True,
     weight_keeps: Fraction = Fraction(1),
-    known: Known = nothing_known,
+    known: Known = lambda graph, microbatches: (),
     moves: int | None = None,
     seed: int = 0,
     solver: Solver | None = "cbc",
@@ -201,7 +196,7 @@ class Search:
             if not self.found:
                 raise
             self.cut = INTERRUPTED
-        if self.cut is None and self._late():
+        if self.cut is None and self.deadline.passed:
             self.cut = "time limit"
 
     def _rounds(self, budget: int, endless: bool) -> None:
@@ -210,7 +205,8 @@ class Search:
         for number in count():
             if number == 1:
                 self._raise(NARROW)
-            if number == len(ROUNDS) and (endless or self._bearable()):
+            solver, least = self.solver, self.found[0][0]
+            if number == len(ROUNDS) and solver and (endless or bearable(self.bounding, least, solver)):
                 self._raise(WIDE)
             if self._over() or (number >= len(ROUNDS) and not endless):
                 break
@@ -219,7 +215,7 @@ class Search:
             words = self.found[0][1] if start < 0 else starts[start % len(starts)]
             steps = max(endless, ceil_div(budget, len(ROUNDS) * SHAKE)) << (number // len(ROUNDS))
             seed = self.seed + number
-            tried, value, words = shake(self.problem, words, steps, warm * heat, seed, self._late, self.bound)
+            tried, value, words = shake(self.problem, words, steps, warm * heat, seed, self.deadline, self.bound)
             self.tried += tried * SHAKE
             self._add(value, words)
 
@@ -231,11 +227,8 @@ class Search:
         above = self.found[0][0] / self.bound - 1 if self.bound else 0
         self.status.say(f"{what}, {self.tried} moves so far, the best order is {above:.2%} above the bound")
 
-    def _late(self) -> bool:
-        return self.deadline.passed
-
     def _over(self) -> bool:
-        return self._late() or self.found[0][0] <= self.bound
+        return self.deadline.passed or self.found[0][0] <= self.bound
 
     def _begin(self) -> None:
         self.status.say(f"orders of {self.problem.microbatches} microbatches")
@@ -247,13 +240,9 @@ class Search:
         machines = range(len(self.plain.on))
         self._begin_with([self.plain.one_by_one(machine) * self.plain.microbatches for machine in machines])
         operations = len(self.problem.durations) * self.problem.microbatches
-        self._justify(min(MOST_JUSTIFIED, max(1, JUSTIFIED // operations)))
-
-    def _justify(self, most: int) -> None:
-        for _, words in self.found[:most]:
-            if self._over():
-                return
-            self._add(*justified(self.problem, words))
+        for _, words in self.found[: min(MOST_JUSTIFIED, max(1, JUSTIFIED // operations))]:
+            if not self._over():
+                self._add(*justified(self.problem, words))
 
     def _known(self) -> Iterable[list[Word]]:
         """Yield the words of known programs that fit."""
@@ -282,9 +271,6 @@ class Search:
         if all(words != other for _, other in self.found):
             self.found.append((value, words))
             self.found.sort(key=lambda pair: pair[0])
-
-    def _bearable(self) -> bool:
-        return self.solver is not None and bearable(self.bounding, self.found[0][0], self.solver)
 
     def _raise(self, window: int) -> None:
         if self.solver is not None and not self._over():

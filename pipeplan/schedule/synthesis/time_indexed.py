@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -100,7 +101,7 @@ class Slots:
                 for bounds, at in ((most, self.first(kind, m)), (least, self.last(kind, count - 1 - m))):
                     if at < total:
                         bounds[max(at, 0)] += 1
-            found.append((_summed(least), _summed(most)))
+            found.append((tuple(accumulate(least)), tuple(accumulate(most))))
         return tuple(found)
 
     @cached_property
@@ -187,14 +188,6 @@ class Slots:
                     [(k, x, -problem.durations[k] / whole) for k in kinds],
                     (rest - problem.work[machine]) / whole + MARGIN,
                 )
-
-
-def _summed(changes: Sequence[int]) -> tuple[int, ...]:
-    total, found = 0, []
-    for change in changes:
-        total += change
-        found.append(total)
-    return tuple(found)
 
 
 def slot_length(problem: OrderProblem, value: int, most: int, kinds: int) -> int:
