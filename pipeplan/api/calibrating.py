@@ -110,7 +110,12 @@ def calibrate(
 
 def _run(row: MeasuredRow, chain: Chain, platform: Callable[[int, Chain], Platform], policy: Policy) -> Run:
     """Return what was run in a row, on the GPUs that its configuration needs."""
-    asked = _configuration(row)
+    said = {name: row.said[name] for name in ("split", "on", "recompute", "schedule") if name in row.said}
+    barrier = row.said.get("barrier", "yes")
+    if barrier not in ("yes", "no"):
+        raise BadInput(f"{row.place}: barrier: '{shown(barrier)}' is neither yes nor no")
+    pipelines, batch = row.count("data_parallel") or 1, row.count("batch")
+    asked = Configuration(**said, pipelines=pipelines, batch=batch, barrier=barrier == "yes")  # type: ignore[arg-type]
     try:
         count = gpus_needed(asked.split, asked.on, asked.pipelines)
     except BadInput as wrong:
@@ -130,15 +135,6 @@ def _chain_of(row: MeasuredRow, chains: dict[str, Chain]) -> Chain:
         said = "does not say which" if name is None else f"'{shown(name)}' is {'none' if not found else 'several'}"
         raise BadInput(f"{row.place}: profile: {said} of {shown(', '.join(chains))}")
     return found[0]
-
-
-def _configuration(row: MeasuredRow) -> Configuration:
-    said = {name: row.said[name] for name in ("split", "on", "recompute", "schedule") if name in row.said}
-    barrier = row.said.get("barrier", "yes")
-    if barrier not in ("yes", "no"):
-        raise BadInput(f"{row.place}: barrier: '{shown(barrier)}' is neither yes nor no")
-    pipelines = row.count("data_parallel") or 1
-    return Configuration(**said, pipelines=pipelines, batch=row.count("batch"), barrier=barrier == "yes")  # type: ignore[arg-type]
 
 
 def _measured_layers(timed: Chain, chains: dict[str, Chain]) -> list[Passes]:

@@ -81,13 +81,10 @@ def grid(
             check_chain(question.profiles.at(size), f"{profile} at microbatches of {size}")
         return make_grid_plan(question, Settings(progress=progress, status=status), said["effort"] or "normal")
 
-    worth = Worth(
-        "batch_ns",
-        lambda found: int(found.plan.provenance.options["grid"]["batch_ns"]),
-        lambda problem: 0,
-        lambda found: int(found.plan.provenance.options["bound_ns"]),
-        whole=True,
-    )
+    def of(found: Planned) -> int:
+        return int(found.plan.provenance.options["grid"]["batch_ns"])
+
+    worth = Worth("batch_ns", of, lambda _: 0, lambda found: int(found.plan.provenance.options["bound_ns"]), whole=True)
     found, degree = best_degree(parts(given[0], said), of_part, planned, worth, deadline, status)
     return timed(found, degree.assumptions, began)
 

@@ -73,9 +73,8 @@ def synthesize(
     """
     stated = {"--gpus": gpus, "--times": times, "--transfer": transfer}
     if plan is not None:
-        extra = [name for name, value in stated.items() if value is not None]
-        if extra:
-            raise BadInput(f"{extra[0]}: PLAN sets it already; leave it out")
+        for name in (name for name, value in stated.items() if value is not None):
+            raise BadInput(f"{name}: PLAN sets it already; leave it out")
         graph, count = graph_of_plan(
             plan.plan if isinstance(plan, PlanResult) else load_plan(str(plan)), microbatches, placement, chunks
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 from math import ceil
+from typing import Any
 
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
@@ -94,22 +95,23 @@ no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
 unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
 
-def _ordered(simulated: ProgramSchedule, words: str) -> Kind:
-    """Return a drained kind whose order is fixed, with its headline."""
+def _ordered(program: Callable[..., Program], summary: str, source: str, words: str, **more: Any) -> Kind:
+    """Return a drained kind whose order is fixed, by what is said of its schedule and in its headline."""
+    simulated = ProgramSchedule(program, summary, source, **more)
     return _drained(simulated=simulated, headline=lambda schedule: ("order", f"{words}, drained"))
 
 
 def _within(name: ScheduleKind, program: Callable[..., Program], called: str, memory: str) -> Kind:
     """Return a drained kind with stages placed like a V that holds no more than ``memory``, in words."""
-    simulated = ProgramSchedule(
+    return _ordered(
         program,
         f"split backward, two chunks per GPU placed like a V, {memory}",
         "Controllable Memory (Qi et al. 2024)",
+        f"{called}: stages d and 2p - 1 - d on GPU d, weight gradients later, {memory}",
         homes=vee,
         refuses=lambda graph: no_vee(graph, name),
         options=_SPLIT,
     )
-    return _ordered(simulated, f"{called}: stages d and 2p - 1 - d on GPU d, weight gradients later, {memory}")
 
 
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
@@ -148,106 +150,88 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         headline=lambda schedule: ("order", f"message-driven, microbatches in a pipeline: {schedule.limit} at most"),
     ),
     "1f1b": _ordered(
-        ProgramSchedule(
-            one_f_one_b,
-            "1F1B, drained before every update",
-            "PipeDream-Flush (Narayanan et al. 2021)",
-            refuses=_own("one_f_one_b:shared_replicas"),
-        ),
+        one_f_one_b,
+        "1F1B, drained before every update",
+        "PipeDream-Flush (Narayanan et al. 2021)",
         "1F1B: stage s of p runs p - s forwards ahead",
+        refuses=_own("one_f_one_b:shared_replicas"),
     ),
     "interleaved": _ordered(
-        ProgramSchedule(
-            _own("loops:interleaved"),
-            "1F1B with several chunks of the model per GPU, drained",
-            "Megatron-LM (Narayanan et al. 2021)",
-            homes=loop,
-            options=("chunks",),
-            refuses=not_interleaved,
-        ),
+        _own("loops:interleaved"),
+        "1F1B with several chunks of the model per GPU, drained",
+        "Megatron-LM (Narayanan et al. 2021)",
         "interleaved 1F1B, several stages on each GPU in turn",
+        homes=loop,
+        options=("chunks",),
+        refuses=not_interleaved,
     ),
     "gpipe": _ordered(
-        ProgramSchedule(
-            _own("one_f_one_b:gpipe"), "all forwards, then all backwards, then the update", "GPipe (Huang et al. 2019)"
-        ),
+        _own("one_f_one_b:gpipe"),
+        "all forwards, then all backwards, then the update",
+        "GPipe (Huang et al. 2019)",
         "GPipe: all forwards, then all backwards",
     ),
     "breadth-first": _ordered(
-        ProgramSchedule(
-            _own("loops:breadth_first"),
-            "several chunks of the model per GPU, all microbatches through each of them in turn",
-            "Breadth-First (Lamy-Poirier 2023)",
-            homes=loop,
-            refuses=lambda graph: not_interleaved(graph, "breadth-first"),
-            options=("chunks",),
-        ),
+        _own("loops:breadth_first"),
+        "several chunks of the model per GPU, all microbatches through each of them in turn",
+        "Breadth-First (Lamy-Poirier 2023)",
         "breadth first: all microbatches through one stage of a GPU after the other",
+        homes=loop,
+        refuses=lambda graph: not_interleaved(graph, "breadth-first"),
+        options=("chunks",),
     ),
     "zb1p": _ordered(
-        ProgramSchedule(
-            _own("zero_bubble:zb1p"),
-            "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
-            "Zero Bubble (Qi et al. 2024)",
-            refuses=lambda graph: no_pipelines(graph, "zb1p"),
-            options=_SPLIT,
-        ),
+        _own("zero_bubble:zb1p"),
+        "split backward, weight gradients fill the bubble within 1F1B's memory (ZB-H1)",
+        "Zero Bubble (Qi et al. 2024)",
         "ZB-H1: 1F1B with weight gradients later, in its bubbles",
+        refuses=lambda graph: no_pipelines(graph, "zb1p"),
+        options=_SPLIT,
     ),
     "zb2p": _ordered(
-        ProgramSchedule(
-            _own("zero_bubble:zb2p"),
-            "split backward, twice the activations, nearly no bubble (ZB-H2)",
-            "Zero Bubble (Qi et al. 2024)",
-            refuses=lambda graph: no_pipelines(graph, "zb2p"),
-            options=_SPLIT,
-            searches=True,
-        ),
+        _own("zero_bubble:zb2p"),
+        "split backward, twice the activations, nearly no bubble (ZB-H2)",
+        "Zero Bubble (Qi et al. 2024)",
         "ZB-H2: about 2p - 1 forwards ahead, weight gradients later",
+        refuses=lambda graph: no_pipelines(graph, "zb2p"),
+        options=_SPLIT,
+        searches=True,
     ),
     "interleaved-zb": _ordered(
-        ProgramSchedule(
-            _own("loops:interleaved_zero_bubble"),
-            "interleaved 1F1B with split backward, weight gradients fill the bubble",
-            "Zero Bubble (Qi et al. 2024), as in torch",
-            homes=loop,
-            refuses=lambda graph: not_interleaved(graph, "interleaved-zb"),
-            options=("chunks", *_SPLIT),
-        ),
+        _own("loops:interleaved_zero_bubble"),
+        "interleaved 1F1B with split backward, weight gradients fill the bubble",
+        "Zero Bubble (Qi et al. 2024), as in torch",
         "interleaved 1F1B with weight gradients later, in its bubbles",
+        homes=loop,
+        refuses=lambda graph: not_interleaved(graph, "interleaved-zb"),
+        options=("chunks", *_SPLIT),
     ),
     "zbv": _ordered(
-        ProgramSchedule(
-            _own("vees:zbv"),
-            "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
-            "Controllable Memory (Qi et al. 2024)",
-            homes=vee,
-            refuses=no_vee,
-            options=_SPLIT,
-        ),
+        _own("vees:zbv"),
+        "split backward, two chunks per GPU placed like a V, nearly no bubble within 1F1B's memory",
+        "Controllable Memory (Qi et al. 2024)",
         "ZBV: stages d and 2p - 1 - d on GPU d, weight gradients later",
+        homes=vee,
+        refuses=no_vee,
+        options=_SPLIT,
     ),
     "v-half": _within("v-half", _own("controlled:v_half"), "V-Half", "half of 1F1B's activations"),
     "v-min": _within("v-min", _own("controlled:v_min"), "V-Min", "a third of 1F1B's activations"),
     "dualpipev": _ordered(
-        ProgramSchedule(
-            _own("vees:dualpipev"),
-            "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
-            "DualPipe (DeepSeek-V3 2024), as in torch",
-            homes=vee,
-            refuses=lambda graph: no_vee(graph, "dualpipev"),
-            options=("overlap", *_SPLIT),
-        ),
+        _own("vees:dualpipev"),
+        "two chunks per GPU placed like a V, forwards run together with backwards of other microbatches",
+        "DualPipe (DeepSeek-V3 2024), as in torch",
         "DualPipeV: stages d and 2p - 1 - d on GPU d, forwards together with backwards of others",
+        homes=vee,
+        refuses=lambda graph: no_vee(graph, "dualpipev"),
+        options=("overlap", *_SPLIT),
     ),
     "written": _ordered(
-        ProgramSchedule(
-            Late("schedule.written:written_program"),
-            "an order of its own for every GPU",
-            "a file as torch reads it",
-            options=("order",),
-        ),
+        Late("schedule.written:written_program"),
+        "an order of its own for every GPU",
+        "a file as torch reads it",
         "written for these stages",
+        options=("order",),
     ),
     "pattern": Kind(
         weights=tuple(weights for weights in WEIGHTS if weights not in _DRAINING),

@@ -6,7 +6,7 @@ A list of actions for each rank; and as a program, or a sentence why not.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -20,7 +20,6 @@ from .program import Program, Step, refuse, side_by_side, unequal
 from .programs.slots import Pass, listed
 
 Rows = Sequence[Sequence[Action]]
-Parted = Set[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,9 @@ def _missing(written: Written, where: Container[Action]) -> Iterator[str]:
 
 
 def _out_of_order(written: Written, where: dict[Action, tuple[int, int]]) -> list[str]:
-    found, parted = [], written.parted
+    found = []
     for action, (rank, at) in where.items():
-        for needed in _needs(written, parted, action):
+        for needed in _needs(written, action):
             if needed in where and where[needed][0] == rank and where[needed][1] > at:
                 found.append(f"rank {rank} runs {action} before {needed}, which it needs")
     return found
@@ -126,12 +125,12 @@ def _unmatched(written: Written, where: dict[Action, tuple[int, int]]) -> list[s
     return found
 
 
-def _needs(written: Written, parted: Parted, action: Action) -> list[Action]:
-    """Return what must be over before an action, as far as the schedule, whose :attr:`Written.parted` it is, says."""
+def _needs(written: Written, action: Action) -> list[Action]:
+    """Return what must be over before an action, as far as the schedule says."""
     s, m = action.stage, action.microbatch
 
     def back(stage: int) -> ActionKind:
-        return "I" if (stage, m) in parted else "B"
+        return "I" if (stage, m) in written.parted else "B"
 
     def arriving(kind: Literal["F", "B"], neighbour: int) -> list[Action]:
         if not 0 <= neighbour < written.stages:
@@ -144,14 +143,12 @@ def _needs(written: Written, parted: Parted, action: Action) -> list[Action]:
     match action.kind:
         case "F":
             return arriving("F", s - 1)
-        case "R":
+        case "R" | "SEND_F":
             return [Action(s, "F", m)]
         case "B" | "I":
             return [Action(s, "F", m), *again, *arriving("B", s + 1)]
         case "W":
             return [Action(s, "F", m), *again, *([Action(s, "I", m)] if s else arriving("B", s + 1))]
-        case "SEND_F":
-            return [Action(s, "F", m)]
         case "SEND_B":
             return [Action(s, back(s), m)]
     return []
@@ -162,23 +159,20 @@ def deadlock(written: Written, semantics: Semantics = "free") -> list[str]:
 
     Ranks run their actions in order. Without transfers among them a pass waits for those of other ranks that it needs.
     """
-    parted, homes = written.parted, written.homes
+    homes = written.homes
 
     def known(action: Action, rank: int) -> Action | Meet:
         return action if action.computes else message(rank, action, homes[partner(action).stage])
 
-    def needs(action: Action, rank: int) -> tuple[Action | Meet, ...]:
-        return tuple(known(x, rank) for x in _needs(written, parted, action))
-
     def listed(rank: int, action: Action) -> Alone | Meet:
         what = known(action, rank)
-        return what if isinstance(what, Meet) else Alone(what, needs(action, rank))
+        return what if isinstance(what, Meet) else Alone(what, tuple(known(x, rank) for x in _needs(written, action)))
 
     ranks = Ranks({rank: [listed(rank, x) for x in row] for rank, row in enumerate(written.rows)}, semantics)
     found = []
     for rank, at in ranks.stuck().items():
         action = written.rows[rank][at]
-        lacking = next((x for x in _needs(written, parted, action) if known(x, rank) not in ranks.over), None)
+        lacking = next((x for x in _needs(written, action) if known(x, rank) not in ranks.over), None)
         if not action.computes:
             found.append(stands(rank, action, homes[partner(action).stage]))
         else:
@@ -234,10 +228,9 @@ def written_of(order: Order) -> Written:
 def flawed(order: Order) -> str | None:
     """Return what is wrong with an order, whatever the stages; None if nothing is."""
     try:
-        written = written_of(order)
+        found = incomplete(written_of(order)) or deadlock(written_of(order))
     except BadInput as error:
         return str(error)
-    found = incomplete(written) or deadlock(written)
     return f"schedule.order: {found[0]}" if found else None
 
 
@@ -256,9 +249,8 @@ def unfit(graph: StageGraph, order: Order, microbatches: int) -> str | None:
     stored = sorted(written.apart - graph.recomputing)
     if stored:
         return f"the order recomputes stage {stored[0]}, which recomputes nothing here"
-    uneven = unequal(graph, "a written order")
-    if uneven is None and written.microbatches * side_by_side(graph) != microbatches:
-        count = side_by_side(graph)
+    uneven, count = unequal(graph, "a written order"), side_by_side(graph)
+    if uneven is None and written.microbatches * count != microbatches:
         each = f" in each of {count} pipelines" if count > 1 else ""
         return f"the order is of {written.microbatches} microbatches{each}, the mini-batch of {microbatches}"
     return uneven

@@ -5,8 +5,7 @@
 Six tasks without download (scikit-learn's digits: an MLP, a CNN, a vision transformer; the text that Python carries: an
 MLP of characters, an LSTM, a GPT), each in four stages, with SGD (momentum 0.9) and with AdamW. A policy's versions,
 delays and period are those of its own plan of 16 like layers on four GPUs; flush has the best drained schedule that
-``plan`` finds. One process trains: of a stage's microbatches those that read the same version are one batch, which is
-what ``run`` does but for rounding (tests/runtime/training/test_time_to_loss.py).
+``plan`` finds. One process trains (``late_training``).
 
 Plain training and some policies are tried at the same five rates with one seed. At the best one by the loss held out,
 and the others at plain training's, they are trained with three seeds, those by default and plain training with eight. A
@@ -20,11 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import groupby, product
+from functools import cache
+from itertools import product
 from math import cos, exp, inf, isfinite, log, pi
 from pathlib import Path
 from statistics import fmean
@@ -35,209 +33,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeplan.check.evaluate import evaluate
-from pipeplan.check.lateness import plan_delays
 from pipeplan.plan import Plan
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem, Weights
 from pipeplan.report.tables.run import SETTLED, smoothed, stays_below
-from pipeplan.runtime.lowering.instructions import Forward
-from pipeplan.runtime.lowering.lowered_run import lower_run
-from pipeplan.runtime.training.update.optimizers import compensated, delayed, predicted
-from pipeplan.schedule.kinds import graph_of
-from pipeplan.zoo.data import corpus
-from pipeplan.zoo.model import mixed_seed
-from scripts.checks.training_tasks import handwritten
+from scripts.bench.late_tasks import TASKS
+from scripts.bench.late_training import STAGES, trained
 
-STAGES, UPDATES, WINDOW = 4, 250, 20
+UPDATES, WINDOW = 250, 20
 LONG, LONG_UPDATES = "long ", 1000  # what goes before the name of the CNN where it makes so many
 NEVER = 4.0  # what counts as the updates over plain training's where the level isn't reached
 TRIALS = (1 / 8, 1 / 4, 1 / 2, 1, 2)  # times a task's usual rate
-Samples = Callable[[int, int, int], tuple[Tensor, Tensor]]  # (first sample, how many, seed) -> input, target
-
-
-# --- tasks ----------------------------------------------------------------------------------------------------------
-
-
-class Residual(nn.Module):
-    """What ``inside`` makes of the normed input is added to it."""
-
-    def __init__(self, width: int, inside: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.inside = nn.LayerNorm(width), inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add."""
-        return x + self.inside(self.norm(x))  # type: ignore[no-any-return]  # a tensor
-
-
-class Attention(nn.Module):
-    """Self-attention with four heads."""
-
-    def __init__(self, width: int, causal: bool) -> None:
-        super().__init__()
-        self.enter, self.leave, self.causal = nn.Linear(width, 3 * width), nn.Linear(width, width), causal
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend."""
-        q, k, v = self.enter(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.leave(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a tensor
-
-
-class Placed(nn.Module):
-    """What ``inside`` makes of the input, with a vector for each place."""
-
-    def __init__(self, inside: nn.Module, places: int, width: int) -> None:
-        super().__init__()
-        self.inside, self.places = inside, nn.Parameter(0.02 * torch.randn(places, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Embed."""
-        return self.inside(x) + self.places  # type: ignore[no-any-return]  # a tensor
-
-
-class Does(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.does = does
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Call it."""
-        return self.does(x)
-
-
-class Recurrent(nn.Module):
-    """An LSTM's outputs."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(inputs, outputs, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run over the sequence."""
-        return self.lstm(x)[0]  # type: ignore[no-any-return]  # a tensor
-
-
-def _dense(inputs: int, outputs: int) -> nn.Sequential:
-    linear = nn.Linear(inputs, outputs)
-    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(linear, nn.ReLU())
-
-
-def _blocks(width: int, causal: bool) -> list[nn.Module]:
-    def mixing() -> nn.Module:
-        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    return [Residual(width, inside) for _ in range(3) for inside in (Attention(width, causal), mixing())]
-
-
-def _mlp() -> list[nn.Module]:
-    return [nn.Sequential(nn.Flatten(), _dense(64, 64)), *(_dense(64, 64) for _ in range(6)), nn.Linear(64, 10)]
-
-
-def _cnn() -> list[nn.Module]:
-    def convolution(inputs: int, outputs: int, *more: nn.Module) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), *more)
-
-    last = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
-    pooled = convolution(16, 32, nn.MaxPool2d(2)), convolution(32, 32, nn.MaxPool2d(2), nn.Flatten())
-    return [convolution(1, 16), *pooled, last]
-
-
-def _vit() -> list[nn.Module]:
-    patches = nn.Sequential(nn.Unfold(2, stride=2), Does(lambda x: x.transpose(1, 2)), nn.Linear(4, 24))
-    head = nn.Sequential(nn.LayerNorm(24), Does(lambda x: x.mean(1)), nn.Linear(24, 10))
-    return [Placed(patches, 16, 24), *_blocks(24, False), head]
-
-
-def _charmlp() -> list[nn.Module]:
-    def bent(inputs: int) -> nn.Sequential:
-        linear = nn.Linear(inputs, 96)
-        nn.init.xavier_normal_(linear.weight, nn.init.calculate_gain("tanh"))
-        return nn.Sequential(linear, nn.Tanh())
-
-    first = nn.Sequential(nn.Embedding(128, 16), nn.Flatten(), bent(128))
-    return [first, *(bent(96) for _ in range(6)), nn.Linear(96, 128)]
-
-
-def _head(width: int) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 128), Does(lambda x: x.transpose(1, 2)))
-
-
-def _lstm() -> list[nn.Module]:
-    return [nn.Embedding(128, 32), Recurrent(32, 64), Recurrent(64, 64), _head(64)]
-
-
-def _gpt() -> list[nn.Module]:
-    embedding = nn.Embedding(128, 32)
-    nn.init.normal_(embedding.weight, std=0.02)
-    return [Placed(embedding, 16, 32), *_blocks(32, True), _head(32)]
-
-
-@cache
-def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return pictures and digits to train on, and 397 that aren't."""
-    x, y, more, others = handwritten()
-    order = torch.randperm(1797, generator=torch.Generator().manual_seed(5))
-    pictures, digits = torch.cat([x, more])[order], torch.cat([y, others])[order]
-    return pictures[397:], digits[397:], pictures[:397], digits[:397]
-
-
-@cache
-def _order(epoch: int, seed: int) -> Tensor:
-    return torch.randperm(1400, generator=torch.Generator().manual_seed(mixed_seed(seed, epoch)))
-
-
-def _pictures(first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    places = [int(_order(n // 1400, seed)[n % 1400]) for n in range(first, first + count)]
-    return _digits()[0][places], _digits()[1][places]
-
-
-def _windows(length: int, last_alone: bool, first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Windows of the first nine tenths of the text, or with seed -1 of the last; targets are the next characters."""
-    split = len(corpus()) * 9 // 10
-    begin, room = (split, len(corpus()) - split) if seed < 0 else (0, split)
-    starts = [begin + mixed_seed(seed, n) % (room - length - 1) for n in range(first, first + count)]
-    found = torch.stack([corpus()[x : x + length + 1] for x in starts]).long()
-    return found[:, :-1], found[:, -1] if last_alone else found[:, 1:]
-
-
-@dataclass(frozen=True)
-class Task:
-    """Layers, made under torch's random state, samples, and how many make an update; ``unseen`` is held out.
-
-    ``rates`` are usual ones of SGD and of AdamW.
-    """
-
-    layers: Callable[[], list[nn.Module]]
-    samples: Samples
-    batch: int
-    unseen: Callable[[], tuple[Tensor, Tensor]]
-    rates: Mapping[str, float]
-
-
-def _seeing(layers: Callable[[], list[nn.Module]], sgd: float, adamw: float) -> Task:
-    return Task(layers, _pictures, 32, lambda: _digits()[2:], {"sgd": sgd, "adamw": adamw})
-
-
-def _reading(
-    layers: Callable[[], list[nn.Module]], length: int, batch: int, sgd: float, adamw: float, last: bool = False
-) -> Task:
-    samples = partial(_windows, length, last)
-    return Task(layers, samples, batch, partial(samples, 0, 1024 if last else 128, -1), {"sgd": sgd, "adamw": adamw})
-
-
-TASKS = {
-    "mlp": _seeing(_mlp, 0.0125, 0.002),
-    "cnn": _seeing(_cnn, 0.05, 0.004),
-    "vit": _seeing(_vit, 0.1, 0.004),
-    "charmlp": _reading(_charmlp, 8, 64, 0.05, 0.002, last=True),
-    "lstm": _reading(_lstm, 24, 16, 0.1, 0.016),
-    "gpt": _reading(_gpt, 16, 16, 0.1, 0.004),
-}
 
 
 # --- policies -------------------------------------------------------------------------------------------------------
@@ -287,97 +93,6 @@ SHORT = Way("2bw", 4, "none"), Way("2bw", 4, "sc")
 
 
 # --- training -------------------------------------------------------------------------------------------------------
-
-Reads = Mapping[tuple[int, int], int]  # (stage, microbatch) -> updates that the weights of its forward have had
-
-
-def reads_of(plan: Plan, updates: int) -> Reads:
-    """Return what forwards of ``plan`` read."""
-    listings = lower_run(plan, updates).instructions
-    return {(x.stage, x.microbatch): x.version for listing in listings for x in listing if isinstance(x, Forward)}
-
-
-class Part:
-    """A stage's layers, and copies of them that read other versions of the weights; the optimizer has ``masters``."""
-
-    def __init__(self, layers: Sequence[nn.Module], delay: float) -> None:
-        self.copies = [nn.Sequential(*layers)]
-        self.masters = [delayed(nn.Parameter(p.detach().clone()), delay) for p in self.copies[0].parameters()]
-        self.versions = [[x.detach().clone() for x in self.masters]]
-
-    def run(self, x: Tensor, reads: Sequence[int]) -> Tensor:
-        """Run as many microbatches as there are ``reads``, the versions before the newest of their weights."""
-        runs = [(back, len(list(some))) for back, some in groupby(reads)]
-        self.copies += [deepcopy(self.copies[0]) for _ in runs[len(self.copies) :]]
-        given = x.split([len(x) // len(reads) * count for _, count in runs])
-        return torch.cat([self._read(i, back)(given[i]) for i, (back, _) in enumerate(runs)])
-
-    @torch.no_grad()
-    def _read(self, copy: int, back: int) -> nn.Module:
-        put(self.copies[copy], self.versions[-1 - back])
-        return self.copies[copy]
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Give the masters the sums of the copies' gradients."""
-        for master, *found in zip(self.masters, *(copy.parameters() for copy in self.copies), strict=True):
-            master.grad = sum((p.grad for p in found if p.grad is not None), torch.zeros_like(master))
-            for p in found:
-                p.grad = None
-
-    def keep(self, weights: Iterable[Tensor]) -> None:
-        """Let passes to come read ``weights`` as the newest version."""
-        self.versions = [*self.versions[-2 * STAGES :], [x.detach().clone() for x in weights]]
-
-
-@torch.no_grad()
-def put(module: nn.Module, values: Sequence[Tensor]) -> None:
-    """Let a module read ``values``, a backward whose forward has read others, too."""
-    torch._foreach_copy_([p.data for p in module.parameters()], list(values))
-
-
-def trained(
-    stages: Sequence[Sequence[nn.Module]],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    plan: Plan,
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    correction: str,
-    samples: Callable[[int, int], tuple[Tensor, Tensor]],
-    rates: Sequence[float],
-) -> Iterator[float]:
-    """Yield each update's loss, an update for each of ``rates``; then the layers of ``stages`` have the weights.
-
-    ``samples(first, count)`` are those of so many microbatches.
-    """
-    interval, drains = plan.interval, plan.policy.drains
-    delays = [0.0] * len(stages) if drains else [x.mean for x in plan_delays(plan, graph_of(plan))]
-    reads: Reads = {} if drains else reads_of(plan, len(rates))
-    parts = [Part(layers, delay) for layers, delay in zip(stages, delays, strict=True)]
-    optimizer = make([x for part in parts for x in part.masters])
-    if any(delays) and correction in ("sc", "both"):
-        optimizer = compensated(optimizer)
-    (group,) = optimizer.param_groups
-    ahead = any(delays) and correction in ("predict", "both")
-    for update, rate in enumerate(rates):
-        microbatches = range(update * interval, (update + 1) * interval)
-        x, target = samples(microbatches.start, interval)
-        for s, part in enumerate(parts):
-            x = part.run(x, [update - reads.get((s, m), update) for m in microbatches])
-        value = loss(x, target)
-        for part in parts if plan.policy.weights == "latest" else ():
-            for copy in part.copies:
-                put(copy, [x.data for x in part.masters])
-        value.backward()  # type: ignore[no-untyped-call]  # as torch has it
-        yield value.item()
-        group["lr"] = rate
-        coming = rates[min(update + 1, len(rates) - 1)]
-        for part in parts:
-            part.take_gradients()
-        optimizer.step()
-        for part in parts:
-            part.keep(predicted(optimizer, group, x, coming) if ahead else x for x in part.masters)
-    for part in parts:
-        put(part.copies[0], [x.data for x in part.masters])
 
 
 def run(

@@ -53,7 +53,7 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
-from scripts.checks.exports import ACCEPT, Case
+from scripts.checks.accepting import ACCEPT, Case
 from scripts.checks.model_tasks import Task, of_row
 from scripts.checks.model_tasks import names as listed
 from scripts.checks.model_tasks import task as listed_task

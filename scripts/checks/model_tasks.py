@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from pipeplan import zoo
 from pipeplan.runtime.model.build.hugging_face import named
-from scripts.checks.written import architectures, transformers_models, ways
+from scripts.checks.written import architectures, sequences, transformers_models, ways
 from scripts.checks.written.row import BATCH
 from scripts.checks.written.row import Row as Written
 
@@ -162,7 +162,7 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Any], 
 }
 
 WRITTEN: dict[str, Written] = {f"transformers:{name}": row for name, row in transformers_models.ROWS.items()}
-WRITTEN |= architectures.ROWS | ways.ROWS
+WRITTEN |= architectures.ROWS | sequences.ROWS | ways.ROWS
 
 
 # --- finding them ---------------------------------------------------------------------------------------------------

@@ -213,17 +213,7 @@ def profile(
         granularity = "block"  # of which parts have the same
     _refuse(gpu, engine, device, beside, measuring)
     source = _named(model, microbatch) if isinstance(model, str) else _live(model, inputs, loss, microbatch, gpu)
-    same: dict[str, Any] = {
-        "gpu": gpu,
-        "engine": engine,
-        "data": data,
-        "device": device,
-        "dtype": dtype,
-        "optimizer": optimizer,
-        "granularity": granularity,
-        "blocks": blocks,
-        "beside": beside,
-    }
+    how = _How(gpu, engine, data, device, dtype, optimizer, granularity, blocks, beside, measuring)
     unmeasured = [x for x in said if x not in ("tensor", "selective")] + ["sequence_parallel"] * sequence_parallel
     if said and (not isinstance(model, str) or (gpu is None and unmeasured)):
         which = (unmeasured or said)[0].replace("_", "-")
@@ -242,23 +232,23 @@ def profile(
 
         for degree in (x for x in ways["tensor"] or () if x > 1):  # what has no such part is refused at once
             _named(str(model), source.batch, ModelSpec(str(model), None, degree, 0))
-    found = _made(source, name, **same, **measuring)
+    found = _made(source, name, how)
     if not said:
         return found
 
     def made(named: str, options: str, degree: int) -> Chain:
         if gpu is not None:
-            return _made(_named(named + options, source.batch), name, **{**same, "data": None}).chain
+            return _made(_named(named + options, source.batch), name, replace(how, data=None, measuring={})).chain
         from ...runtime.profiler.beside import measured_together
         from ...runtime.profiler.steps import chosen_device
 
         if degree == 1:
-            part = _made(_named(named, source.batch), name, **same, **measuring).chain
+            part = _made(_named(named, source.batch), name, how).chain
         else:
             if "say" in measuring:
                 measuring["say"](f"measuring as {degree} processes run each layer together")
             more = {key: value for key, value in measuring.items() if key not in HEARERS}
-            measure = partial(_measured_part, named, source.batch, {**same, **more})
+            measure = partial(_measured_part, named, source.batch, replace(how, measuring=more))
             part = measured_together(measure, degree, "cpu" if chosen_device(device) == "cpu" else "cuda")
         layers, reading = list(part.layers), found.chain.read_in_passes_ns - part.read_in_passes_ns
         for i in (0, -1):  # a profile has one time of reading
@@ -269,31 +259,34 @@ def profile(
     return replace(found, chain=chain)
 
 
-def _measured_part(model: str, batch: int, asked: dict[str, Any], together: Any) -> Chain:
+def _measured_part(model: str, batch: int, how: _How, together: Any) -> Chain:
     """Return what its part of each layer of a named model costs this process, one of those that run it ``together``."""
     from ...runtime.model.build.spec import ModelSpec
 
     spec = ModelSpec(model, None, together.ranks, together.place)
     spec.exchanges_by(together.exchange)
-    asked["beside"] = 1 if together.place else max(1, asked["beside"] + 1 - together.ranks)
-    return _made(_named(model, batch, spec), None, **asked, together=together).chain
+    beside = 1 if together.place else max(1, how.beside + 1 - together.ranks)
+    own = replace(how, beside=beside, measuring={**how.measuring, "together": together})
+    return _made(_named(model, batch, spec), None, own).chain
 
 
-def _made(
-    source: _Source,
-    name: str | None,
-    *,
-    gpu: str | None,
-    engine: str | None,
-    data: Any,
-    device: Literal["auto", "cpu", "cuda"],
-    dtype: str | None,
-    optimizer: str,
-    granularity: str,
-    blocks: str | None,
-    beside: int,
-    **measuring: Any,
-) -> Profile:
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How models are profiled: as the arguments of :func:`profile` say."""
+
+    gpu: str | None
+    engine: str | None
+    data: Any
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: str | None
+    optimizer: str
+    granularity: str
+    blocks: str | None
+    beside: int
+    measuring: dict[str, Any]
+
+
+def _made(source: _Source, name: str | None, how: _How) -> Profile:
     """Return what each layer of one model costs."""
     from ...runtime.model.autocast import Autocast
     from ...runtime.profiler.estimate import estimate_model
@@ -301,32 +294,33 @@ def _made(
     from ...runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
     from ...runtime.training.update.optimizers import optimizer_maker
 
-    merge, by_names = merging(granularity, blocks), granularity in (AUTO, "block") or blocks is not None
-    batches = source.batches if data is None else data_to_read(data, source.batch)
-    where = "cpu" if gpu is not None else chosen_device(device)
-    if beside > 1 and where != "cpu":
+    merge, by_names = merging(how.granularity, how.blocks), how.granularity in (AUTO, "block") or how.blocks is not None
+    batches = source.batches if how.data is None else data_to_read(how.data, source.batch)
+    where = "cpu" if how.gpu is not None else chosen_device(how.device)
+    if how.beside > 1 and where != "cpu":
         raise BadInput("--beside: processes that share CPUs slow each other; on GPUs leave it out, or say --device cpu")
-    half = None if dtype is None else dtype_of(dtype.removeprefix(AUTOCAST))
-    casts = dtype is not None and dtype.startswith(AUTOCAST)
+    half = None if how.dtype is None else dtype_of(how.dtype.removeprefix(AUTOCAST))
+    casts = how.dtype is not None and how.dtype.startswith(AUTOCAST)
+    again = partial(measured_again, source.elsewhere, source.batch)
     options = MeasureOptions(
         dtype=None if casts else half,
         autocast=Autocast(half, where) if half is not None and casts else None,
-        optimizer=optimizer_maker(optimizer, 0.0, as_on_gpus=gpu is not None),
+        optimizer=optimizer_maker(how.optimizer, 0.0, as_on_gpus=how.gpu is not None),
         device=where,
-        read=None if batches is None or gpu is not None else Late("runtime.engine.reading:repeatedly")(batches),
-        others=None if beside == 1 else Others(beside - 1, partial(measured_again, source.elsewhere, source.batch)),
-        merge=merge if by_names and gpu is None else None,
-        **{"steps": STEPS, "seconds": SECONDS, **measuring},
+        read=None if batches is None or how.gpu is not None else Late("runtime.engine.reading:repeatedly")(batches),
+        others=None if how.beside == 1 else Others(how.beside - 1, again),
+        merge=merge if by_names and how.gpu is None else None,
+        **{"steps": STEPS, "seconds": SECONDS, **how.measuring},
     )
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     about: dict[str, Any] = {"name": name or source.name, "date": date, "data": batches}
-    if gpu is None:
+    if how.gpu is None:
         measured = measure_model(source.build, source.batch, options, **about)
     else:
-        target = accelerator(gpu)
-        about["constants"] = target.constants(engine)
+        target = accelerator(how.gpu)
+        about["constants"] = target.constants(how.engine)
         measured = estimate_model(source.build, source.batch, target, options, **about)
-    return Profile(_merged(measured.chain, merge, granularity, blocks), measured=measured)
+    return Profile(_merged(measured.chain, merge, how.granularity, how.blocks), measured=measured)
 
 
 @dataclass(frozen=True, slots=True)

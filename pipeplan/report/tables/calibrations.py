@@ -30,8 +30,11 @@ def print_calibration(found: Calibration, memory: Sequence[Memory] = ()) -> None
         out.print("left out: of each run, predicted by constants that were fitted to the others")
     out.print(f"before  {said(found.start)}")
     out.print(f"fitted  {said(chosen.constants)}")
-    spans = ", ".join(_span(name, *x) for name, x in found.ranges.items())
-    out.print(f"ranges  {spans}: what 9 of 10 draws of the runs lead to")
+    spans = []
+    for name, (low, high) in found.ranges.items():
+        times, unit = (1e-3, "us") if name.endswith("ns") else (100, "%")
+        spans.append(f"{name.rpartition('_')[0].replace('_', ' ')} {low * times:.3g} to {high * times:.3g}{unit}")
+    out.print(f"ranges  {', '.join(spans)}: what 9 of 10 draws of the runs lead to")
     if not found.enough:
         out.print(f"{len(found.names)} measured times only adjust constants: a calibration needs {FEWEST}")
     out.print()
@@ -45,11 +48,6 @@ def print_calibration(found: Calibration, memory: Sequence[Memory] = ()) -> None
     if memory:
         error = sum(abs(predicted / measured - 1) for _, predicted, measured in memory) / len(memory)
         out.print(f"memory: {error:.1%} off on average over {len(memory)} runs; nothing is fitted to it")
-
-
-def _span(name: str, low: float, high: float) -> str:
-    times, unit = (1e-3, "us") if name.endswith("ns") else (100, "%")
-    return f"{name.rpartition('_')[0].replace('_', ' ')} {low * times:.3g} to {high * times:.3g}{unit}"
 
 
 def said(constants: Constants) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,14 +38,10 @@ def print_measurements(measured: MeasuredModel, chain: Chain) -> None:
     for index, layer in enumerate(chain.layers):
         forward, backward = spreads[index]
         unsteady += forward + backward > UNSTEADY * (layer.forward_ns + layer.backward_ns)
-        times: Sequence[int] = (layer.forward_ns, forward, layer.backward_ns, backward, layer.optimizer_ns)
-        times = times[::2] if estimated else times
+        times = (layer.forward_ns, forward, layer.backward_ns, backward, layer.optimizer_ns)[:: 2 if estimated else 1]
         sizes = (layer.weight_bytes, int(saved_bytes(chain, index, index + 1)), layer.output_bytes)
-        table.add_row(
-            Name.of(layer.name + (" h" if index in bound else "")),
-            *(f"{t / 1e6:.3f}" for t in times),
-            *(format_bytes(s) for s in sizes),
-        )
+        name = Name.of(layer.name + (" h" if index in bound else ""))
+        table.add_row(name, *(f"{t / 1e6:.3f}" for t in times), *map(format_bytes, sizes))
     print_fitted(out, table)
     whole, count, others = chain.sums, len(chain), chain.beside - 1
     beside = f", beside {others} other process{'es' if others > 1 else ''}" if others else ""

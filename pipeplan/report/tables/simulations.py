@@ -79,10 +79,10 @@ def print_simulation(simulation: Simulation, width: int | None = None, links: bo
         out.print(f"note     {unknown}")
     out.print()
     print_fitted(out, _device_table(simulation, figures["devices"]))
+    table = make_table("link", "use", left=("link",))
+    for row in figures["links"]:
+        table.add_row(row["link"].removeprefix("link "), f"{row['use']:.1%}")
     if figures["links"]:
-        table = make_table("link", "use", left=("link",))
-        for row in figures["links"]:
-            table.add_row(row["link"].removeprefix("link "), f"{row['use']:.1%}")
         out.print()
         print_fitted(out, table)
 
@@ -185,15 +185,10 @@ def _device_table(simulation: Simulation, devices: Sequence[Mapping[str, Any]]) 
     own = simulation.own
     table = make_table("GPU", "busy", "bubble", "in flight", "peak", *(["predicted peak"] if own else []), "memory")
     for row in devices:
-        table.add_row(
-            str(row["device"]),
-            f"{row['busy_ns'] / max(1, simulation.timeline.makespan_ns):.1%}",
-            f"{row['bubble']:.1%}",
-            ",".join(str(n) for _, n in sorted(row["in_flight"].items())),
-            format_bytes(row["peak_bytes"]),
-            *([format_bytes(row["predicted_peak_bytes"])] if own else []),
-            format_bytes(row["memory_bytes"]),
-        )
+        busy = row["busy_ns"] / max(1, simulation.timeline.makespan_ns)
+        inside = ",".join(str(n) for _, n in sorted(row["in_flight"].items()))
+        sizes = (row[f"{x}_bytes"] for x in ("peak", *["predicted_peak"] * own, "memory"))
+        table.add_row(str(row["device"]), f"{busy:.1%}", f"{row['bubble']:.1%}", inside, *map(format_bytes, sizes))
     return table
 
 

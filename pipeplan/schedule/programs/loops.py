@@ -59,7 +59,12 @@ def interleaved(graph: StageGraph, microbatches: int) -> Program:
     devices = len(homes(graph))
 
     def order(d: int, count: int) -> list[Pass]:
-        return _in_turn(d, devices, len(graph.stages) // devices, count)
+        forward, backward, largest = _in_groups(d, devices, len(graph.stages) // devices, count)
+        ahead = 2 * (devices - d - 1) + (len(graph.stages) // devices - 1) * largest + 1
+        found = forward[:ahead]
+        for i, back in enumerate(backward):
+            found += [back, *forward[ahead + i : ahead + i + 1]]
+        return found
 
     return listed(graph, microbatches, not_interleaved(graph), order)
 
@@ -103,14 +108,3 @@ def _in_groups(d: int, devices: int, chunks: int, microbatches: int) -> tuple[li
         forward += [("F", c * devices + d, m) for c in range(chunks) for m in group]
         backward += [("B", c * devices + d, m) for c in reversed(range(chunks)) for m in group]
     return forward, backward, max(map(len, groups))
-
-
-def _in_turn(d: int, devices: int, chunks: int, microbatches: int) -> list[Pass]:
-    """Return what device d does under interleaved 1F1B."""
-    forward, backward, largest = _in_groups(d, devices, chunks, microbatches)
-    ahead = 2 * (devices - d - 1) + (chunks - 1) * largest + 1
-    order = forward[:ahead]
-    for i, back in enumerate(backward):
-        order.append(back)
-        order += forward[ahead + i : ahead + i + 1]
-    return order

@@ -156,21 +156,16 @@ def _operations(d: int, devices: int, microbatches: int) -> list[list[Pass]]:
         counts[kind, stage] += 1
         return kind, stage, counts[kind, stage] - 1
 
-    def whole(stage: int) -> list[Pass]:
-        _, _, m = back = take("B", stage)
-        return [back, ("W", stage, m)]
-
     def forward(stage: int) -> None:
         found.append([take("F", stage)])
 
-    def backward(stage: int, split: bool) -> None:
-        back, weight = whole(stage)
-        found.append([back] if split else [back, weight])
-        if split:
-            due.append(weight)
+    def backward(stage: int, split: bool, *ahead: Pass) -> None:
+        weight = ("W", *(back := take("B", stage))[1:])
+        found.append([*ahead, back] if split else [*ahead, back, weight])
+        due.extend([weight] * split)
 
     def together(ahead: int, back: int) -> None:
-        found.append([take("F", ahead), *whole(back)])
+        backward(back, False, take("F", ahead))
 
     def weight() -> None:
         if due:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph
 from ..program import Program
 from .justify import Orders, justified
@@ -45,11 +44,9 @@ def recomputing_apart(
     stages = frozenset(s for s in graph.recomputing if _has_room(graph, s, options))
     if not stages:
         return None
-
-    def inside(stage: StageCost) -> int:
-        return stage.saved_bytes if split else stage.peak_bytes
-
-    lean = replace(graph, stages=tuple(replace(x, recomputed_bytes=inside(x)) for x in graph.stages))
+    inside = [x.saved_bytes if split else x.peak_bytes for x in graph.stages]
+    pairs = zip(graph.stages, inside, strict=True)
+    lean = replace(graph, stages=tuple(replace(x, recomputed_bytes=size) for x, size in pairs))
     return RecomputingApart(
         stages,
         order_problem(graph, microbatches, apart=stages, **options),
@@ -71,13 +68,9 @@ def _has_room(graph: StageGraph, stage: int, options: dict[str, Any]) -> bool:
 
 def _holding(graph: StageGraph, apart: Set[int]) -> StageGraph:
     """Return a graph whose backwards hold what they would if they had recomputed apart."""
-    return replace(
-        graph,
-        stages=tuple(
-            replace(x, saved_bytes=x.recomputed_bytes, peak_bytes=x.recomputed_bytes) if s in apart else x
-            for s, x in enumerate(graph.stages)
-        ),
-    )
+    full = (replace(x, saved_bytes=x.recomputed_bytes, peak_bytes=x.recomputed_bytes) for x in graph.stages)
+    pairs = enumerate(zip(graph.stages, full, strict=True))
+    return replace(graph, stages=tuple(held if s in apart else x for s, (x, held) in pairs))
 
 
 def recomputed_early(graph: StageGraph, program: Program, microbatches: int) -> Program | None:

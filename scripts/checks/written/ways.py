@@ -13,8 +13,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from .architectures import Chained, Margin
+from .architectures import Margin
 from .row import Row, images, normal, numbers, vectors
+from .sequences import Chained
 
 mse, cross = functional.mse_loss, functional.cross_entropy
 

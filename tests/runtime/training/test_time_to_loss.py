@@ -1,4 +1,4 @@
-"""What scripts/bench/time_to_loss.py trains in one process is what a run of the same plan trains."""
+"""What scripts/bench/late_training.py trains in one process is what a run of the same plan trains."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from pipeplan.runtime.engine.job import RunOptions
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.training.update.optimizers import Choice
-from scripts.bench.time_to_loss import trained
+from scripts.bench.late_training import trained
 
 GPT = "gpt-tiny,blocks=2,hidden=32,heads=2,sequence=16"
 STAGES = [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))]
