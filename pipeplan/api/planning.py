@@ -55,10 +55,10 @@ class Question:
         """Return the plan of a problem as it stands: searched for, or stated."""
         from ..planner.plan import STATED, make_plan
 
-        algorithm, options = (
-            (self.said["algorithm"], options_of(self.said)) if self.stated is None else (STATED, self.stated)
-        )
-        return make_plan(problem, algorithm, options, self.settings, self.effort, self.kind, self.said["limit"])
+        said = self.said
+        algorithm = said["algorithm"] if self.stated is None else STATED
+        options = options_of(said) if self.stated is None else self.stated
+        return make_plan(problem, algorithm, options, self.settings, self.effort, self.kind, said["limit"])
 
     def found(self, problem: Problem) -> tuple[Planned, Problem]:
         """Return the plan in the order of layers that is asked for, and the problem in that order."""

@@ -104,9 +104,6 @@ def refuse_unknown(names: Iterable[str], *others: str) -> None:
             raise BadInput(f"--schedule: '{shown(name)}' is not one of {', '.join(known)}")
 
 
-# --- its page ---------------------------------------------------------------------------------------------------------
-
-
 def report_page(
     plan: Plan,
     names: Sequence[str] = (),
@@ -139,9 +136,6 @@ def report_page(
         count += batch - count % batch
     runs, refused = compare_schedules(plan, several, count, status=status)
     return report_html(simulate_plan(plan, count, main), runs, refused, measured=measured), count
-
-
-# --- in the terms of another runtime ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,16 +122,10 @@ def main() -> NoReturn:
     except click.ClickException as error:
         _as_text(error).show()
         code = 2
-    except InvalidPlan as error:
-        for sentence in error.violations:
-            click.echo(f"error: {shown(sentence, SENTENCE)}", err=True)
-        code = error.exit_code
-    except OutputLost as error:
-        if error.reason is not None:
-            click.echo(f"error: {error}", err=True)
-        code = error.exit_code
     except PipeplanError as error:
-        click.echo(f"error: {shown(str(error), SENTENCE)}", err=True)
+        silent = isinstance(error, OutputLost) and error.reason is None
+        for sentence in error.violations if isinstance(error, InvalidPlan) else [str(error)] * (not silent):
+            click.echo(f"error: {shown(sentence, SENTENCE)}", err=True)
         code = error.exit_code
     except ImportError as error:
         lacks = _lacking(error)

@@ -38,9 +38,6 @@ _BILL = options("""
 """, samples={"type": click.STRING, "metavar": "N"})  # fmt: skip
 
 
-# --- what a training costs --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Bill:
     """A training of so many ``samples``, where a GPU costs ``price`` dollars an hour (None: nobody says)."""

@@ -63,9 +63,9 @@ def plan_against(name: str, first: str, given: Mapping[str, Any]) -> Plan:
     if name == DRAINED:
         return _drained(one, given["clip_norm"] is not None)
     other = plan_to_run(name, {**given, "vertical_sync": False, "schedule": None, "limit": None})
-    found = [(plan.chain.microbatch, plan.interval) for plan in (one, other)]
+    found = [f"{plan.interval} microbatches of {plan.chain.microbatch} samples" for plan in (one, other)]
     if found[0] != found[1]:
-        words = " and ".join(f"{count} microbatches of {size} samples" for size, count in found)
+        words = " and ".join(found)
         raise BadInput(f"--against {name}: updates of the two plans are of {words}; plan both for one --batch")
     return other
 

@@ -116,9 +116,6 @@ def _profile_form(chain: Chain) -> Any:
     return converted(profile_keys(chain), ProfileFile)
 
 
-# --- those that come with the program ---------------------------------------------------------------------------------
-
-
 def examples() -> list[str]:
     """Return the names of all, without the prefix; those published with PipeDream are ``published/NAME``."""
     files = FOLDER.glob("**/*.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 Scale = Literal["time", "size"]
@@ -21,11 +22,6 @@ def said(*, merge: Merge | None = None, scale: Scale | None = None, names: bool 
     return {"merge": merge, "scale": scale, "names": names}
 
 
-def first(values: Sequence[T]) -> T:
-    """Merge into the first."""
-    return values[0]
-
-
 def total(values: Sequence[Any]) -> Any:
     """Merge into the sum, of tuples place by place; None where one is unknown."""
     if any(x is None for x in values):
@@ -34,11 +30,6 @@ def total(values: Sequence[Any]) -> Any:
         return sum(values)
     made, columns = type(values[0]), [total(column) for column in zip(*values, strict=True)]
     return made(columns) if made is tuple else made(*columns)
-
-
-def largest(values: Sequence[int]) -> int:
-    """Merge into the largest."""
-    return max(values)
 
 
 def total_known(values: Sequence[Any]) -> Any:
@@ -192,14 +183,14 @@ class Layer:
     parameters: int | None = None
     work: LayerWork | None = field(default=None, metadata=said(merge=total))
     weight_needs: WeightNeeds | None = field(default=None, metadata=said(scale="size", names=True))
-    module: str | None = field(default=None, metadata=said(merge=first))
+    module: str | None = field(default=None, metadata=said(merge=itemgetter(0)))
     exchanges: tuple[Exchange, ...] = field(default=(), metadata=said(merge=_exchanged))
     idle_ns: tuple[int, int] | None = field(default=None, metadata=said(merge=total_known))
     matrix_state: tuple[int, ...] | None = field(default=None, metadata=said(merge=total))
-    working_bytes: int = field(default=0, metadata=said(merge=largest, scale="size"))
+    working_bytes: int = field(default=0, metadata=said(merge=max, scale="size"))
     own_parameters: int | None = None
     host_bytes: int = field(default=0, metadata=said(merge=total, scale="size"))
-    again_bytes: int = field(default=0, metadata=said(merge=largest, scale="size"))
+    again_bytes: int = field(default=0, metadata=said(merge=max, scale="size"))
 
     @property
     def on_its_way_bytes(self) -> int:

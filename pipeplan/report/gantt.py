@@ -186,12 +186,8 @@ def panels(timeline: Timeline, columns: int) -> list[tuple[str, int, int]]:
 
     The pieces, fill, middle and drain, are as long as makes a typical pass of a GPU four columns wide.
     """
-    lengths = [
-        timeline.length_ns(step)
-        for lane in timeline.program.lanes
-        if lane.device is not None
-        for step in lane.steps[: 4 * len(timeline.program.operations)]
-    ]
+    first, lanes = 4 * len(timeline.program.operations), timeline.program.lanes
+    lengths = [timeline.length_ns(x) for lane in lanes if lane.device is not None for x in lane.steps[:first]]
     whole = timeline.makespan_ns
     readable = int(median(lengths) * columns) // READABLE_COLUMNS if lengths else whole
     if readable == 0 or readable * 2 >= whole:

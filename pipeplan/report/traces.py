@@ -116,9 +116,6 @@ def microseconds(ns: int) -> float:
     return value if int(value * 1000) == ns else nextafter(value, inf)
 
 
-# --- simulated ------------------------------------------------------------------------------------------------------
-
-
 def simulated_trace(timeline: Timeline, platform: Platform) -> ChromeTrace:
     """Return a simulated run: every step on the track of its GPU or link, what each GPU holds, an arrow a transfer.
 
@@ -145,9 +142,6 @@ def simulated_trace(timeline: Timeline, platform: Platform) -> ChromeTrace:
     for i, device in devices.items():
         trace.hold(memory, f"{names[i]} holds", uses[device], activation_steps(timeline, i))
     return trace
-
-
-# --- measured -------------------------------------------------------------------------------------------------------
 
 
 def measured_trace(plan: Plan, report: RunReport) -> str:

@@ -17,8 +17,6 @@ from ..integers import ceil_div
 from ..plan import OpKind, Pattern, TimedOp
 from ..problem import Platform
 
-# --- in flight and memory -------------------------------------------------------------------------------------------
-
 
 def starts_of(pattern: Pattern) -> list[int]:
     """Return the absolute starts of a pattern's operations in path order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from math import ceil, lcm
 
 from ..cost.stage_graph import updates_end_ns
@@ -166,8 +167,6 @@ class Timeline:
 kept_by_stages: Callable[..., list[int]] = Late("schedule.weight_versions:kept_by_stages")
 weight_policy = Late("schedule.weight_versions:weight_policy")
 
-# --- the peak -------------------------------------------------------------------------------------------------------
-
 
 def run_uses(timeline: Timeline, platform: Platform) -> list[DeviceUse]:
     """Return what every device of the platform holds at most in a run; a device without a lane holds nothing."""
@@ -223,9 +222,6 @@ def _turning(timeline: Timeline, lane: int, stage: int, later: int) -> int:
         most = max(most, held)
         held -= work.covers * (step.position == program.release[stage])
     return most
-
-
-# --- activations over time ------------------------------------------------------------------------------------------
 
 
 Change = tuple[int, int]  # when in ns, and by how many bytes
@@ -288,9 +284,6 @@ def activation_steps(timeline: Timeline, lane: int) -> Iterator[tuple[int, int]]
     yield at, held
 
 
-# --- microbatches ---------------------------------------------------------------------------------------------------
-
-
 def in_flight(timeline: Timeline, lane: int) -> dict[int, int]:
     """Return, for each stage on a device, the most microbatches that it holds at a forward's start.
 
@@ -306,11 +299,7 @@ def in_flight(timeline: Timeline, lane: int) -> dict[int, int]:
 
 def most_held(timeline: Timeline, lane: int) -> int:
     """Return the most microbatches that a device holds at once, counted in each of its stages."""
-    held = most = 0
-    for _, change in _holds(timeline, lane):
-        held += change
-        most = max(most, held)
-    return most
+    return max(accumulate((change for _, change in _holds(timeline, lane)), initial=0))
 
 
 def _holds(timeline: Timeline, lane: int) -> Iterator[tuple[int, int]]:

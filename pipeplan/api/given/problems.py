@@ -204,9 +204,8 @@ def bytes_per_parameter(said: int | str | None) -> tuple[int, int | None] | None
     parts = str(said).split("+")
     if len(parts) > 2 or not all(x.isascii() and x.isdigit() and 1 <= int(x[:5]) <= MOST_BYTES for x in parts):
         raise BadInput(
-            f"--bytes-per-parameter: '{shown(str(said), 40)}' isn't a number from 1 to {MOST_BYTES} such as "
-            "18, nor two, "
-            "of which replicas may share the second, such as 6+12"
+            f"--bytes-per-parameter: '{shown(str(said), 40)}' isn't a number from 1 to {MOST_BYTES} such as 18, "
+            "nor two, of which replicas may share the second, such as 6+12"
         )
     return sum(map(int, parts)), int(parts[1]) if len(parts) == 2 else None
 

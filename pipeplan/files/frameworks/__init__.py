@@ -68,9 +68,6 @@ def notes(plan: Plan, name: str, stages: Sequence[Stage]) -> list[str]:
     return found
 
 
-# --- readers ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Reader:
     """A registered reader, and ``what`` it reads. Its name is that of its row in ``check.targets``."""

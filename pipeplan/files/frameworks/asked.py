@@ -103,9 +103,6 @@ def parsed_renames(texts: Sequence[str]) -> Renames:
     return tuple(found)
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """The ``options`` of a file, for a profile on so many GPUs; ``renames`` as exports take them."""

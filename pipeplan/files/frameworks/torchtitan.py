@@ -104,8 +104,7 @@ def module_name(renames: Renames, unit: Unit) -> str:
     if not MODULE.fullmatch(name):
         raise CannotExpress(
             f"torchtitan: '{shown(name)}' isn't the name of a module or of an entry in a list of modules; "
-            "plan a profile "
-            "with one module per layer, or --rename it"
+            "plan a profile with one module per layer, or --rename it"
         )
     return name
 

@@ -232,9 +232,6 @@ def platform_form(platform: Platform) -> PlatformFile:
     )
 
 
-# --- so many equal GPUs of a name -------------------------------------------------------------------------------------
-
-
 def platform_of_gpus(
     counts: tuple[int, ...],
     mem: str | None,

@@ -19,14 +19,12 @@ def staircase(graph: StageGraph, microbatches: int, slot: Slot) -> Program:
     Slots that respect the path of every microbatch never deadlock, however stages share devices.
     """
     orders: dict[tuple[int, int], list[Step]] = {}
-    for index, resource in enumerate(graph.resources):
-        if resource.is_link:
-            continue
+    for index in homes(graph):
         passes = [(position, graph.operations[position]) for position in graph.on_resource[index]]
-        for replica in range(resource.replicas):
+        for replica in range(count := graph.resources[index].replicas):
             keyed = [
                 (slot(op.kind, op.stage, m), Step(m, position))  # type: ignore[arg-type]  # devices run no transfers
-                for m in range(replica, microbatches, resource.replicas)
+                for m in range(replica, microbatches, count)
                 for position, op in passes
             ]
             orders[index, replica] = [step for _, step in sorted(keyed)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 from ...cost.stage_cost import StageCost
 from ...cost.stage_graph import StageGraph
@@ -137,8 +138,4 @@ def _kept_share(stage: StageCost, weight_keeps: Fraction) -> Fraction:
 def _most_held(order: Sequence[Pass], weight_keeps: Fraction) -> Fraction:
     """Return the most activations held, counting ``weight_keeps`` of one between the parts of its backward."""
     change = {"F": Fraction(1), "B": weight_keeps - 1, "W": -weight_keeps}
-    held = most = Fraction(0)
-    for kind, _, _ in order:
-        held += change[kind]
-        most = max(most, held)
-    return most
+    return max(accumulate((change[kind] for kind, _, _ in order), initial=Fraction(0)))
