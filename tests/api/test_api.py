@@ -40,13 +40,13 @@ def options_of(question):
 def test_options_are_made_from_the_words_of_a_question(question):
     """All of them, with the same defaults; what tunes a search stands under -O."""
     options = options_of(question)
-    knobs = {name for name, said in words(question).items() if said.word.knob}
+    knobs = {name for name, said in words(question).items() if said.knob}
     asked = set(words(question)) - knobs - {"time_limit", "options"}
     assert set(options) == asked | ({"knobs"} if knobs else set())
     for name in asked:
         found = options[name].to_info_dict()["default"]
         assert (found or None) == (defaults(question)[name] or None), name
-    assert all(f"{words(question)[name].word.option}=" in options["knobs"].help for name in knobs)
+    assert all(f"{words(question)[name].option}=" in options["knobs"].help for name in knobs)
 
 
 def test_help_shows_every_keyword_the_machine_first(path):
