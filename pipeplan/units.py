@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from math import prod
 
 from .errors import BadInput
 from .names import shown
@@ -56,29 +57,27 @@ def parse_wait(text: str, place: str) -> int:
     return found
 
 
-def parse_counts(text: str, where: str, most: int = MOST_COUNT) -> list[int]:
+def parse_counts(text: str, where: str) -> list[int]:
     """Return the counts that ``2,4-6`` says, in that order; BadInput names ``where``."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,8})(?:-([0-9]{1,8}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if first < 1 or last > most:
-            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8, up to {most}")
+        if first < 1 or last > MOST_COUNT:
+            raise BadInput(f"{where}: {part[:40]!r} is neither a count nor a range such as 2-8, up to {MOST_COUNT}")
         counts += range(first, last + 1)
     if not counts:
         raise BadInput(f"{where}: {text!r} names no count")
     return counts
 
 
-def gpu_counts(text: str, place: str = "--gpus", most: int = MOST_COUNT) -> tuple[int, ...]:
+def gpu_counts(text: str, place: str = "--gpus") -> tuple[int, ...]:
     """Return the GPUs of one server, and of several the number of servers behind it, that ``8`` or ``2x8`` says."""
     found = re.fullmatch(r"(?:([0-9]{1,7})[xX])?([0-9]{1,7})", text)
     counts = (int(found[2]), *([int(found[1])] if found[1] else [])) if found else (0,)
-    total = counts[0] * counts[-1] if len(counts) > 1 else counts[0]
-    if not 1 <= total <= most:
-        raise BadInput(
-            f"{place}: '{shown(text, 40)}' isn't a GPU count: write 8, or 2x8 for two servers of eight, up to {most}"
-        )
+    if not 1 <= prod(counts) <= MOST_COUNT:
+        what = f"write 8, or 2x8 for two servers of eight, up to {MOST_COUNT}"
+        raise BadInput(f"{place}: '{shown(text, 40)}' isn't a GPU count: {what}")
     return counts
 
 

@@ -46,7 +46,7 @@ class MeasuredRow:
 
 def read_rows(path: str) -> list[MeasuredRow]:
     """Return the rows of a CSV file; BadInput names the row and the column that cannot be read."""
-    table = [row for _, row in read_csv(path) if any(cell.strip() for cell in row)]
+    table = [row for row in read_csv(path) if any(cell.strip() for cell in row)]
     heads = [cell.strip() for cell in table[0]] if table else []
     unknown = [name for name in heads if name not in COLUMNS]
     if unknown or "ms" not in heads or len(set(heads)) < len(heads):

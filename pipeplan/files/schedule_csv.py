@@ -26,7 +26,7 @@ def read_schedule(path: str) -> Written:
     Cells that overlap a forward and a backward are taken one after the other.
     """
     rows: list[list[Action]] = []
-    for number, (_, cells) in enumerate(read_csv(path), 1):
+    for number, cells in enumerate(read_csv(path), 1):
         row: list[Action] = []
         for column, cell in enumerate(cells, 1):
             overlap = OVERLAP.fullmatch(cell.strip())

@@ -44,12 +44,11 @@ def read_text(path: str, most_bytes: int = MOST_BYTES) -> str:
     return text.removeprefix("\ufeff")
 
 
-def read_csv(path: str, most_bytes: int = MOST_BYTES) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line of a CSV file with its cells; BadInput as of :func:`read_text`, and for no CSV."""
-    reader = csv.reader(io.StringIO(read_text(path, most_bytes)))
+def read_csv(path: str) -> Iterator[list[str]]:
+    """Yield the cells of each row of a CSV file; BadInput as of :func:`read_text`, and for no CSV."""
+    reader = csv.reader(io.StringIO(read_text(path)))
     try:
-        for cells in reader:
-            yield reader.line_num, cells
+        yield from reader
     except csv.Error as error:
         raise BadInput(f"{path}: line {reader.line_num}: {error}") from None
 

@@ -87,9 +87,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum over replicas of ``stage``: ``ns`` from the end of the last of ``after`` on; ``before`` wait for it."""
+    """A sum over replicas of a stage: ``ns`` from the end of the last of ``after`` on; ``before`` wait for it."""
 
-    stage: int
     ns: int
     after: tuple[Step, ...]
     before: tuple[Step, ...]

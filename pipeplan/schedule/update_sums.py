@@ -64,7 +64,7 @@ def with_sums(program: Program, pattern: Pattern, beside: Collection[int]) -> Pr
             else:
                 places = [(steps, bisect_right(steps, when(after[-1]), key=when)) for steps in lanes]
                 before = tuple(steps[place] for steps, place in places if place < len(steps))
-            found.append(Sum(s, graph.stages[s].sync_period_ns * interval, after, before))
+            found.append(Sum(graph.stages[s].sync_period_ns * interval, after, before))
     return replace(program, sums=tuple(found))
 
 

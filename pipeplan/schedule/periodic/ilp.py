@@ -8,7 +8,6 @@ chooses K; ``retime`` then computes period and starts exactly, and memory is che
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, lcm
@@ -50,7 +49,6 @@ def schedule_ilp(
     limits: SolverLimits | None = None,
     cutoff_period_ns: int | None = None,
     lower_bound_ns: int | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> IlpResult:
     """Return the pattern of ``graph`` with the shortest period, by CBC (bundled with PuLP) or HiGHS (``highspy``).
 
@@ -71,8 +69,6 @@ def schedule_ilp(
         if low > high:
             break
         model = _Model.of(graph, low, high, margin)
-        if progress:
-            progress(f"{solver}: {len(graph.operations)} operations, {len(model.heights)} orders to choose")
         try:
             answer = model.solve(solver, left)
         except SolverFailed:

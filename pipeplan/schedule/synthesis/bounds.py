@@ -71,12 +71,30 @@ def raised(
     """
     if not problem.measured:
         return low
+    grain = problem.grain
+
+    def halved(low: int, most: int, machines: tuple[int, ...] = (), hope: bool = False) -> int:
+        low, high = min(value, ceil_div(low, grain) * grain), value
+        asked = high - grain
+        if hope:
+            asked = min(asked, low + (high - low) // HOPE // grain * grain)
+        while low < high and not deadline.passed:
+            slots = slots_of(problem, asked, window, most, machines)
+            if refuted(slots, solver, SolverLimits(None, each_s, deadline.remaining_s())):
+                low, hope = asked + grain, False
+            else:
+                high = asked
+            if hope or high - low <= high // PRECISION:
+                break
+            asked = low + (high - low) // (2 * grain) * grain
+        return low
+
     alone = low
     for device in _hardest(problem):
-        alone = _halved(problem, alone, value, solver, deadline, window, MOST_COUNTS["highs"], each_s, (device,))
+        alone = halved(alone, MOST_COUNTS["highs"], (device,))
     hope, low = alone > low, alone
     for most in sorted({MOST_COUNTS["cbc"], MOST_COUNTS[solver]}):
-        low = _halved(problem, low, value, solver, deadline, window, most, each_s, hope=hope)
+        low = halved(low, most, hope=hope)
     return low
 
 
@@ -97,35 +115,6 @@ def _hardest(problem: OrderProblem) -> list[int]:
         return []
     turn, longest = max(used, key=outside), max(used, key=alone)
     return [turn, longest] if alone(longest) > alone(turn) else [turn]
-
-
-def _halved(
-    problem: OrderProblem,
-    low: int,
-    value: int,
-    solver: Solver,
-    deadline: Deadline,
-    window: int,
-    most: int,
-    each_s: float,
-    machines: tuple[int, ...] = (),
-    hope: bool = False,
-) -> int:
-    grain = problem.grain
-    low = min(value, ceil_div(low, grain) * grain)
-    asked = value - grain
-    if hope:
-        asked = min(asked, low + (value - low) // HOPE // grain * grain)
-    while low < value and not deadline.passed:
-        slots = slots_of(problem, asked, window, most, machines)
-        if refuted(slots, solver, SolverLimits(None, each_s, deadline.remaining_s())):
-            low, hope = asked + grain, False
-        else:
-            value = asked
-        if hope or value - low <= value // PRECISION:
-            break
-        asked = low + (value - low) // (2 * grain) * grain
-    return low
 
 
 def bearable(problem: OrderProblem, value: int, solver: Solver) -> bool:
