@@ -140,7 +140,7 @@ def _parse(text: str, units: dict[str, int] | dict[str, Fraction], place: str, e
 
 def exact_bytes(count: int) -> str:
     """Return bytes in the largest decimal or binary unit that divides them, so that parsing gives them back."""
-    return f"{count // SIZES[unit]}{unit}" if (unit := _largest(SIZES, count)) else f"{count}B"
+    return _exact(count, SIZES)
 
 
 def exact_bandwidth(bytes_per_second: int) -> str:
@@ -150,9 +150,10 @@ def exact_bandwidth(bytes_per_second: int) -> str:
 
 def exact_time(nanoseconds: int) -> str:
     """Return a time in the largest unit that divides it, so that parsing gives it back."""
-    return f"{nanoseconds // TIMES[unit]}{unit}" if (unit := _largest(TIMES, nanoseconds)) else f"{nanoseconds}ns"
+    return _exact(nanoseconds, TIMES)
 
 
-def _largest(units: dict[str, int], value: int) -> str | None:
-    fitting = [unit for unit, factor in units.items() if value and value % factor == 0]
-    return max(fitting, key=lambda unit: units[unit], default=None)
+def _exact(value: int, units: dict[str, int]) -> str:
+    fitting = [unit for unit, factor in units.items() if factor == 1 or (value and value % factor == 0)]
+    unit = max(fitting, key=units.__getitem__)
+    return f"{value // units[unit]}{unit}"

@@ -273,10 +273,9 @@ def on_devices(graph: StageGraph, rule: Callable[[], Decide]) -> dict[tuple[int,
 
 def not_one_each(graph: StageGraph, schedule: str) -> str | None:
     """Return why ``schedule``, which needs one GPU per stage and one stage per GPU, cannot run ``graph``; or None."""
-    for index, resource in enumerate(graph.resources):
-        stages = graph.stages_on(index)
-        if stages and resource.replicas > 1:
-            return f"{schedule} gives each stage one GPU; stage {stages[0]} of this plan has {resource.replicas}"
+    for s, replicas in enumerate(replicas_of(graph)):
+        if replicas > 1:
+            return f"{schedule} gives each stage one GPU; stage {s} of this plan has {replicas}"
     return shared_devices(graph, schedule)
 
 
@@ -312,9 +311,14 @@ def no_pipelines(graph: StageGraph, schedule: str) -> str | None:
     return shared_devices(graph, schedule) or unequal(graph, schedule)
 
 
+def replicas_of(graph: StageGraph) -> list[int]:
+    """Return the number of each stage's replicas."""
+    return [graph.resources[stage.resource].replicas for stage in graph.stages]
+
+
 def unequal(graph: StageGraph, schedule: str) -> str | None:
     """Return why the stages of ``graph`` are no equal pipelines, which ``schedule`` needs; or None."""
-    counts = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    counts = replicas_of(graph)
     other = next((s for s, count in enumerate(counts) if count != counts[0]), None)
     if other is None:
         return None

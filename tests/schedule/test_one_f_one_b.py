@@ -16,7 +16,7 @@ from pipeplan.problem import Chain, Layer, Platform, Policy
 from pipeplan.schedule.deadlock import program_deadlock
 from pipeplan.schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from pipeplan.schedule.program import unroll
-from pipeplan.schedule.programs.one_f_one_b import gpipe, noam, one_f_one_b
+from pipeplan.schedule.programs.one_f_one_b import ahead_of, gpipe, one_f_one_b
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import in_flight
 
@@ -60,7 +60,7 @@ def test_published_bubbles(stages, microbatches, bubble):
 @pytest.mark.parametrize(("counts", "active"), [((1, 1, 1, 1), 4), ((2, 1), 2), ((15, 1), 2), ((2, 1, 1), 2)])
 def test_noam(counts, active):
     graph = replicated(*counts)
-    assert noam(graph) == active
+    assert ahead_of(graph)[0] == active
     timeline = simulate(one_f_one_b(graph, 16 * sum(counts)))
     assert [in_flight(timeline, i)[0] for i in range(counts[0])] == [active] * counts[0]
 
@@ -78,7 +78,7 @@ def test_round_robin_keeps_balanced_replicas_busy(counts):
 
 def test_noam_is_too_few_where_a_middle_stage_has_the_most_replicas():
     graph = replicated(1, 3, 1)
-    assert noam(graph) == 5
+    assert ahead_of(graph)[0] == 5
     assert simulate(one_f_one_b(graph, 120)).steady_period_ns() == 60
     assert simulate(one_f_one_b(graph, 120, 7)).steady_period_ns() == 30
 
@@ -144,13 +144,13 @@ def test_as_a_pattern_every_device_runs_the_same_order(seed):
     stages = [Stage(s, s + 1, tuple(range(d, d + r))) for s, (d, r) in enumerate(zip(first, replicas, strict=True))]
     platform = Platform.flat(sum(replicas), 10**9, 10**9, latency_ns=rng.randint(0, 3))
     graph = stage_graph(Chain("c", layers, 7), platform, Policy("stash", accumulate=max(replicas)), stages)
-    depth = rng.choice([None, noam(graph) + rng.randint(0, 3)])
+    depth = rng.choice([None, ahead_of(graph)[0] + rng.randint(0, 3)])
     pattern, count = one_f_one_b_pattern(graph, depth), 4 * sum(replicas) + 8
     assert pattern_violations(graph, pattern) == []
     assert unroll(graph, pattern, count).text() == one_f_one_b(graph, count, depth).text()
-    if noam(graph) > 1:
+    if ahead_of(graph)[0] > 1:
         with pytest.raises(BadInput, match="fewer than NOAM's"):
-            one_f_one_b_pattern(graph, noam(graph) - 1)
+            one_f_one_b_pattern(graph, ahead_of(graph)[0] - 1)
 
 
 def test_gpipe_staircase():

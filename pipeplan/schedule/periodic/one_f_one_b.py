@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...plan import Pattern
+from ..program import replicas_of
 from ..programs.one_f_one_b import ahead_of
 from .retime import order_of, retime
 
@@ -21,7 +22,7 @@ def one_f_one_b_pattern(graph: StageGraph, depth: int | None = None) -> Pattern:
     if not graph.contiguous:
         raise BadInput("pipedream: 1F1B gives each stage its GPUs for itself; in this plan some stages share GPUs")
     ahead = ahead_of(graph, depth)
-    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
+    replicas = replicas_of(graph)
     slots = []  # of microbatch 0; of the next all come two slots later
     for op in graph.operations:
         early = SLOT * (1 - 2 * ahead[op.stage] * replicas[op.stage]) if op.kind.endswith("F") else 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...cost.stage_graph import StageGraph
 from ...errors import BadInput
 from ...integers import ceil_div
-from ..program import Arrival, Decide, Program, make_program, on_devices, refuse
+from ..program import Arrival, Decide, Program, make_program, on_devices, refuse, replicas_of
 from .slots import staircase
 
 
@@ -32,15 +32,6 @@ def gpipe(graph: StageGraph, microbatches: int) -> Program:
     return staircase(graph, microbatches, slot)
 
 
-def noam(graph: StageGraph) -> int:
-    """Return PipeDream's number of active microbatches per input replica: ceil(workers / replicas of the first stage).
-
-    Source: PipeDream section 3.2.
-    """
-    workers = sum(resource.replicas for resource in graph.resources if not resource.is_link)
-    return ceil_div(workers, graph.resources[graph.stages[0].resource].replicas)
-
-
 def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) -> Program:
     """Return the 1F1B program: stage s of S runs S - s forwards, then a backward and a forward in turn, then drains.
 
@@ -51,41 +42,41 @@ def one_f_one_b(graph: StageGraph, microbatches: int, depth: int | None = None) 
         device 2  .  .  F0 B0 F1 B1 F2 B2 F3 B3
 
     With replicas it is 1F1B-RR: a replica of stage s runs ceil(devices of stages s.. / replicas of s) forwards ahead.
-    ``depth`` is the number of microbatches in flight at each input replica, :func:`noam` unless given. With more, which
-    hides transfers, later stages run ahead in proportion. With fewer there is nothing to alternate with at times, so
-    devices take what has come, backwards first, and balanced stages reach depth / NOAM of the throughput. Where a
-    middle stage has the most replicas, NOAM is too few (1-3-1: 7 are needed, not 5). Stages may share devices when none
-    has replicas. Source: PipeDream section 3.2 and Figure 18.
+    ``depth`` is the number of microbatches in flight at each input replica, unless given PipeDream's NOAM: ceil(devices
+    / replicas of the first stage). With more, which hides transfers, later stages run ahead in proportion. With fewer
+    there is nothing to alternate with at times, so devices take what has come, backwards first, and balanced stages
+    reach depth / NOAM of the throughput. Where a middle stage has the most replicas, NOAM is too few (1-3-1: 7 are
+    needed, not 5). Stages may share devices when none has replicas. Source: PipeDream section 3.2 and Figure 18.
     """
     if depth is not None and depth < 1:
         raise BadInput(f"depth: {depth} is not positive")
     refuse(shared_replicas(graph))
-    ahead = _ahead(graph)
+    replicas = replicas_of(graph)
+    ahead = _hiding(replicas)
     depth = depth or ahead[0]
     if depth < ahead[0]:
         return _eager(graph, microbatches, depth, ahead)
     if not graph.contiguous:
         return _shared(graph, microbatches, depth)
-    return _alternate(graph, microbatches, depth, ahead)
+    deeper = _deeper(replicas, depth, ahead)
+
+    def slot(kind: str, stage: int, m: int) -> int:
+        if kind == "F":  # comes right behind the backward that is as many microbatches before as the stage runs ahead
+            return slot("B", stage, m - deeper[stage] * replicas[stage]) + 1
+        return 2 * m - stage
+
+    return staircase(graph, microbatches, slot)
 
 
 def shared_replicas(graph: StageGraph) -> str | None:
     """Return why the stages of ``graph`` cannot run under 1F1B, or None."""
-    if graph.contiguous or all(graph.resources[stage.resource].replicas == 1 for stage in graph.stages):
+    if graph.contiguous or set(replicas_of(graph)) == {1}:
         return None
     return "1F1B-RR gives each stage its GPUs for itself; in this plan some replicated stages share GPUs"
 
 
-def _ahead(graph: StageGraph) -> list[int]:
-    """Return how many forwards a replica of each stage runs before its first backward, when nothing limits it."""
-    stages = len(graph.stages)
-    if not graph.contiguous:
-        return [stages - s for s in range(stages)]
-    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    return _hiding(replicas)
-
-
 def _hiding(replicas: Sequence[int]) -> list[int]:
+    """Return how many forwards a replica of each stage runs before its first backward, when nothing limits it."""
     return [ceil_div(sum(replicas[s:]), replicas[s]) for s in range(len(replicas))]
 
 
@@ -106,27 +97,15 @@ def _within(ahead: Sequence[int], replicas: Sequence[int]) -> list[int]:
     return found
 
 
-def _alternate(graph: StageGraph, microbatches: int, depth: int, ahead: list[int]) -> Program:
-    """Backward m comes right before the forward that is as many microbatches ahead as the stage's replicas run."""
-    replicas = [graph.resources[stage.resource].replicas for stage in graph.stages]
-    deeper = _deeper(replicas, depth, ahead)
-
-    def slot(kind: str, stage: int, m: int) -> int:
-        if kind == "F":
-            return slot("B", stage, m - deeper[stage] * replicas[stage]) + 1
-        return 2 * m - stage
-
-    return staircase(graph, microbatches, slot)
-
-
 def ahead_of(graph: StageGraph, depth: int | None = None) -> list[int]:
     """Return how many forwards a replica of each stage runs before its first backward, with ``depth`` in flight (None:
     NOAM) and stages that have their devices for themselves; BadInput for less than NOAM."""
-    ahead = _ahead(graph)
+    replicas = replicas_of(graph)
+    ahead = _hiding(replicas)
     depth = depth or ahead[0]
     if depth < ahead[0]:
         raise BadInput(f"depth: with {depth}, fewer than NOAM's {ahead[0]}, forwards and backwards don't alternate")
-    return _deeper([graph.resources[stage.resource].replicas for stage in graph.stages], depth, ahead)
+    return _deeper(replicas, depth, ahead)
 
 
 def _deeper(replicas: Sequence[int], depth: int, ahead: Sequence[int]) -> list[int]:
