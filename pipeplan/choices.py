@@ -13,23 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 ScheduleKind = Literal[
-    "flush",
-    "nf1b",
-    "message-driven",
-    "1f1b",
-    "interleaved",
-    "gpipe",
-    "breadth-first",
-    "zb1p",
-    "zb2p",
-    "interleaved-zb",
-    "zbv",
-    "v-half",
-    "v-min",
-    "dualpipev",
-    "written",
-    "pattern",
-]
+    "flush", "nf1b", "message-driven", "1f1b", "interleaved", "gpipe", "breadth-first", "zb1p", "zb2p",
+    "interleaved-zb", "zbv", "v-half", "v-min", "dualpipev", "written", "pattern",
+]  # fmt: skip
 Weights = Literal["flush", "2bw", "2bw-uniform", "stash", "latest"]
 DRAINED: Final = "flush"  # the weights of what is asked to drain
 PLANNED = [kind for kind in get_args(ScheduleKind) if kind != "written"]  # what plans are made for

@@ -10,23 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union, get_args, get_origin
 
-from ..choices import (
-    DEFAULT_BANDWIDTH,
-    DEFAULT_NETWORK,
-    ENGINES,
-    OPTIMIZERS,
-    AlgorithmName,
-    Checkpointing,
-    Effort,
-    Optimizer,
-    Order,
-    PlannedSchedule,
-    Precision,
-    Solver,
-    TargetName,
-    Weights,
-    Zero,
-)
+from .. import choices
 
 if TYPE_CHECKING:
     from ..deadline import Deadline
@@ -57,20 +41,20 @@ class Common(TypedDict, total=False):
     blocking_transfers: bool
     granularity: str
     blocks: str | None
-    optimizer: Optimizer
-    precision: Precision | None
+    optimizer: choices.Optimizer
+    precision: choices.Precision | None
     offload: bool | None
     bytes_per_parameter: int | str | None
-    zero: Zero | Literal["any"]
+    zero: choices.Zero | Literal["any"]
     clipped: bool
     predicted: bool
-    checkpointing: Checkpointing | None
+    checkpointing: choices.Checkpointing | None
 
 
 class Asked(Common, total=False):
     """A problem: see :func:`.given.problems.problem_of`. All words are optional."""
 
-    weights: Weights | None
+    weights: choices.Weights | None
     accumulate: int | None
     no_replicas: bool
     vertical_sync: bool
@@ -80,7 +64,7 @@ class Searched(TypedDict, total=False):
     """How hard is searched, and what for: words that several questions have."""
 
     limit: int | None
-    effort: Effort | None
+    effort: choices.Effort | None
     time_limit: "str | Deadline | None"
 
 
@@ -88,7 +72,7 @@ class Knobs(TypedDict, total=False):
     """What tunes a search."""
 
     gap: float | None
-    solver: Solver
+    solver: choices.Solver
     jobs: int
 
 
@@ -108,15 +92,15 @@ class Planning(Asked, Parts, Searched, Knobs, total=False):
 
     microbatch: int | None
     offload_activations: int | str | None
-    for_: TargetName | None
-    schedule: PlannedSchedule | None
-    algorithm: Literal["auto"] | AlgorithmName
+    for_: choices.TargetName | None
+    schedule: choices.PlannedSchedule | None
+    algorithm: Literal["auto"] | choices.AlgorithmName
     options: Mapping[str, Any] | None
     split: str | None
     replicas: str | None
     on: str | None
     recompute: str | None
-    order: Order
+    order: choices.Order
     resume_from: str | None
 
 
@@ -134,7 +118,7 @@ class Comparing(Asked, Parts, Knobs, total=False):
     """Which algorithm is best: see :func:`.comparing.compare`."""
 
     algorithms: str | Sequence[str]
-    effort: Effort | None
+    effort: choices.Effort | None
     time_limit: "str | Deadline | None"
 
 
@@ -154,9 +138,10 @@ ROWS = f"""
     CPU.  [default: nothing]
 --bandwidth RATE
     Bandwidth between any two GPUs of a server, per direction, such as 12GB/s or 10Gbps.  [default: that of --gpu;
-    {DEFAULT_BANDWIDTH}]
+    {choices.DEFAULT_BANDWIDTH}]
 --network RATE
-    With --gpus 2x8: bandwidth between two GPUs of different servers, per direction.  [default: {DEFAULT_NETWORK}]
+    With --gpus 2x8: bandwidth between two GPUs of different servers, per direction.  [default:
+    {choices.DEFAULT_NETWORK}]
 --latency TIME              Latency of each transfer, such as 5us.  [default: 0]
 --overhead TIME             Time that each message costs the GPUs at both ends, in addition.  [default: 0]
 --platform FILE             Platform JSON instead of the options above.
@@ -167,7 +152,8 @@ ROWS = f"""
 --blocks NAMES
     The lists whose items are blocks, such as model.layers or stages.*.blocks; means --granularity block.  [default:
     the outermost ones]
---optimizer = sgd         Its state takes {", ".join(row.share for row in OPTIMIZERS.values())} times the fp32 weights.
+--optimizer = sgd
+    Its state takes {", ".join(row.share for row in choices.OPTIMIZERS.values())} times the fp32 weights.
 --precision                 [default: fp32, or autocast as profiled]
 --offload
     Keep optimizer state in host memory.  [default: no; in grids of pipelines, where that is faster]
@@ -222,9 +208,9 @@ ROWS = f"""
     Also look for plans whose activations wait in host memory, over a link of so much per GPU and direction, such as
     50GB/s: all that layers save, or what they read, and they run again. With --tensor each also of some stages alone.
 --engine NAME|TIME[,TIME]
-    Of a model that is estimated: what issues operations: {", ".join(ENGINES)}, of which megatron has its bytes per
-    parameter, too; or what one takes the host: 20us, or 20us,10us forward and backward.  [default: eager, or what the
-    GPU's file says]
+    Of a model that is estimated: what issues operations: {", ".join(choices.ENGINES)}, of which megatron has its bytes
+    per parameter, too; or what one takes the host: 20us, or 20us,10us forward and backward.  [default: eager, or what
+    the GPU's file says]
 --microbatch N              Samples of a microbatch of a model that is named.  [default: those profiled; of a model 8]
 --for (for_)
     Find the best plan that this framework can express, and print what the restriction costs; weights are flush.

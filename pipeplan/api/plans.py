@@ -16,17 +16,8 @@ from ..files.schedule_csv import read_schedule
 from ..files.text import write_text
 from ..names import shown
 from ..plan import Plan
+from ..planner.simulated import simulation
 from ..planner.simulated.other_schedules import default_microbatches, mini_batch, own_schedule, schedule_stages
-from ..planner.simulated.simulation import (
-    RUNS,
-    Refused,
-    Simulation,
-    compare_schedules,
-    run_seeds,
-    simulate_plan,
-    simulate_written,
-    under_jitter,
-)
 from ..schedule.runnable import schedules
 from ..status import Status
 from .given.problems import whole_microbatches
@@ -48,10 +39,10 @@ def simulations(
     barrier: bool = True,
     jitter: float | None = None,
     seed: int = 0,
-    runs: int = RUNS,
+    runs: int = simulation.RUNS,
     deadline: Deadline = NEVER,
     status: Status | None = None,
-) -> tuple[list[Simulation], list[Refused]]:
+) -> tuple[list[simulation.Simulation], list[simulation.Refused]]:
     """Return the runs of ``plan`` under each schedule that is named, best first, and those that it cannot run under.
 
     No name is its own, ``all`` are all, ``best`` is the best order that is found, one that ends in .csv is read as
@@ -74,15 +65,15 @@ def simulations(
     every = list(schedules()) if ALL in names else []
     chosen = list(dict.fromkeys([*every, *(name for name in names if name != ALL)])) or [own_schedule(plan)]
     _refuse_unused(options, [] if files else chosen)
-    refused: list[Refused] = []
+    refused: list[simulation.Refused] = []
     if files:
-        found = [replace(simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
+        found = [replace(simulation.simulate_written(plan, read_schedule(files[0]), files[0]), barrier=barrier)]
     elif len(chosen) == 1:
-        found = [simulate_plan(plan, microbatches, chosen[0], options, barrier, deadline, status)]
+        found = [simulation.simulate_plan(plan, microbatches, chosen[0], options, barrier, deadline, status)]
     else:
-        found, refused = compare_schedules(plan, chosen, microbatches, options, barrier, deadline, status)
+        found, refused = simulation.compare_schedules(plan, chosen, microbatches, options, barrier, deadline, status)
     if jitter is not None:
-        found = [under_jitter(run, jitter, run_seeds(seed, runs), status) for run in found]
+        found = [simulation.under_jitter(run, jitter, simulation.run_seeds(seed, runs), status) for run in found]
     return found, refused
 
 
@@ -134,8 +125,8 @@ def report_page(
     count = microbatches_shown(plan, wanted, batch, len({main, *several}))
     if several and count % batch:
         count += batch - count % batch
-    runs, refused = compare_schedules(plan, several, count, status=status)
-    return report_html(simulate_plan(plan, count, main), runs, refused, measured=measured), count
+    runs, refused = simulation.compare_schedules(plan, several, count, status=status)
+    return report_html(simulation.simulate_plan(plan, count, main), runs, refused, measured=measured), count
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +169,7 @@ def exported(
     renames = parsed_renames(tuple(rename))
     name = schedule or own_schedule(plan)
     stages = schedule_stages(plan, name, chunks)
-    run = simulate_plan(plan, microbatches, name, {"chunks": chunks}).timeline
+    run = simulation.simulate_plan(plan, microbatches, name, {"chunks": chunks}).timeline
     writer, asked = WRITERS[target], Asked(plan, stages, run, renames, path)
     beside = {}
     if writer.beside is not None and path != "-":

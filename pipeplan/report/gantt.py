@@ -36,14 +36,8 @@ NAMES = {
     "SEND_F": "activation sent",
     "SEND_B": "gradient sent",
 }
-STYLES = {
-    "F": "black on bright_blue",
-    "R": "black on bright_red",
-    "B": "black on bright_green",
-    "W": "black on bright_magenta",
-    "SEND_F": "black on cyan",
-    "SEND_B": "black on yellow",
-}
+HUES = ("bright_blue", "bright_red", "bright_green", "bright_magenta", "cyan", "yellow")
+STYLES = {kind: f"black on {hue}" for kind, hue in zip(NAMES, HUES, strict=True)}
 FILL = {"F": "=", "R": "~", "B": "#", "W": "+", "SEND_F": ">", "SEND_B": "<"}
 SHOWN = ("kind", "stage", "microbatch", "start_ns", "end_ns")  # of an operation in JSON
 MOST_SHOWN = 4  # mini-batches of a steady state

@@ -32,11 +32,8 @@ LETTER = re.compile(r"([EtmL|])(?:\*([0-9]{1,6}))?")
 REPEATED = re.compile(r"\(([^()]*)\)\*([0-9]{1,6})")
 SHARDED: dict[Zero, str] = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 PLACES = {  # of what Megatron-Bridge has outside of cfg.model
-    "micro-batch-size": "train",
-    "global-batch-size": "train",
-    "use-distributed-optimizer": "ddp",
-    "use-megatron-fsdp": "ddp",
-    "data-parallel-sharding-strategy": "ddp",
+    **dict.fromkeys(("micro-batch-size", "global-batch-size"), "train"),
+    **dict.fromkeys(("use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy"), "ddp"),
     "ckpt-format": "checkpoint",
 }
 

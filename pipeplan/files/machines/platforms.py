@@ -9,20 +9,11 @@ from fractions import Fraction
 
 import msgspec
 
+from ... import units
 from ...choices import DEFAULT_BANDWIDTH, DEFAULT_NETWORK
 from ...errors import BadInput
 from ...names import shown
 from ...problem import Chain, Device, LayerTimes, Level, Platform
-from ...units import (
-    exact_bandwidth,
-    exact_bytes,
-    exact_time,
-    format_bandwidth,
-    format_bytes,
-    parse_bandwidth,
-    parse_bytes,
-    parse_wait,
-)
 from ..forms import Count, Text, converted, form, read_json
 from ..profile_rules import check_chain
 from ..profiles import read_profile
@@ -94,13 +85,13 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         if not 1 <= level.count <= MOST_DEVICES:
             raise BadInput(f"{here}.count: {level.count} is not between 1 and {MOST_DEVICES}")
         count *= level.count
-        latency = parse_wait(level.latency, f"{here}.latency") if level.latency is not None else 0
+        latency = units.parse_wait(level.latency, f"{here}.latency") if level.latency is not None else 0
         if level.links is not None and not 1 <= level.links <= MOST_DEVICES:
             raise BadInput(f"{here}.links: {level.links} is not between 1 and {MOST_DEVICES}")
         before = next((i for i, other in enumerate(levels) if other.links is not None), None)
         if level.links is not None and before is not None:
             raise BadInput(f"{here}.links: $.levels[{before}] has links, too; one level may say what is shared")
-        bandwidth = parse_bandwidth(level.bandwidth, f"{here}.bandwidth")
+        bandwidth = units.parse_bandwidth(level.bandwidth, f"{here}.bandwidth")
         levels.append(Level(level.count, bandwidth, latency, level.links))
     if count > MOST_DEVICES:
         raise BadInput(f"{place}: $.levels: the counts multiply to {count} devices; at most {MOST_DEVICES}")
@@ -113,9 +104,9 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         if entry.memory is None and form.memory is None:
             raise BadInput(f"{place}: device {d} has no memory: neither $.memory nor $.devices[{d}].memory is given")
         memory = (
-            parse_bytes(entry.memory, f"{here}.memory")
+            units.parse_bytes(entry.memory, f"{here}.memory")
             if entry.memory is not None
-            else parse_bytes(form.memory or "", f"{place}: $.memory")
+            else units.parse_bytes(form.memory or "", f"{place}: $.memory")
         )
         given = Fraction(1) if entry.speed is None else Fraction(str(entry.speed))
         speed = given.limit_denominator(1000)  # so that 2/3, written as a decimal, comes back
@@ -127,7 +118,7 @@ def platform_of(form: PlatformFile, place: str, chain: Chain | None = None, fold
         devices.append(Device(memory, speed))
     own = _own_times(form, entries, place, chain, folder)
     devices = [replace(device, times=times) for device, times in zip(devices, own, strict=True)]
-    overhead = parse_wait(form.overhead, f"{place}: $.overhead") if form.overhead is not None else 0
+    overhead = units.parse_wait(form.overhead, f"{place}: $.overhead") if form.overhead is not None else 0
     platform = Platform(tuple(devices), tuple(levels), form.full_duplex, form.blocking_transfers, overhead_ns=overhead)
     return platform if form.reserve is None else reserving(platform, form.reserve, f"{place}: $.reserve")
 
@@ -142,11 +133,11 @@ def grouped(platform: Platform, chain: Chain, place: str) -> Platform:
 
 def reserving(platform: Platform, text: str, place: str) -> Platform:
     """Return the platform of which a size such as ``2GB`` of each GPU is reserved; errors start with ``place``."""
-    size, least = parse_bytes(text, place), min(device.memory_bytes for device in platform.devices)
+    size, least = units.parse_bytes(text, place), min(device.memory_bytes for device in platform.devices)
     if platform.reserved_bytes:
-        raise BadInput(f"{place}: the platform reserves {format_bytes(platform.reserved_bytes)} already")
+        raise BadInput(f"{place}: the platform reserves {units.format_bytes(platform.reserved_bytes)} already")
     if size >= least > 0:
-        raise BadInput(f"{place}: {format_bytes(size)} is all that a GPU of {format_bytes(least)} has")
+        raise BadInput(f"{place}: {units.format_bytes(size)} is all that a GPU of {units.format_bytes(least)} has")
     return platform.reserving(size)
 
 
@@ -201,12 +192,11 @@ def _check_times(times: LayerTimes, chain: Chain, here: str) -> None:
 
 def platform_form(platform: Platform) -> PlatformFile:
     """Return the file form of a platform; one ``memory`` when all devices are equal and of speed 1."""
-    reserve = exact_bytes(platform.reserved_bytes) if platform.reserved_bytes else None
+    reserve = units.exact_bytes(platform.reserved_bytes) if platform.reserved_bytes else None
     platform = platform.reserving(-platform.reserved_bytes)
-    levels = [
-        LevelFile(x.count, exact_bandwidth(x.bandwidth), exact_time(x.latency_ns) if x.latency_ns else None, x.links)
-        for x in platform.levels
-    ]
+    waits = [units.exact_time(x.latency_ns) if x.latency_ns else None for x in platform.levels]
+    pairs = zip(platform.levels, waits, strict=True)
+    levels = [LevelFile(x.count, units.exact_bandwidth(x.bandwidth), wait, x.links) for x, wait in pairs]
     first = platform.devices[0]
     own = [
         LayerTimesFile(x.name, *x.columns) for x in dict.fromkeys(x.times for x in platform.devices) if x is not None
@@ -214,7 +204,7 @@ def platform_form(platform: Platform) -> PlatformFile:
     equal = all(device == first for device in platform.devices) and first.speed == 1 and not own
     each = [
         DeviceFile(
-            exact_bytes(x.memory_bytes),
+            units.exact_bytes(x.memory_bytes),
             None if x.speed == 1 else float(x.speed),
             None if x.times is None else x.times.name,
         )
@@ -222,13 +212,13 @@ def platform_form(platform: Platform) -> PlatformFile:
     ]
     return PlatformFile(
         levels=levels,
-        memory=exact_bytes(first.memory_bytes) if equal else None,
+        memory=units.exact_bytes(first.memory_bytes) if equal else None,
         full_duplex=platform.full_duplex,
         devices=None if equal else each,
         blocking_transfers=platform.blocking,
         times=own or None,
         reserve=reserve,
-        overhead=exact_time(platform.overhead_ns) if platform.overhead_ns else None,
+        overhead=units.exact_time(platform.overhead_ns) if platform.overhead_ns else None,
     )
 
 
@@ -257,27 +247,27 @@ def platform_of_gpus(
                 f"--mem is missing: say the memory of a GPU, such as 16GB, or name one of 'pipeplan list' with --gpu; "
                 f"the profile was measured on {shown(chain.device) or 'an unnamed device'}"
             )
-        assumptions.append(f"GPUs like the profile's, {named.name}: {format_bytes(named.memory_bytes)}")
-    memory = named.memory_bytes if mem is None and named is not None else parse_bytes(mem or "", "--mem")
+        assumptions.append(f"GPUs like the profile's, {named.name}: {units.format_bytes(named.memory_bytes)}")
+    memory = named.memory_bytes if mem is None and named is not None else units.parse_bytes(mem or "", "--mem")
     if bandwidth is not None:
-        inside = parse_bandwidth(bandwidth, "--bandwidth")
+        inside = units.parse_bandwidth(bandwidth, "--bandwidth")
     elif named is not None and named.link is not None:
-        inside = parse_bandwidth(named.link, f"{gpu or named.name}: $.link")
+        inside = units.parse_bandwidth(named.link, f"{gpu or named.name}: $.link")
         assumptions.append(
-            f"bandwidth {format_bandwidth(inside)} between any two GPUs of a server, {named.name}'s links"
+            f"bandwidth {units.format_bandwidth(inside)} between any two GPUs of a server, {named.name}'s links"
         )
     else:
-        inside = parse_bandwidth(DEFAULT_BANDWIDTH)
+        inside = units.parse_bandwidth(DEFAULT_BANDWIDTH)
         where = "" if len(counts) == 1 else " of a server"
-        assumptions.append(f"bandwidth {format_bandwidth(inside)} between any two GPUs{where} (PCIe 3 x16)")
-    wait = parse_wait(latency or "0", "--latency")
+        assumptions.append(f"bandwidth {units.format_bandwidth(inside)} between any two GPUs{where} (PCIe 3 x16)")
+    wait = units.parse_wait(latency or "0", "--latency")
     levels = [Level(counts[0], inside, wait)]
     if len(counts) > 1:
-        across = parse_bandwidth(network or DEFAULT_NETWORK, "--network")
+        across = units.parse_bandwidth(network or DEFAULT_NETWORK, "--network")
         levels.append(Level(counts[1], across, wait))
         if network is None:
             assumptions.append(
-                f"network {format_bandwidth(across)} ({DEFAULT_NETWORK}) between two GPUs of two servers"
+                f"network {units.format_bandwidth(across)} ({DEFAULT_NETWORK}) between two GPUs of two servers"
             )
     total = counts[0] * (counts[1] if len(counts) > 1 else 1)
     return Platform((Device(memory),) * total, tuple(levels)), assumptions

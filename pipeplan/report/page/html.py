@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from string import Template
 
 from ...check.evaluate import Evaluation, evaluate, gap
 from ...check.lateness import plan_delays
@@ -109,19 +110,9 @@ def _page(plan: Plan, charts: Iterable[Chart], parts: Iterable[str], data: dict[
     """Return a page of ``parts`` that opens offline, with the ``charts`` that its script draws."""
     data = {**data, "charts": {chart.name: chart.data() for chart in charts}}
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name in it can end the script
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(shown(plan.chain.name))}: pipeline plan</title>",
-            f"<style>{_beside('page.css')}</style></head><body>",
-            *parts,
-            '<div id="tip"></div>',
-            f"<script>const DATA = {script};{_beside('page.js')}</script>",
-            "</body></html>\n",
-        ]
-    )
+    title, text = escape(shown(plan.chain.name)), "\n".join(parts)
+    beside = {"style": _beside("page.css"), "script": _beside("page.js")}
+    return Template(_beside("page.html")).substitute(title=title, parts=text, data=script, **beside)
 
 
 Section = tuple[list[Chart], list[str]]  # the charts in it, and its HTML
@@ -172,7 +163,7 @@ def _run(simulation: Simulation, measured: Measured | None, others: Sequence[Cha
 
 
 def _beside(name: str) -> str:
-    """Return the page's style, or the script that draws ``DATA``: inlined, so that it opens offline."""
+    """Return the page's frame, its style, or the script that draws ``DATA``: inlined, so that it opens offline."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
