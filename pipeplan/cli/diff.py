@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .options import FILE, JSON, options, refuse_two_documents
-from .showing import new_command, print_json
+from .options import FILE, JSON, options
+from .showing import new_command, print_json, refuse_two_documents
 
 if TYPE_CHECKING:
     from ..planner.what_if.carry import Match

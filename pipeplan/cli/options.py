@@ -313,10 +313,3 @@ def refuse_without(needed: str, *names: str) -> None:
     said = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if said and context.params[needed] is None:
         raise click.UsageError(f"--{said[0]} goes with --{needed}".replace("_", "-"))
-
-
-def refuse_two_documents(as_json: bool, **targets: str | None) -> None:
-    """Raise UsageError when the files of the options ``targets`` and the JSON would both go to standard output."""
-    said = [f"--{name} -" for name, target in targets.items() if target == "-"] + ["--json"] * as_json
-    if len(said) > 1:
-        raise click.UsageError(f"{' and '.join(said)} would both go to standard output; name a file for one of them")

@@ -19,8 +19,8 @@ from ..api.asked import Comparing, Grids, Planning
 from ..errors import BadInput
 from ..names import shown
 from ..units import format_bytes
-from .options import JSON, MODEL, PROFILE, Count, Named, asking, options, profiles, refuse_two_documents, time_limit
-from .showing import new_command, note, print_json, say_written, status
+from .options import JSON, MODEL, PROFILE, Count, Named, asking, options, profiles, time_limit
+from .showing import new_command, note, print_json, refuse_two_documents, say_written, status
 
 if TYPE_CHECKING:
     from ..api.result import PlanResult

@@ -11,8 +11,8 @@ import click
 from ..choices import FORMS
 from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
-from .options import FILE, GIVE_UP, JSON, PLAN, SCHEDULE, WRITTEN, options, refuse_two_documents, refuse_without
-from .showing import new_command, print_json, say_written, status
+from .options import FILE, GIVE_UP, JSON, PLAN, SCHEDULE, WRITTEN, options, refuse_without
+from .showing import new_command, print_json, refuse_two_documents, say_written, status
 
 if TYPE_CHECKING:
     from ..schedule.deadlock import Semantics

@@ -13,21 +13,8 @@ from click.core import ParameterSource
 from ..api.asked import Common, Parts, Planning, words
 from ..choices import ENGINES, USUAL_ENGINE, Effort, TargetName
 from ..names import shown
-from .options import (
-    DEBUG,
-    FILE,
-    GPU,
-    JSON,
-    MODEL,
-    PROFILE,
-    Count,
-    asking,
-    option_of,
-    options,
-    refuse_two_documents,
-    time_limit,
-)
-from .showing import new_command, note, print_json, say_written, status
+from .options import DEBUG, FILE, GPU, JSON, MODEL, PROFILE, Count, asking, option_of, options, time_limit
+from .showing import new_command, note, print_json, refuse_two_documents, say_written, status
 
 WORDS = words(Common)
 DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast-bfloat16", "autocast-float16")

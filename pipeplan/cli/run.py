@@ -17,22 +17,9 @@ import click
 from ..choices import DRAINED
 from ..errors import BadInput, PipeplanError, RunStopped
 from ..registry import Late
-from .options import (
-    DEBUG,
-    JSON,
-    MODEL,
-    PLAN,
-    RUN_SCHEDULE,
-    TIME,
-    TIME_ABOVE_0,
-    CountOr,
-    Named,
-    Number,
-    options,
-    refuse_two_documents,
-)
+from .options import DEBUG, JSON, MODEL, PLAN, RUN_SCHEDULE, TIME, TIME_ABOVE_0, CountOr, Named, Number, options
 from .run_asked import model_of, options_of, plan_against, plan_to_run, refuse_together
-from .showing import GroupedCommand, new_command, note, status
+from .showing import GroupedCommand, new_command, note, refuse_two_documents, status
 
 if TYPE_CHECKING:
     from ..plan import Plan

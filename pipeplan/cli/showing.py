@@ -1,5 +1,5 @@
-"""How does a command show itself? Its help, with options under headings, those first that a first user needs; and
-that it lives, by one line on standard error: redrawn on a terminal, added elsewhere.
+"""How does a command show itself? Its help, with options under headings, those first that a first user needs; that it
+lives, by one line on standard error: redrawn on a terminal, added elsewhere; and what it tells and writes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def say_written(output: str | None, what: str = "", then: str = "") -> None:
     """Say that a file was written, where there is one to say it beside."""
     if output not in (None, "-"):
         click.echo(f"{what}written to {shown(output, SENTENCE)}{then}")
+
+
+def refuse_two_documents(as_json: bool, **targets: str | None) -> None:
+    """Raise UsageError when the files of the options ``targets`` and the JSON would both go to standard output."""
+    said = [f"--{name} -" for name, target in targets.items() if target == "-"] + ["--json"] * as_json
+    if len(said) > 1:
+        raise click.UsageError(f"{' and '.join(said)} would both go to standard output; name a file for one of them")
 
 
 class LiveLine:

@@ -10,8 +10,8 @@ import click
 
 from ..api.asked import Knobs, words
 from ..names import shown
-from .options import FILE, JSON, option_of, options, refuse_two_documents, time_limit
-from .showing import new_command, print_json, say_written, status
+from .options import FILE, JSON, option_of, options, time_limit
+from .showing import new_command, print_json, refuse_two_documents, say_written, status
 
 STAGES = """
 --gpus N {1..10000}         Without PLAN: number of equal GPUs.

@@ -15,7 +15,8 @@ from cases.fuzz.judge import called
 from conftest import Command
 
 from pipeplan.cli import COMMANDS, group
-from pipeplan.cli.options import OUTPUT, SHARE, TIME, TIME_ABOVE_0, Number, refuse_two_documents
+from pipeplan.cli.options import OUTPUT, SHARE, TIME, TIME_ABOVE_0, Number
+from pipeplan.cli.showing import refuse_two_documents
 from pipeplan.errors import BadInput
 
 CONTEXT = click.Context(group)

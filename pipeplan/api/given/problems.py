@@ -19,19 +19,8 @@ from ...errors import BadInput
 from ...files.machines.platforms import grouped, platform_of_gpus, read_platform, reserving
 from ...names import shown
 from ...partition.granularity import AUTO, merging
-from ...problem import (
-    CLIPPED_TOGETHER,
-    MICROBATCHES_PER_DEVICE,
-    NOT_PREDICTED,
-    SHARING,
-    WEIGHTS,
-    Chain,
-    Platform,
-    Policy,
-    Problem,
-    Weights,
-    Zero,
-)
+from ...problem import MICROBATCHES_PER_DEVICE, SHARING, WEIGHTS, Chain, Platform, Policy, Problem, Weights, Zero
+from ...problem.policy import CLIPPED_TOGETHER, NOT_PREDICTED
 from ...units import gpu_counts, parse_time, parse_wait
 from ..asked import Asked, defaults
 from .profiles import Profile
