@@ -69,7 +69,7 @@ def grid(
             problem,
             batch,
             [problem.chain, *others_on],
-            microbatches and [x * part.several for x in microbatches],
+            microbatches and [x * problem.chain.several for x in microbatches],
             pipelines=said["pipelines"],
             fixed_ns=parse_time(said["layer_overhead"], "--layer-overhead"),
             offload=said["offload"],

@@ -77,11 +77,6 @@ class OfDegree:
         """What it is called beside others."""
         return self.problem.chain.variant
 
-    @property
-    def several(self) -> int:
-        """How many microbatches, of as many samples as those of other degrees, each of its own is."""
-        return self.problem.chain.several
-
 
 class Worth(NamedTuple):
     """What plans are weighed by: its name, what a plan has of it (ns), what none of a problem's has less than, by
@@ -115,7 +110,7 @@ def best_degree(
     best: tuple[Planned, OfDegree] | None = None
     period = None
     for k, (bound, asked) in enumerate(queue):
-        several = 1 if worth.whole else asked.several
+        several = 1 if worth.whole else asked.problem.chain.several
         if period is not None and bound >= period:
             continue
         status.phase = f"tensor degree {asked.name}"
@@ -157,7 +152,7 @@ def _in_order(
         degree = profile.chain.variant
         try:
             asked = ask(profile)
-            queue.append((worth.least(asked.problem) // (1 if worth.whole else asked.several), asked))
+            queue.append((worth.least(asked.problem) // (1 if worth.whole else asked.problem.chain.several), asked))
             told[degree] = None, queue[-1][0]
         except BadInput as error:
             if degree == EACH:  # which somebody asked for, and degrees for all by the way

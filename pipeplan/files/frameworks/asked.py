@@ -18,6 +18,12 @@ from ...schedule.timeline import Timeline
 from .options import Options
 
 Renames = tuple[tuple[re.Pattern[str], str], ...]
+SCHEDULES: dict[ScheduleKind, str] = {  # as torchtitan calls them, and torch with Schedule before
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from pathlib import PurePath
 from ...check.targets import Shape, refuse_chain, refuse_parted
 from ...check.units import CannotExpress, Unit, module_of, whole_blocks
 from ...names import shown
-from ...plan import ScheduleKind
 from ...schedule.program import unequal
 from ...version import __version__
 from ..schedule_csv import written_schedule
-from .asked import Asked
+from .asked import SCHEDULES, Asked
 
 MODULE = re.compile(r"\w+(?:\.\w+)*")
 
@@ -123,12 +122,6 @@ def schedule(model, microbatch, device, loss_fn, mesh=None):
         stages.append(stage)
 '''
 
-SCHEDULES: dict[ScheduleKind, str] = {
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "interleaved-zb": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-}
 OWN = "    return without_outputs({name}({stages}, MICROBATCHES, loss_fn=loss_fn))\n"
 FROM_CSV = """    run = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_fn)
     run._load_csv(Path(__file__).with_name({csv}))
@@ -154,7 +147,7 @@ def torch_split(asked: Asked) -> str:
             "torch-split: pipeline() traces the model, and nothing there recomputes; --to torch-csv writes stages that "
             "do, or plan with --checkpointing none"
         )
-    name = SCHEDULES[asked.kind(found.shape)]
+    name = f"Schedule{SCHEDULES[asked.kind(found.shape)]}"
     own = OWN.format(name=name, stages="stages" if found.shape.chunks > 1 else "stages[0]")
     return _module(asked, _traced(asked), own, "SplitPoint, pipeline", name)
 

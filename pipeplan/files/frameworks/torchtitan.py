@@ -16,19 +16,13 @@ from ...errors import BadInput
 from ...names import shown
 from ...plan import ScheduleKind
 from ...problem import Zero
-from .asked import SELECTIVE, Asked, Imported, Renames, Source, placed, renamed
+from .asked import SCHEDULES, SELECTIVE, Asked, Imported, Renames, Source, placed, renamed
 from .options import Options
 
 DECODER = re.compile(r"tok_embeddings|layers\.\d+|norm|lm_head|output")  # the modules of its own models
 MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")  # what its splitter reads: a child, or an entry of a list or a dict
 OF_ZOO = r"block(\d+)=layers.\1,embedding=tok_embeddings,head=lm_head,(.*)=\1"  # what --rename says of its models
 OF_TRANSFORMERS = r".*embed_tokens=tok_embeddings,model\.(.*)=\1,lm_head.*=lm_head"
-SCHEDULES: dict[ScheduleKind, str] = {
-    "1f1b": "1F1B",
-    "interleaved": "Interleaved1F1B",
-    "interleaved-zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-}
 PARTS = "parallelism.module-fqns-per-model-part"
 POINTS = "parallelism.pipeline-parallel-split-points"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"

@@ -56,17 +56,7 @@ def interleaved(graph: StageGraph, microbatches: int) -> Program:
     Where p doesn't divide the microbatches, groups are larger, as equal as can be.
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
     """
-    devices = len(homes(graph))
-
-    def order(d: int, count: int) -> list[Pass]:
-        forward, backward, largest = _in_groups(d, devices, len(graph.stages) // devices, count)
-        ahead = 2 * (devices - d - 1) + (len(graph.stages) // devices - 1) * largest + 1
-        found = forward[:ahead]
-        for i, back in enumerate(backward):
-            found += [back, *forward[ahead + i : ahead + i + 1]]
-        return found
-
-    return listed(graph, microbatches, not_interleaved(graph), order)
+    return _in_turn(graph, microbatches, not_interleaved(graph), False)
 
 
 def interleaved_zero_bubble(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Program:
@@ -82,20 +72,27 @@ def interleaved_zero_bubble(graph: StageGraph, microbatches: int, weight_keeps: 
     Source: Qi et al. 2024 (Zero Bubble Pipeline Parallelism), on interleaved chunks; torch's
     ``ScheduleInterleavedZeroBubble``.
     """
+    return _in_turn(graph, microbatches, not_interleaved(graph, "interleaved-zb"), True, weight_keeps)
+
+
+def _in_turn(
+    graph: StageGraph, microbatches: int, refused: str | None, split: bool, weight_keeps: Fraction = Fraction(1)
+) -> Program:
+    """Return the program in which devices run some forwards ahead, then a forward and a backward in turn, and where
+    that is ``split`` a weight part."""
     devices = len(homes(graph))
     chunks = len(graph.stages) // devices
 
     def order(d: int, count: int) -> list[Pass]:
         forward, backward, largest = _in_groups(d, devices, chunks, count)
-        ahead = devices - d - 1 + (chunks - 1) * largest
+        ahead = (1 if split else 2) * (devices - d - 1) + (chunks - 1) * largest
         found = forward[:ahead]
-        weights: list[Pass] = [("W", stage, m) for _, stage, m in backward]
+        weights: list[Pass] = [("W", stage, m) for _, stage, m in backward] if split else []
         for i, back in enumerate(backward):
             found += [*forward[ahead + i : ahead + i + 1], back, *(weights[i - d : i - d + 1] if i >= d else ())]
         return found + weights[max(0, len(weights) - d) :]
 
-    refused = not_interleaved(graph, "interleaved-zb")
-    return listed(graph, microbatches, refused, order, split=True, weight_keeps=weight_keeps)
+    return listed(graph, microbatches, refused, order, split=split, weight_keeps=weight_keeps)
 
 
 def _in_groups(d: int, devices: int, chunks: int, microbatches: int) -> tuple[list[Pass], list[Pass], int]:
