@@ -73,9 +73,7 @@ def _installed(shell: str) -> str:
 @click.argument("name", type=click.Choice(["profile", "platform", "plan", "trace", "accelerator"]))
 def schema(name: str) -> None:
     """Print the JSON Schema of a profile, a platform, a plan, the trace of a run, or an accelerator."""
-    from msgspec.json import schema
-
-    from ..files.plans import SCHEMAS
+    from ..files.plans import SCHEMAS, schema
     from ..runtime.measure.trace_file import TraceFile
 
     print_json(schema((SCHEMAS | {"trace": TraceFile})[name]))

@@ -112,6 +112,7 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "plan": PlanFile,
     "accelerator": Accelerator,
 }
+schema = msgspec.json.schema  # of a form, such as one of these
 
 
 def plan_text(plan: Plan, result: Evaluation | None = None) -> str:

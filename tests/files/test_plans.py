@@ -8,13 +8,12 @@ from dataclasses import asdict, replace
 import pytest
 from cases.files import CHAIN, edited, more, small_plan, written
 from cases.plans import graph_of, random_plan, random_simulated_plan
-from msgspec.json import schema
 
 from pipeplan.check.bounds import any_bound
 from pipeplan.check.evaluate import evaluate
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput, InvalidPlan
-from pipeplan.files.plans import SCHEMAS, load_plan, plan_text, read_plan
+from pipeplan.files.plans import SCHEMAS, load_plan, plan_text, read_plan, schema
 from pipeplan.plan import Provenance
 from pipeplan.problem import Problem
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
