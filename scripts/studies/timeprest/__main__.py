@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from pipeplan.cli.options import JSON, Count, Output
+from pipeplan.cli.options import JSON, OUTPUT, Count
 from pipeplan.errors import BadInput, PipeplanError
 from pipeplan.names import SENTENCE, shown
 from pipeplan.units import parse_counts
@@ -37,7 +37,7 @@ DEFAULT_RANGE = "2-8"
 )
 @click.option("--limit", type=Count(most=10**6), help="Mini-batches admitted at once at most.  [default: any]")
 @click.option("--table", "as_table", is_flag=True, help="The version difference over workers and microbatches.")
-@click.option("-o", "--output", type=Output(), help="Draw the schedule as .png, .svg or .pdf.")
+@click.option("-o", "--output", type=OUTPUT, help="Draw the schedule as .png, .svg or .pdf.")
 @click.option("--time-points", type=click.IntRange(1, 400), default=30, show_default=True, help="Drawn by -o.")
 @JSON
 def command(
