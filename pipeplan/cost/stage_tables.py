@@ -6,14 +6,14 @@ asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
-from ..integers import IntLike, Ints
+from ..integers import NEVER, IntLike, Ints
 from ..problem import Chain, Device, Policy, Problem
 from . import memory_model, time_model
 from .saved import saved_bytes
@@ -69,6 +69,19 @@ class StageTables:
     def waits(self) -> tuple[Ints, Ints]:
         """What a stage waits for messages where it begins and where it ends, as far as they block."""
         return waits_ns(self.problem, self.start), waits_ns(self.problem, self.stop)
+
+    def joined(self, group: Sequence[int]) -> tuple[Device, int, tuple[int, int]]:
+        """Return the device that paces a group, how many there are, and bandwidth and latency between them."""
+        platform = self.problem.platform
+        return platform.slowest(group), len(group), platform.paths[platform.level_of(group)]
+
+    def trip(self, one: Sequence[int], other: Sequence[int]) -> Ints:
+        """Return both transfers of a microbatch over each last cut between two groups; nothing where they block."""
+        platform, sizes = self.problem.platform, crossing_bytes(self.problem.chain)[self.stop[0]].tolist()
+        if platform.blocking or tuple(one) == tuple(other):
+            return np.zeros(len(sizes), dtype=np.int64)
+        level = platform.level_between(one, other)
+        return self.once(("trip", level), lambda: [min(NEVER, 2 * platform.transfer_ns(x, level)) for x in sizes])
 
     @cached_property
     def weights(self) -> tuple[Ints, Ints]:

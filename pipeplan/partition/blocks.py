@@ -18,8 +18,8 @@ from ..cost import memory_model, relaxations
 from ..cost.stage_tables import StageTables
 from ..integers import NEVER, Ints, ceil_div
 from ..plan import Stage
-from ..problem import Chain, Device, Problem
-from .tables.split_paths import first_split, least_longest, short_splits, soonest_split, up_to
+from ..problem import Chain, Problem
+from .tables.split_paths import extreme_splits, short_splits, soonest_split
 
 Ranges = tuple[tuple[int, int], ...]
 Rule = Callable[[int, int], Ranges]  # what is recomputed of ``layers[start:stop]``
@@ -85,39 +85,20 @@ class Pipe:
     def _forward(self, group: tuple[int, ...]) -> Ints:
         """Return F on a group."""
         forward = self.tables.forward(self.tables.problem.platform.slowest(group))
-        return self._exchanging(forward, forward, group)[0]
-
-    def _exchanging(self, forward: Ints, backward: Ints, group: tuple[int, ...]) -> tuple[Ints, Ints]:
-        platform = self.tables.problem.platform
-        return self.tables.exchanging(forward, backward, len(group), platform.paths[platform.level_of(group)])
-
-    def _update(self, group: tuple[int, ...]) -> Ints:
-        """Return the update behind the last backward on a group."""
-        platform = self.tables.problem.platform
-        path = platform.paths[platform.level_of(group)]
-        return self.tables.update(platform.slowest(group), len(group), path)
-
-    def _trip(self, one: tuple[int, ...], other: tuple[int, ...]) -> Ints:
-        """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
-        platform = self.tables.problem.platform
-        if platform.blocking or one == other:
-            return np.zeros_like(self._cuts)
-        level, sizes = platform.level_between(one, other), self.tables.crossing[1][0].tolist()
-        return self.tables.once(("trip", level), lambda: [2 * platform.transfer_ns(x, level) for x in sizes])
+        return self.tables.exchanging(forward, forward, *self.tables.joined(group)[1:])[0]
 
     @cached_property
     def times(self) -> list[Ints]:
         """U, shape (cuts, cuts), of each stage; NEVER where it is none."""
         problem, (before, behind) = self.tables.problem, self.tables.waits
-        known: dict[tuple[Device, int, int], Ints] = {}
+        known: dict[object, Ints] = {}
         found = []
         for s, group in enumerate(self.groups):
-            device = problem.platform.slowest(group)
-            kind = device, len(group), problem.platform.level_of(group)
+            device, *ring = kind = self.tables.joined(group)
             if kind not in known:
                 again = self.activations.again(problem.chain.timed(device.times))
                 passes = self.tables.forward(device), self.tables.backward(device, len(group), again)
-                forward, backward = self._exchanging(*passes, group)
+                forward, backward = self.tables.exchanging(*passes, *ring)
                 table = forward + backward
                 known[kind] = np.where(self._stage & (table > 0), table, NEVER)
             enters, leaves = (other != (group,) for other in (self.groups[s - 1 : s], self.groups[s + 1 : s + 2]))
@@ -137,7 +118,7 @@ class Pipe:
     @cached_property
     def trips(self) -> list[Ints]:
         """Both transfers of a microbatch over each cut, by the stage before it."""
-        return [self._trip(one, other) for one, other in pairwise(self.groups)]
+        return [self.tables.trip(one, other) for one, other in pairwise(self.groups)]
 
     @cached_property
     def _bare(self) -> Ints:
@@ -165,7 +146,7 @@ class Pipe:
         for s, (table, held) in enumerate(zip(tables, self.in_flight, strict=True)):
             known = np.where(table >= NEVER, NEVER // (4 * count), table)
             end = count * known
-            floors.append(end + self._update(self.groups[s]))
+            floors.append(end + self.tables.update(*self.tables.joined(self.groups[s])))
             if self.ahead:
                 behind = (bare[-1] - bare + sum(moves[s:]))[None, :]
                 end = np.maximum(
@@ -180,10 +161,8 @@ class Pipe:
     def even(self) -> Iterator[tuple[int, ...]]:
         """Yield splits whose longest stage is shortest, or a little longer, and the path as short as that allows."""
         yield from short_splits(self.fitting, self.fitting, self.trips)
-        longest = least_longest(self.fitting)
-        if self.share > 1 and longest is not None:  # where it also counts which stages of a device are the long ones
-            allowed = [up_to(longest, table) for table in self.fitting]
-            yield from filter(None, (first_split(allowed, True), first_split(allowed, False)))
+        if self.share > 1:  # where it also counts which stages of a device are the long ones
+            yield from extreme_splits(self.fitting)
 
     def work_ns(self, split: Sequence[int]) -> int:
         """Return what the busiest group computes in a mini-batch of a split: less takes none."""

@@ -359,9 +359,4 @@ def _replaced(
         inputs=None if edges is None or chain.inputs is None else inputs,
         tied=tuple(sorted(tied)),
         shared=None if chain.shared is None else shared,
-        microbatch=chain.microbatch,
-        dtype=chain.dtype,
-        device=chain.device,
-        source=chain.source,
-        worth=chain.worth,
     )

@@ -241,7 +241,7 @@ class Chain:
             return 0
         last = len(self) - 1
         level = np.frexp(np.maximum(np.asarray(stop) - start, 1))[1] - 1  # of two runs that cover the range
-        first, second = np.minimum(start, last), np.clip(np.asarray(stop) - (1 << level), 0, last)
+        first, second = np.minimum(start, last), np.minimum(np.maximum(np.asarray(stop) - (1 << level), 0), last)
         return plain(np.maximum(self._working[level, first], self._working[level, second]))
 
     @cached_property

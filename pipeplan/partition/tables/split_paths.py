@@ -131,6 +131,15 @@ def first_split(tables: Sequence[Ints], long_first: bool) -> tuple[int, ...] | N
     return tuple(split)
 
 
+def extreme_splits(tables: Sequence[Ints]) -> Iterator[tuple[int, ...]]:
+    """Yield of the splits whose longest stage is shortest those with the long ones first, and last; none if there are
+    none."""
+    longest = least_longest(tables)
+    if longest is not None:
+        allowed = [up_to(longest, table) for table in tables]
+        yield from filter(None, (first_split(allowed, True), first_split(allowed, False)))
+
+
 def up_to(longest: int, table: Ints, costs: Ints | None = None) -> Ints:
     """Return ``costs``, those of the ``table`` itself unless others are given, with NEVER where that is over
     ``longest``."""

@@ -349,7 +349,7 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     choice = limits.choose(graph, problem.deadline, cutoff_ns)
     if choice is None or structure_violations(problem.chain, problem.platform, problem.policy, stages):
         return None
-    return Scheduled(choice.cost_ns, Allocation(stages), None, schedule=choice.schedule)
+    return Scheduled(choice[0], Allocation(stages), None, schedule=choice[1])
 
 
 def _with_best(incumbent: Incumbent, phase: str, search: Callable[[Incumbent], None]) -> str | None:

@@ -18,8 +18,7 @@ from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div
 from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
-from ...partition.cuts import round_trips_ns
-from ...partition.tables.split_paths import first_split, least_longest, short_splits, up_to
+from ...partition.tables.split_paths import extreme_splits, short_splits
 from ...partition.tables.stages import Ranges, SearchTables, StageOptions, held_times
 from ...plan import Stage
 from ...problem import Device, Level, Platform, Policy, Problem
@@ -64,17 +63,11 @@ class Tables:
         if key not in self._known:
             self.problem.deadline.check()
             self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
-        platform, device = self.problem.platform, self.problem.platform.slowest(group)
+        device, *ring = self.stages.joined(group)
         before, behind = self.stages.waits
         own = self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
-        path = platform.paths[platform.level_of(group)]
-        forward, backward = self.stages.exchanging(own, self._known[key] - own, len(group), path)
+        forward, backward = self.stages.exchanging(own, self._known[key] - own, *ring)
         return np.asarray(np.minimum(NEVER, forward + backward))
-
-    def update(self, group: Sequence[int]) -> Ints:
-        """Return what the update of every stage takes behind its last backward, at least."""
-        platform = self.problem.platform
-        return self.stages.update(platform.slowest(group), len(group), platform.paths[platform.level_of(group)])
 
     def bare(self, group: Sequence[int]) -> Ints:
         """Return U of every stage that recomputes nothing, whatever it can hold."""
@@ -83,19 +76,8 @@ class Tables:
 
     def load(self, one: Sequence[int], other: Sequence[int]) -> Ints:
         """Return how long a microbatch keeps the link between two groups busy over each cut, at least."""
-        platform, trip = self.problem.platform, self.trip(one, other)
+        platform, trip = self.problem.platform, self.stages.trip(one, other)
         return trip // 2 if platform.both_ways(platform.level_between(one, other)) else trip
-
-    def trip(self, one: Sequence[int], other: Sequence[int]) -> Ints:
-        """Return both transfers of a microbatch over each cut between two groups; nothing where they block."""
-        platform = self.problem.platform
-        level = platform.level_between(one, other)
-        key = "trip", level, tuple(one) == tuple(other)
-        if key not in self._known:
-            trips = round_trips_ns(self.problem.chain, platform, self.found.cuts, level)
-            moves = tuple(one) != tuple(other) and not platform.blocking
-            self._known[key] = np.array([min(NEVER, trip) * moves for trip in trips], dtype=np.int64)
-        return self._known[key]
 
 
 def tables_of(problem: Problem, parts: int = 1) -> Tables | None:
@@ -178,7 +160,7 @@ class Layout:
     @cached_property
     def trips(self) -> list[Ints]:
         """Both transfers over each cut, by the stage before it."""
-        return [self.tables.trip(one, other) for one, other in pairwise(self.groups)]
+        return [self.tables.stages.trip(one, other) for one, other in pairwise(self.groups)]
 
     @cached_property
     def loads(self) -> list[Ints]:
@@ -211,10 +193,7 @@ class Layout:
         for split in (self._balanced(), (0, *inner, self.tables.size - 1)):
             if all(low < high for low, high in pairwise(split)) and self.fits(split):
                 yield split
-        longest = least_longest(self._each)
-        if longest is not None:
-            allowed = [up_to(longest, x) for x in self._each]
-            yield from (found for long in (True, False) if (found := first_split(allowed, long)))
+        yield from extreme_splits(self._each)
 
     def _balanced(self) -> Split:
         """Return the split whose longest stage is shortest if nothing is recomputed; -1 for cuts that there aren't."""
@@ -226,7 +205,7 @@ class Layout:
     @cached_property
     def updates(self) -> list[Ints]:
         """What the update of each stage takes behind its last backward."""
-        return [self.tables.update(group) for group in self.groups]
+        return [self.tables.stages.update(*self.tables.stages.joined(group)) for group in self.groups]
 
     def starts(self) -> Iterator[Split]:
         """Yield splits whose longest stage is shortest, or somewhat longer, and the way through them short."""

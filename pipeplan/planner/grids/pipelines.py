@@ -270,7 +270,7 @@ def drained_bound(
     times = layout.times if tables.exact and layout.times else [tables.bare(group) for group in groups]
     fastest = np.min([tables.stages.forward(problem.platform.slowest(group))[0] for group in groups], axis=0)
     ends = [microbatches * np.where(table >= NEVER, NEVER // microbatches, table) for table in times]
-    alone = [end + fastest[:, None] + tables.update(group) for end, group in zip(ends, groups, strict=True)]
+    alone = [end + fastest[:, None] + update for end, update in zip(ends, layout.updates, strict=True)]
     for s, load in enumerate(layout.loads):
         alone[s] = np.maximum(alone[s], microbatches * load)
     relaxed = relaxations.relative(problem)

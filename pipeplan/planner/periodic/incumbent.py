@@ -32,7 +32,7 @@ from .limits import LimitSearch
 
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
-SPLIT_WORK = 4 * 10**6  # of all splits, in operations squared: about a second
+SPLIT_WORK = 10**6  # of all splits, in operations squared: about a quarter of a second, as more seldom find an order
 NODE_WORK = 26  # operations squared for each node of an integer program, above which so few nodes found no pattern
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 MOST_KNOWN = 50_000  # stages whose costs are remembered
@@ -259,7 +259,7 @@ class Incumbent:
                 self.rejected, self._excess_bytes = allocation, excess
         if choice is None:
             return None
-        return Scheduled(choice.cost_ns, allocation, None, schedule=choice.schedule)
+        return Scheduled(choice[0], allocation, None, schedule=choice[1])
 
     def _too_slow(self, allocation: Allocation) -> bool:
         """Whether the work of a device alone rules an allocation out; far quicker than its stage graph."""

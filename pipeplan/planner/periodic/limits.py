@@ -18,15 +18,8 @@ from ...problem import Platform
 from ...schedule.kinds import KINDS, refused
 from ...schedule.registered import Kind
 
+Choice = tuple[int, Schedule]  # a cost in ns: nF1B's period, message-driven's makespan
 ENOUGH = 1000  # a cost within a thousandth of its lower bound needs no other limit
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenLimit:
-    """A schedule with its limit decided, and its cost in ns: nF1B's period, message-driven's makespan."""
-
-    cost_ns: int
-    schedule: Schedule
 
 
 def cost_and_excess(
@@ -78,14 +71,13 @@ class LimitSearch:
 
     def floor_ns(self, graph: StageGraph) -> int:
         """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
-        drains = self.kind.drains
-        return (
-            drained_floor_ns(graph, self.schedule.kind, self.schedule.mini_batch) if drains else graph.period_floor_ns
-        )
+        if not self.kind.drains:
+            return graph.period_floor_ns
+        return drained_floor_ns(graph, self.schedule.kind, self.schedule.mini_batch)
 
-    def choose(self, graph: StageGraph, deadline: Deadline = NEVER, below_ns: int | None = None) -> ChosenLimit | None:
-        """Return the best limit for ``graph`` with its cost, or None when no limit fits the memory, or none of those
-        that may cost less than ``below_ns``.
+    def choose(self, graph: StageGraph, deadline: Deadline = NEVER, below_ns: int | None = None) -> Choice | None:
+        """Return the schedule with the best limit for ``graph`` and its cost, or None when no limit fits the memory, or
+        none of those that may cost less than ``below_ns``.
 
         Without a limit of the user's: the usual ones, the shortest cost of those that fit, and below them the largest
         that fits. More admitted needs more memory, up to the interplay of arrivals, so this last one is a heuristic.
@@ -98,12 +90,12 @@ class LimitSearch:
             return self._tried(graph, None, deadline)
         least = 1 if below_ns is None else self._least(graph, below_ns)
         usual = [limit for limit in self.kind.limit.usual(graph) if limit >= least]
-        best: ChosenLimit | None = None
+        best: Choice | None = None
         for limit in usual:
             found = self._tried(graph, limit, deadline)
-            if found is not None and (best is None or found.cost_ns < best.cost_ns - best.cost_ns // ENOUGH):
+            if found is not None and (best is None or found[0] < best[0] - best[0] // ENOUGH):
                 best = found
-            if best is None or best.cost_ns <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
+            if best is None or best[0] <= self.floor_ns(graph) * (ENOUGH + 1) // ENOUGH:
                 break
         if best is None and usual:
             found_less = smallest(lambda less: self._tried(graph, usual[0] - less, deadline), 1, usual[0] - least)
@@ -123,7 +115,7 @@ class LimitSearch:
         admitted = replace(self.schedule, limit=self.schedule.limit or (1 if self.kind.limit else None))
         return cost_and_excess(graph, admitted, self.platform, deadline)[1]
 
-    def _tried(self, graph: StageGraph, limit: int | None, deadline: Deadline) -> ChosenLimit | None:
+    def _tried(self, graph: StageGraph, limit: int | None, deadline: Deadline) -> Choice | None:
         schedule = replace(self.schedule, limit=limit)
         cost, excess = cost_and_excess(graph, schedule, self.platform, deadline)
-        return ChosenLimit(cost, schedule) if excess <= 0 else None
+        return (cost, schedule) if excess <= 0 else None
