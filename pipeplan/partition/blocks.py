@@ -94,11 +94,11 @@ class Pipe:
         known: dict[object, Ints] = {}
         found = []
         for s, group in enumerate(self.groups):
-            device, *ring = kind = self.tables.joined(group)
+            device, count, path = kind = self.tables.joined(group)
             if kind not in known:
                 again = self.activations.again(problem.chain.timed(device.times))
                 passes = self.tables.forward(device), self.tables.backward(device, len(group), again)
-                forward, backward = self.tables.exchanging(*passes, *ring)
+                forward, backward = self.tables.exchanging(*passes, count, path)
                 table = forward + backward
                 known[kind] = np.where(self._stage & (table > 0), table, NEVER)
             enters, leaves = (other != (group,) for other in (self.groups[s - 1 : s], self.groups[s + 1 : s + 2]))

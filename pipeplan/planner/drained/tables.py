@@ -63,10 +63,10 @@ class Tables:
         if key not in self._known:
             self.problem.deadline.check()
             self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
-        device, *ring = self.stages.joined(group)
+        device, count, path = self.stages.joined(group)
         before, behind = self.stages.waits
         own = self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
-        forward, backward = self.stages.exchanging(own, self._known[key] - own, *ring)
+        forward, backward = self.stages.exchanging(own, self._known[key] - own, count, path)
         return np.asarray(np.minimum(NEVER, forward + backward))
 
     def bare(self, group: Sequence[int]) -> Ints:

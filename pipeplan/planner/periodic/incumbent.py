@@ -32,7 +32,7 @@ from .limits import LimitSearch
 
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
-SPLIT_WORK = 10**6  # of all splits, in operations squared: about a quarter of a second, as more seldom find an order
+SPLIT_WORK = 10**9  # of all splits, in operations to the fourth: some tenths of a second, as more seldom find an order
 NODE_WORK = 26  # operations squared for each node of an integer program, above which so few nodes found no pattern
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 MOST_KNOWN = 50_000  # stages whose costs are remembered
@@ -300,7 +300,7 @@ class Incumbent:
         if cutoff is not None and bound >= cutoff:
             return None, "cutoff"
         nodes = self.settings.node_limit
-        most = min(MOST_SPLITS, SPLIT_WORK // len(graph.operations) ** 2)
+        most = min(MOST_SPLITS, SPLIT_WORK // len(graph.operations) ** 4)
         splits = most if nodes is None else min(most, SPLITS * nodes)
         settled = settle(graph, bound, (cutoff or one_at_a_time(graph).period_ns + 1) - 1, splits)
         if settled.proved:
