@@ -56,7 +56,7 @@ def test_the_mini_batch_is_the_largest_of_those_with_the_shortest_period():
     assert all(use.peak_bytes <= use.memory_bytes for use in evaluate(tight).devices)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_less_memory_admits_less_and_never_runs_faster(seed):
     rng = random.Random(seed)
     chain = random_chain(rng, 5, saved=True)

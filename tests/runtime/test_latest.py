@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from shutil import rmtree
 
 import pytest
 
@@ -158,9 +159,9 @@ def test_newest_weights_in_a_periodic_pattern_too(devices, vertical_sync, tmp_pa
         optimizer="momentum",
         vertical_sync=vertical_sync,
     )
-    script = lower_run(plan, STEPS)
+    script = lower_run(plan, 12)
     losses, weights = emulated(plan, "images", script)
-    report = run_plan(plan, spec("images"), uncorrected(steps=STEPS, lr=LR, save=tmp_path / "state.pt"))
+    report = run_plan(plan, spec("images"), uncorrected(steps=12, lr=LR, save=tmp_path / "state.pt"))
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10)
     state = torch.load(tmp_path / "state.pt")
     for key, expected in zip([k for k, _ in nn.Sequential(*image_layers()).named_parameters()], weights, strict=True):
@@ -273,7 +274,7 @@ def test_activations_and_versions_are_ordered_as_predicted():
     }
     planned, measured, versions = {}, {}, {}
     for weights, plan in plans.items():
-        report = run_plan(plan, spec("sequences"), uncorrected(steps=10, lr=0.01))
+        report = run_plan(plan, spec("sequences"), uncorrected(steps=6, lr=0.01))
         planned[weights] = [x.planned_bytes for x in report.activations]
         measured[weights] = [x.measured_bytes for x in report.activations]
         versions[weights] = [x.versions for x in report.stages]
@@ -318,14 +319,14 @@ def state_after(plan, name, folder, steps, **options):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
-    """Both drain after every fourth update. The second goes on from the first's last checkpoint."""
-    plan = nf1b_plan(chain_of(sequences, 4), THREE, 2)
-    whole = state_after(plan, "sequences", tmp_path, 12, checkpoint=tmp_path / "whole", every=4)
-    state_after(plan, "sequences", tmp_path, 8, checkpoint=tmp_path / "parts", every=4)
-    assert newest(str(tmp_path / "parts")).position.step == 8
-    resumed = state_after(plan, "sequences", tmp_path, 12, checkpoint=tmp_path / "parts", every=4, resume=True)
+    """Both drain after every third update. The second goes on from the checkpoint before the first's last one."""
+    plan, folder = nf1b_plan(chain_of(sequences, 4), THREE, 2), tmp_path / "c"
+    whole = state_after(plan, "sequences", tmp_path, 9, checkpoint=folder, every=3)
+    rmtree(folder / "step-00000009")
+    assert newest(str(folder)).position.step == 6
+    resumed = state_after(plan, "sequences", tmp_path, 9, checkpoint=folder, every=3, resume=True)
     assert largest_difference(whole, resumed) == 0
-    straight = state_after(plan, "sequences", tmp_path, 12)
+    straight = state_after(plan, "sequences", tmp_path, 9)
     assert largest_difference(whole, straight) > 0  # a drain gives the next mini-batches newer weights
 
 

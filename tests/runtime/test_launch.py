@@ -76,7 +76,7 @@ RUNS = {
     "one device": {"versions": [1], "stages": [(0, 8, (0,))], "accumulate": 2, "optimizer": "momentum"},
 }  # fmt: skip
 DEFAULTS = {
-    "name": "gpt-tiny", "batch": 2, "weights": "2bw", "accumulate": None, "steps": 8, "optimizer": "sgd", "lr": 0.02,
+    "name": "gpt-tiny", "batch": 2, "weights": "2bw", "accumulate": None, "steps": 6, "optimizer": "sgd", "lr": 0.02,
     "vertical_sync": False,
 }  # fmt: skip
 

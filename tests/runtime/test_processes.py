@@ -35,29 +35,21 @@ from pathlib import Path
 sys.path.insert(0, os.environ["CASES"])
 from pipeplan.errors import PipeplanError
 from pipeplan.files.plans import load_plan
-from pipeplan.runtime.processes import rendezvous
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.engine.job import RunOptions
 
 if __name__ == "__main__":
     plan = load_plan(str(Path(__file__).with_name("plan.json")))
-    try:
-        report = run_plan(
-            plan,
-            ModelSpec(sys.argv[1], "cases.runtime:vectors"),
-            RunOptions(
-                steps=int(sys.argv[2]),
-                lr=0.01,
-                checkpoint=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
-                resume=len(sys.argv) > 3,
-            ),
-        )
-        if report is not None:
-            print("loss", report.losses[-1])
-    except PipeplanError as error:
-        print("error:", error)
-        sys.exit(error.exit_code)
+    for line in sys.stdin:
+        folder = Path(line.strip()) if line.strip() else None
+        options = RunOptions(steps=100000, lr=0.01, checkpoint=folder, resume=folder is not None)
+        try:
+            run_plan(plan, ModelSpec(sys.argv[1], "cases.runtime:vectors"), options)
+        except PipeplanError as error:
+            print(f"exit code {error.exit_code}: {error}", flush=True)
+        except KeyboardInterrupt:
+            print("KeyboardInterrupt", flush=True)
 """
 
 
@@ -100,27 +92,34 @@ def announced(parent):
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes by pidfd")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_process_that_started_it(script, signum):
-    """Ctrl-C reaches all of a terminal's processes; a kill only the first one."""
+def test_signals_leave_a_checkpoint_if_asked_and_no_rank_outlives_the_process_that_started_it(script, tmp_path):
+    """Ctrl-C reaches all of a terminal's processes; a scheduler's signal, and a kill, only the first one."""
     with subprocess.Popen(
-        [sys.executable, *script("cases.runtime:announcing"), "100000"],
+        [sys.executable, *script("cases.runtime:announcing")],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         env=environment(),
         start_new_session=True,
     ) as parent:
-        try:
+
+        def ended_by(signum, whom, folder=""):
+            print(folder, file=parent.stdin, flush=True)
             ranks = announced(parent)
-            if signum == signal.SIGINT:
-                os.killpg(parent.pid, signum)
-            else:
-                parent.send_signal(signum)
-            parent.wait(SECONDS)
+            os.killpg(parent.pid, signum) if whom == "all" else parent.send_signal(signum)
+            said = parent.stdout.readline()
             assert all(has_ended(rank, SECONDS) for rank in ranks)
-            if signum == signal.SIGINT:
-                assert "KeyboardInterrupt" in parent.stderr.read()
+            return said
+
+        try:
+            for signum, whom in ((signal.SIGINT, "all"), (signal.SIGTERM, "parent")):
+                folder = tmp_path / whom
+                said = ended_by(signum, whom, folder)
+                step = newest(str(folder)).position.step
+                assert said.startswith(f"exit code 130: stopped after update {step}; its checkpoint is in {folder}")
+                assert resumed("cases.runtime:announcing", folder, 2) == step + 2
+            assert ended_by(signal.SIGINT, "all") == "KeyboardInterrupt\n"
+            assert ended_by(signal.SIGKILL, "parent") == ""
         finally:
             parent.kill()
 
@@ -141,27 +140,6 @@ def test_no_rank_is_left_by_an_interrupt_while_they_are_started(monkeypatch):
         run_plan(plan, ModelSpec("cases.runtime:healthy", "cases.runtime:vectors"), RunOptions(steps=10**6, lr=0.01))
     assert len(begun) == 2
     assert all(has_ended(rank, SECONDS) for rank in begun)
-
-
-@pytest.mark.parametrize(("signum", "whom"), [(signal.SIGINT, "all"), (signal.SIGTERM, "parent")])
-def test_a_signal_leaves_a_checkpoint_if_asked(script, signum, whom, tmp_path):
-    folder = tmp_path / "checkpoints"
-    command = [sys.executable, *script("cases.runtime:announcing")]
-    with subprocess.Popen(
-        [*command, "100000", str(folder)], stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    ) as parent:
-        try:
-            ranks = announced(parent)
-            os.killpg(parent.pid, signum) if whom == "all" else parent.send_signal(signum)
-            out, _ = parent.communicate(timeout=SECONDS)
-            assert parent.returncode == 130
-            assert all(has_ended(rank, SECONDS) for rank in ranks)
-        finally:
-            parent.kill()
-    found = newest(str(folder))
-    assert found is not None
-    assert f"stopped after update {found.position.step}; its checkpoint is in {folder}" in out
-    assert resumed("cases.runtime:announcing", folder, 2) == found.position.step + 2
 
 
 def test_torchrun_must_start_as_many_processes_as_the_plan_has_devices(monkeypatch):

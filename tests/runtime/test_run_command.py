@@ -266,12 +266,10 @@ def test_a_run_on_gpus_tells_of_their_memory_and_exchanges(plan, capsys):
     assert "ran on" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_what_a_terminals_end_stops_leaves_its_trace_and_no_traceback(plan, keeps, tmp_path):
+def test_what_a_terminals_end_stops_leaves_its_trace_and_no_traceback(plan, tmp_path):
     """It reaches all of its processes, multiprocessing's own among them."""
     trace = tmp_path / "trace.json"
     words = [*MODEL, "--steps", "1000000", "--trace", str(trace)]
-    words += ["--checkpoint", str(tmp_path / "c")] if keeps else []
     roots = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     with subprocess.Popen(
         [sys.executable, "-m", "pipeplan", "run", plan, *words], stderr=subprocess.PIPE, text=True,
@@ -283,7 +281,6 @@ def test_what_a_terminals_end_stops_leaves_its_trace_and_no_traceback(plan, keep
         os.killpg(command.pid, signal.SIGHUP)
         rest = command.communicate(timeout=SECONDS)[1]
     assert command.returncode == 130, said + rest
-    ended = rf"error: stopped after update \d+{f'; its checkpoint is in {tmp_path}/c' if keeps else ''}\n"
-    assert re.search(ended + r"\Z", rest), rest
+    assert re.search(r"error: stopped after update \d+\n\Z", rest), rest
     assert not re.search(r"Traceback|Warning|resource_tracker", said + rest)
     assert shown(trace.read_text()).slices["GPU 1 (rank 1)"]
