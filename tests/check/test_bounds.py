@@ -11,6 +11,7 @@ from cases.plans import fitted, graph_of, greedy_pattern, random_plan
 from oracles.any_class import optimum
 
 from pipeplan.check.bounds import any_bound, layer_bound, load_bound, proof, quick_proof, work_ns
+from pipeplan.check.bounds.blocks import Blocks
 from pipeplan.check.bounds.facts import Facts
 from pipeplan.check.bounds.strong import Proved, Refutations
 from pipeplan.cost.memory_model import stage_activations
@@ -269,6 +270,29 @@ def test_whole_blocks_fill_devices_unevenly():
     assert quick_proof(problem) == Proved(83, "work")
     shared = replace(problem, replicas=True)
     assert proof(shared).period_ns == 83
+
+
+def test_blocks_without_room_run_again_as_whole_things():
+    """Three blocks of 30 ns on two devices that have room for what two keep: 45 ns if all were stored, 50 at best."""
+    chain = Chain("blocks", tuple(Layer(f"l{i}", 10, 20, 0, 1, saved_bytes=40) for i in range(3)), 40)
+    problem = Problem(chain, Platform.flat(2, 110, 10**12), checkpointing="segments")
+    assert proof(problem).period_ns <= optimum(problem)
+    assert proof(problem) == Proved(50, "blocks")
+    assert proof(replace(problem, platform=Platform.flat(2, 200, 10**12))).period_ns == 45
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_bound_by_blocks_is_above_the_truth(seed):
+    rng = random.Random(seed)
+    forward, saved, weights = rng.randint(1, 9), rng.randint(5, 40), rng.randint(0, 6)
+    layers = [Layer(f"l{i}", forward, 2 * forward, weights, 1, saved_bytes=saved) for i in range(3)]
+    if seed % 3 == 0:
+        layers.append(Layer("head", rng.randint(1, 9), rng.randint(1, 9), rng.randint(0, 9), 1, saved_bytes=saved))
+    memory = 3 * weights * rng.randint(1, 3) + rng.randint(saved, 3 * saved) + 8
+    platform = Platform.flat(2 if seed % 3 == 0 else 3, memory, 10**12)
+    problem = Problem(Chain("blocks", tuple(layers), saved), platform, replicas=seed % 2 == 0, checkpointing="segments")
+    truth, blocks = optimum(problem), Blocks(Facts(problem))
+    assert truth is None or not any(blocks.too_many(period) for period in (truth, truth + 1, 2 * truth))
 
 
 def test_a_layer_alone_runs_again_for_every_microbatch_or_for_none():

@@ -2,9 +2,11 @@
 
 Layers are not divisible, and most of a large network's are equal blocks beside a few others, an embedding and a head.
 A group of r devices takes n blocks and some of the others if their work fits into r periods, the all-reduce of their
-gradients into one, and their weights with the least that one microbatch needs into the memory. The most blocks that p
-devices take are a small dynamic program over groups, exact for chains of equal blocks; which group has which of the
-others is tried in all ways. ALGORITHMS section 11.3, condition 7.
+gradients into one, and their weights with the least that one microbatch needs into the memory. When a device starts the
+last of its forwards the same microbatch is inside all its layers, so of blocks those for which there is no room run
+again, as whole things too: every microbatch or none. The most blocks that p devices take are a small dynamic program
+over groups, exact for chains of equal blocks; which group has which of the others is tried in all ways. ALGORITHMS
+section 11.3, condition 7.
 """
 
 from __future__ import annotations
@@ -67,19 +69,42 @@ class Blocks:
         facts = self.facts
         devices = len(facts.problem.platform)
         found = np.full(devices + 1, NONE, dtype=np.int64)
-        held, sync = self._bytes[others], self._sync[others]
+        fixed, sync = self._fixed[others], self._sync[others]
         load = np.arange(self.count + 1) * int(self.work[self.places[0]]) + int(sum(self.work[i] for i in others))
         for place, spread in enumerate(facts.spreads):
-            fits = (load <= spread.high * period * facts.ticks) & (sync[place] <= period)
-            fits &= held[place] <= facts.memories[place]
+            room = facts.memories[place] - fixed[place]
+            fits = (load + self._again(room) <= spread.high * period * facts.ticks) & (sync[place] <= period)
+            fits &= self._peak <= room
             if fits.any():
                 found[spread.low :] = np.maximum(found[spread.low :], int(np.flatnonzero(fits).max()))
         return found
 
+    def _again(self, room: Ints) -> Ints:
+        """Return the ticks that blocks take to run again at least, by their number, where there are ``room`` bytes."""
+        facts, blocks = self.facts, np.arange(self.count + 1)
+        kept = min(int(min(facts.kept[i], facts.first_kept[i])) for i in self.places)
+        if not facts.recomputes or not kept:
+            return 0 * blocks
+        found: Ints = np.maximum(blocks - np.maximum(room, 0) // kept, 0) * int(facts.forward[self.places[0]])
+        return found
+
     @cached_property
-    def _bytes(self) -> dict[tuple[int, ...], list[Ints]]:
-        """What a device holds by others, spread and blocks."""
-        return {part: [self._held(part, place) for place in range(len(self.facts.spreads))] for part in self._parts}
+    def _fixed(self) -> dict[tuple[int, ...], list[Ints]]:
+        """Weights and buffers of a device by others, spread and blocks."""
+        spreads = range(len(self.facts.spreads))
+        return {part: [self._weights_and_buffers(part, place) for place in spreads] for part in self._parts}
+
+    @cached_property
+    def _peak(self) -> Ints:
+        """The least that one microbatch takes of a device at its worst instant, by blocks."""
+        facts, blocks = self.facts, np.arange(self.count + 1)
+        first, last = self.places[0], self.places[-1]
+        if not facts.recomputes:
+            return blocks * int(facts.kept[first])
+        if last - first + 1 > self.count:
+            return 0 * blocks
+        starts = (np.diagonal(facts.least_peak, n)[first : last + 2 - n] for n in blocks)  # wherever among them
+        return np.array([int(found.min()) for found in starts])
 
     @cached_property
     def _sync(self) -> dict[tuple[int, ...], list[Floats]]:
@@ -103,23 +128,14 @@ class Blocks:
         every, blocks = map(np.diff, self.facts.weights_alone), np.arange(self.count + 1)
         return tuple(blocks * min(int(x[i]) for i in self.places) + sum(int(x[i]) for i in others) for x in every)
 
-    def _held(self, others: tuple[int, ...], place: int) -> Ints:
+    def _weights_and_buffers(self, others: tuple[int, ...], place: int) -> Ints:
         facts, chain = self.facts, self.facts.problem.chain
-        blocks = np.arange(self.count + 1)
-        first, last = self.places[0], self.places[-1]
-        together = last - first + 1 == self.count
-        peak = 0 * blocks
-        if together:  # wherever among them
-            starts = (np.diagonal(facts.least_peak, n)[first : last + 2 - n] for n in blocks)
-            peak = np.array([int(found.min()) for found in starts])
-        if not facts.recomputes:
-            peak = blocks * int(facts.kept[first])
         ends = [end in self.others and end not in others for end in (0, len(chain) - 1)]
         cut = min(chain.cut_bytes[1:-1], default=0)
-        partial = (blocks < self.count) | (len(others) < len(self.others))
+        partial = (np.arange(self.count + 1) < self.count) | (len(others) < len(self.others))
         sides = np.maximum(partial, sum(ends)) * cut
         weights = facts.held_by_weights(facts.spreads[place], *self._weights(others))
-        found: Ints = weights + peak + facts.buffer_bytes(facts.spreads[place], 0 * sides, sides)
+        found: Ints = weights + facts.buffer_bytes(facts.spreads[place], 0 * sides, sides)
         return found
 
 
