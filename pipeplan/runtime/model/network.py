@@ -6,7 +6,7 @@ value between neighbours; a traced network (:mod:`.trace`) is a DAG.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from ..device import CPU
 from .autocast import Autocast, autocasting, is_cast
 from .places import place_all, resident
 from .structure import mapped, tensors_in
+from .trace.adapted import compiled_lines, with_dense_gradients
 from .user_code import RAISED, code_failed, user_code
 
 Named = list[tuple[str, nn.Module]]
@@ -90,9 +91,9 @@ class Network:
         return len(self.layers)
 
     @property
-    def last_reader(self) -> dict[int, int]:
-        """The last layer that reads each value; values that nobody reads are not in it."""
-        return {value: index for index, layer in enumerate(self.layers) for value in layer.reads}
+    def over(self) -> tuple[tuple[int, ...], ...]:
+        """The values that nobody reads any more when each layer has run, the outputs not among them."""
+        return over(self.layers, self.outputs)
 
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Return pairs (maker, reader) of layers."""
@@ -103,14 +104,13 @@ class Network:
     def with_loss(self, loss: Loss, target: Any) -> Network:
         """Return the network with ``loss(output, target)`` as its last layer."""
 
-        def run(own: nn.Module, *outputs: Tensor) -> tuple[Tensor]:
-            return (scalar_loss(own if trained else loss, self.structure(outputs), target),)
-
-        trained = trained_loss(loss)
         made = 1 + max(value for layer in self.layers for value in (*layer.makes, *layer.reads))
-        module = trained or nn.Identity()
-        code = LayerCode(LOSS_NAME, LOSS_NAME, module, run, self.outputs, (made,), autocast=self.layers[0].autocast)
-        return replace(self, layers=(*self.layers, code))
+        code = loss_layer(self, loss, scalar_loss)
+
+        def run(own: nn.Module, *outputs: Tensor) -> Sequence[Tensor]:
+            return code.run(own, *outputs, target)
+
+        return replace(self, layers=(*self.layers, replace(code, run=run, reads=self.outputs, makes=(made,))))
 
     def under(self, autocast: Autocast | None) -> Network:
         """Return the network whose layers run under ``autocast``."""
@@ -126,14 +126,19 @@ def _device(tensors: Iterable[Any]) -> torch.device:
     return next((x.device for x in tensors if isinstance(x, Tensor)), CPU)
 
 
-def chain_network(layers: Any, example_input: Any) -> Network:
-    """Return the network of an ``nn.Sequential``, a list of modules or of (name, module) pairs, without its loss."""
+def chain_network(layers: Any, example_input: Any, autocast: Autocast | None = None) -> Network:
+    """Return the network of an ``nn.Sequential``, a list of modules or of (name, module) pairs, without its loss.
+
+    Its layers run under ``autocast``, and their tables have dense gradients.
+    """
     named = named_layers(layers)
     if not isinstance(example_input, Tensor):
         raise BadInput(f"example_input is {kind_of(example_input)}, not one tensor")
+    modules = [module for _, module in named]
+    notes = (*compiled_lines(modules), *with_dense_gradients(modules))
     codes = zip(chain_layers(named), module_names(layers), strict=True)
     paths = tuple(code if path == code.name else replace(code, path=path) for code, path in codes)
-    return Network(paths, (example_input,), (len(named),), only, chain=True)
+    return Network(paths, (example_input,), (len(named),), only, chain=True, notes=notes).under(autocast)
 
 
 def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
@@ -144,12 +149,13 @@ def chain_layers(named: Named, first: int = 0) -> tuple[LayerCode, ...]:
     )
 
 
-def loss_layer(network: Network, loss: Loss) -> LayerCode:
-    """Return the last layer of a ``network`` that is trained: the loss of its outputs against the target."""
+def loss_layer(network: Network, loss: Loss, value_of: Callable[..., Tensor] | None = None) -> LayerCode:
+    """Return the last layer of a ``network`` that is trained: the loss of its outputs against the target, which
+    ``value_of`` computes (None: :func:`loss_value`)."""
     structure, trained = network.structure, trained_loss(loss)
 
     def run(own: nn.Module, *values: Any) -> tuple[Tensor]:
-        return (loss_value(own if trained else loss, structure(values[:-1]), values[-1]),)
+        return ((value_of or loss_value)(own if trained else loss, structure(values[:-1]), values[-1]),)
 
     run.structure = structure  # type: ignore[attr-defined]  # for who wants to see the outputs as the loss does
     reads = (*network.outputs, TARGET)
@@ -285,21 +291,22 @@ def final_outputs(network: Network, device: str, release: bool) -> list[Tensor]:
     if not release:
         place_all([layer.module for layer in network.layers], device)
     values = dict(enumerate(network.inputs))
-    for index, layer in enumerate(network.layers):
+    for layer, over in zip(network.layers, network.over, strict=True):
         with resident(layer.module, device, release):
             outputs = layer.forward([values[v] for v in layer.reads])
         values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        drop(values, network, index)
+        for value in over:
+            del values[value]
     return [values[v] for v in network.outputs]
 
 
-def drop(values: dict[int, Any], network: Network, index: int) -> None:
-    """Forget the values that no layer after ``index`` reads, except the network's outputs."""
-    last = network.last_reader
-    layer = network.layers[index]
-    for value in (*layer.reads, *layer.makes):
-        if last.get(value, -1) <= index and value not in network.outputs:
-            values.pop(value, None)
+def over(codes: Sequence[LayerCode], kept: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the values that nobody reads any more when each of ``codes`` has run, but those ``kept``."""
+    last = {v: i for i, code in enumerate(codes) for v in (*code.makes, *code.reads)}
+    return tuple(
+        tuple(v for v in dict.fromkeys((*code.reads, *code.makes)) if last[v] == i and v not in kept and v != TARGET)
+        for i, code in enumerate(codes)
+    )
 
 
 def leaf(output: Tensor) -> Tensor:

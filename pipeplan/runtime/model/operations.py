@@ -24,20 +24,27 @@ def statistics(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     """Return the averages that an operation changes of those that it is given, as norms do without telling torch."""
     if not isinstance(func, torch._ops.OpOverload):
         return []
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    given = arguments_of(func, args, kwargs)
     works = given.get("training") or given.get("use_input_stats")
     return [x for name in ("running_mean", "running_var") if works and (x := given.get(name)) is not None]
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tensors_among(given)
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], but: str = "") -> list[Tensor]:
+    """Return the tensors that an operation changes in place; those of the argument called ``but`` don't count."""
+    given = arguments_of(func, args, kwargs)
+    written = (x.name for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write)
+    return tensors_among([given.get(name) for name in written if name != but])
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an operation is given, by the names that it has for it."""
+    return dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation returns a view of what it is given."""
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def tensors_among(value: Any) -> list[Tensor]:

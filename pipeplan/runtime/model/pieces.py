@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage, nn
 from ...errors import RunFailed
 from ..device import CPU
 from .autocast import autocasting
-from .network import LOSS, TARGET, LayerCode, Network, TensorSpec
+from .network import LOSS, TARGET, LayerCode, Network, TensorSpec, over
 
 Hold = Callable[[Tensor], None]
 
@@ -287,17 +287,9 @@ def pieces_of(
         made = [v for code in codes for v in code.makes]
         makes = tuple(v for v in made if v in needed)
         reads = tuple(dict.fromkeys(v for code in codes for v in code.reads if v not in made and v != TARGET))
-        pieces.append(Piece(tuple(codes), reads, makes, _over(codes, reads, makes), recompute))
+        pieces.append(Piece(tuple(codes), reads, makes, over(codes, makes), recompute))
         needed = (needed - set(makes)) | set(reads)
     return tuple(reversed(pieces))
-
-
-def _over(codes: Sequence[LayerCode], reads: Sequence[int], makes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    last = {v: i for i, code in enumerate(codes) for v in (*code.makes, *code.reads)}
-    return tuple(
-        tuple(v for v in dict.fromkeys((*code.reads, *code.makes)) if last[v] == i and v not in makes and v != TARGET)
-        for i, code in enumerate(codes)
-    )
 
 
 def grouped(network: Network, cuts: Sequence[int]) -> Network:

@@ -19,7 +19,7 @@ def resident(module: nn.Module, device: str, release: bool) -> Iterator[None]:
     """
     home = next((t.device for t in (*module.parameters(), *module.buffers())), None)
     buffers = list(_buffers([module]))
-    _place([module], device)
+    place_all([module], device)
     try:
         yield
     finally:
@@ -60,12 +60,10 @@ def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Ten
 
 
 def place_all(modules: Sequence[nn.Module], device: str) -> None:
-    """Move ``modules`` to ``device``; what is one weight or one buffer in several of them stays one."""
-    _place(modules, device)
+    """Move what is not there yet of ``modules`` to ``device``; what is one weight or one buffer in several stays one.
 
-
-def _place(modules: Sequence[nn.Module], device: str) -> None:
-    """Move what is not there yet to ``device``; modules of fake tensors, which cannot be moved, are left alone."""
+    Modules of fake tensors, which cannot be moved, are left alone.
+    """
     target = torch.device(device)
     if any(t.device != target for module in modules for t in (*module.parameters(), *module.buffers())):
         place(modules, target)

@@ -230,23 +230,17 @@ def _meeting(children: Children, spine: set[Node], apart: set[Node]) -> dict[Nod
 
 def _grouped(meeting: Mapping[Node, Sequence[Any]]) -> list[tuple[list[Tensor], list[Node]]]:
     """Return the weights and nodes of each group: what hangs together because nodes share weights."""
-    groups: list[tuple[dict[Any, None], list[Node]]] = []
-    home: dict[Any, int] = {}
+    from networkx.utils import UnionFind  # here, as it loads slowly
+
+    sets = UnionFind()
     for node, leaves in meeting.items():
-        found = sorted({home[leaf] for leaf in leaves if leaf in home})
-        if not found:
-            home.update(dict.fromkeys(leaves, len(groups)))
-            groups.append((dict.fromkeys(leaves), [node]))
-            continue
-        first = groups[found[0]]
-        for other in found[1:]:
-            first[0].update(groups[other][0])
-            first[1].extend(groups[other][1])
-            groups[other] = ({}, [])
-        first[0].update(dict.fromkeys(leaves))
-        first[1].append(node)
-        home.update(dict.fromkeys(first[0], found[0]))
-    return [([_weight(leaf) for leaf in leaves], nodes) for leaves, nodes in groups if nodes]
+        sets.union(node, *leaves)
+    groups: dict[Any, tuple[dict[Any, None], list[Node]]] = {}
+    for node, leaves in meeting.items():
+        own = groups.setdefault(sets[node], ({}, []))
+        own[0].update(dict.fromkeys(leaves))
+        own[1].append(node)
+    return [([_weight(leaf) for leaf in leaves], nodes) for leaves, nodes in groups.values()]
 
 
 def _in_a_row(nodes: Sequence[Node], children: Children, spine: set[Node]) -> bool:

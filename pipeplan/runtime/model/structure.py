@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Change = Callable[[Any], Any]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch itself keeps
 DEEP = 4  # how far an object that nobody knows is searched for tensors
@@ -26,7 +25,8 @@ DEEP = 4  # how far an object that nobody knows is searched for tensors
 
 def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Return ``value`` with ``change`` made to each of its tensors, in one order for all values of one structure."""
-    return _walked(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    leaves, made = _flat(value)
+    return made(iter([change(x) if isinstance(x, Tensor) else x for _, x in leaves]))
 
 
 def own_memory(x: Tensor) -> Tensor:
@@ -59,30 +59,19 @@ def leaves_of(outputs: Sequence[Tensor], behind: Iterable[Any] = ()) -> Iterator
 
 def leaves_in(value: Any) -> list[Any]:
     """Return the leaves of ``value``, its tensors among them."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    _walked(note, value)
-    return found
+    return [leaf for _, leaf in _flat(value)[0]]
 
 
 def refilling(value: Any) -> Callable[[Sequence[Tensor]], Any]:
     """Return what makes the like of ``value`` of other tensors; it keeps none of those that there are."""
-    made = _making(value)
-    return lambda tensors: made(iter(tensors))
+    leaves, made = _flat(value)
+    others = [None if isinstance(x, Tensor) else (x,) for _, x in leaves]
 
+    def refilled(tensors: Sequence[Tensor]) -> Any:
+        given = iter(tensors)
+        return made(iter([next(given) if other is None else other[0] for other in others]))
 
-def _making(value: Any) -> Callable[[Iterator[Tensor]], Any]:
-    if isinstance(value, Tensor):
-        return next
-    inside = _Opened.of(value)
-    if inside is None:
-        return lambda _: value
-    closed, parts = inside.closed, [_making(part) for part in inside.parts]
-    return lambda tensors: closed([part(tensors) for part in parts])
+    return refilled
 
 
 def closed_leaf(value: Any) -> Any:
@@ -93,82 +82,69 @@ def closed_leaf(value: Any) -> Any:
 
 def contains(value: Any, kind: type) -> bool:
     """Whether ``value`` is a ``kind``, or has one inside."""
-    inside = None if isinstance(value, (Tensor, kind)) else _Opened.of(value)
-    return isinstance(value, kind) or (inside is not None and any(contains(part, kind) for part in inside.parts))
+    inside = None if isinstance(value, (Tensor, kind)) else _opened(value)
+    return isinstance(value, kind) or (inside is not None and any(contains(part, kind) for part in inside[1]))
 
 
 def places_in(value: Any) -> list[str]:
     """Return for each tensor of ``value`` where it is, as its attribute or key, nested ones joined by underscores."""
-    return [name for name, leaf in _named("", value) if isinstance(leaf, Tensor)]
+    return [name for name, leaf in _flat(value)[0] if isinstance(leaf, Tensor)]
 
 
-def _walked(change: Change, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    inside = _Opened.of(value)
+def _flat(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Callable[[Iterator[Any]], Any]]:
+    """Return the leaves of ``value``, called ``name``, with where they are, and what makes the like of it of others."""
+    inside = None if isinstance(value, Tensor) else _opened(value)
     if inside is None:
-        return change(value)
-    return inside.closed([_walked(change, part) for part in inside.parts])
+        return [(name, value)], next
+    keys, parts, closed = inside
+    flat = [_flat(part, f"{name}_{key}" if name else str(key)) for key, part in zip(keys, parts, strict=True)]
+    makes = [made for _, made in flat]
+    return [x for leaves, _ in flat for x in leaves], lambda leaves: closed([made(leaves) for made in makes])
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    inside = None if isinstance(value, Tensor) else _Opened.of(value)
-    if inside is None:
-        yield name, value
-        return
-    for key, part in zip(inside.keys, inside.parts, strict=True):
-        yield from _named(f"{name}_{key}" if name else key, part)
+_Level = tuple[Iterable[Any], Sequence[Any], Callable[[Sequence[Any]], Any]]
 
 
-class _Opened:
-    """One level of a value: its ``parts``, what they are called, and how the like is made of others."""
-
-    def __init__(self, keys: Sequence[Any], parts: Sequence[Any], closed: Callable[[Sequence[Any]], Any]) -> None:
-        self.keys = list(map(str, keys))
-        self.parts = list(parts)
-        self.closed = closed
-
-    @staticmethod
-    def of(value: Any) -> _Opened | None:
-        """Return ``value`` opened, or None if it is a leaf."""
-        kind = type(value)
-        if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_class(kind):
-            return _registered(value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return _dataclass(value)
-        if isinstance(value, UserDict):
-            data = value.data
-            return _like(value, list(data), list(data.values()), lambda x: x.data.clear(), _put_data)
-        if isinstance(value, dict):
-            return _like(value, list(value), list(dict.values(value)), dict.clear, dict.__setitem__)
-        if isinstance(value, list):
-            return _like(value, range(len(value)), value, list.clear, lambda x, _, part: list.append(x, part))
-        if isinstance(value, tuple) and not isinstance(value, torch.Size):
-            return _tuple(value)
-        if isinstance(value, Mapping):
-            keys = list(value)
-            return _Opened(keys, list(value.values()), lambda parts: dict(zip(keys, parts, strict=True)))
-        return None
-
-
-def _registered(value: Any) -> _Opened:
-    node = pytree.SUPPORTED_NODES[pytree._get_node_type(value)]
-    parts, context = node.flatten_fn(value)  # tree_flatten leaves a circle behind that keeps the value
+def _opened(value: Any) -> _Level | None:
+    """Return one level of ``value``: what its parts are called, the parts, and what makes the like of others; None if
+    it is a leaf."""
+    kind = type(value)
+    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_class(kind):
+        node = pytree.SUPPORTED_NODES[pytree._get_node_type(value)]
+        parts, context = node.flatten_fn(value)  # tree_flatten leaves a circle behind that keeps the value
+        keys: Sequence[Any] = list(value) if isinstance(value, dict) else getattr(value, "_fields", ())
+        keys = keys if len(keys) == len(parts) else range(len(parts))
+        return keys, parts, lambda changed: node.unflatten_fn(changed, context)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+        return _like(value, names, [getattr(value, name) for name in names], object.__setattr__)  # frozen ones too
+    if isinstance(value, UserDict):
+        return _like(value, list(value.data), list(value.data.values()), lambda x, *own: x.data.__setitem__(*own))
     if isinstance(value, dict):
-        keys: Sequence[Any] = list(value)
-    else:
-        keys = getattr(value, "_fields", range(len(parts)))
-    if len(keys) != len(parts):
-        keys = range(len(parts))
-    return _Opened(keys, parts, lambda changed: node.unflatten_fn(changed, context))
+        return _like(value, list(value), list(dict.values(value)), dict.__setitem__)
+    if isinstance(value, list):
+        return _like(value, range(len(value)), value, list.__setitem__)
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        more = dict(getattr(value, "__dict__", {}))
+
+        def closed(parts: Sequence[Any]) -> Any:
+            made = tuple.__new__(kind, parts)
+            if more:
+                vars(made).update(more)
+            return made
+
+        return range(len(value)), value, closed
+    if isinstance(value, Mapping):
+        keys = list(value)
+        return keys, list(value.values()), lambda parts: dict(zip(keys, parts, strict=True))
+    return None
 
 
-def _like(
-    value: Any, keys: Sequence[Any], parts: Sequence[Any], empty: Callable[[Any], Any], put: Callable[..., Any]
-) -> _Opened:
-    """Return ``value`` opened: the like of it is a copy that ``empty`` made empty and others are ``put`` into."""
+def _like(value: Any, keys: Sequence[Any], parts: Sequence[Any], put: Callable[[Any, Any, Any], object]) -> _Level:
+    """Return ``value`` opened: the like of it is a copy into which others are ``put``; it keeps none of ``parts``."""
     blank = copy(value)
-    empty(blank)
+    for key in keys:
+        put(blank, key, None)
 
     def closed(parts: Sequence[Any]) -> Any:
         made = copy(blank)
@@ -176,34 +152,7 @@ def _like(
             put(made, key, part)
         return made
 
-    return _Opened(keys, parts, closed)
-
-
-def _dataclass(value: Any) -> _Opened:
-    names = [field.name for field in fields(value) if hasattr(value, field.name)]
-    put = object.__setattr__  # frozen ones too
-
-    def empty(made: Any) -> None:
-        for name in names:
-            put(made, name, None)
-
-    return _like(value, names, [getattr(value, name) for name in names], empty, put)
-
-
-def _put_data(made: Any, key: Any, part: Any) -> None:
-    made.data[key] = part
-
-
-def _tuple(value: tuple[Any, ...]) -> _Opened:
-    kind, more = type(value), dict(getattr(value, "__dict__", {}))
-
-    def closed(parts: Sequence[Any]) -> Any:
-        made = tuple.__new__(kind, parts)
-        if more:
-            vars(made).update(more)
-        return made
-
-    return _Opened(range(len(value)), value, closed)
+    return keys, parts, closed
 
 
 def _holds_tensors(leaf: Any, deep: int) -> bool:

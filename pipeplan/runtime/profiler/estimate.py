@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...cost.roofline import Attended, Blocks, Constants, Product, Shape, timed
@@ -32,6 +31,7 @@ from ...problem import Exchange, PassWork
 from ...version import __version__
 from ..device import Clock
 from ..model.contract import Built, built_by
+from ..model.operations import aten, tensors_among
 from ..model.structure import mapped
 from ..model.user_code import RAISED, said
 from .like_blocks import Unlike, shortened, told
@@ -47,7 +47,6 @@ LSTM_WORKSPACE = 6  # numbers kept per state: four gates, the cell and its tanh
 EXCHANGE = "pipeplan::exchange"  # the operation by which zoo/rank_part marks what a group sends
 LSTM_KERNELS = 2  # per time step: the product with the state, and the pointwise rest in one
 
-aten = torch.ops.aten
 _DROPOUT = (functional.dropout, torch.dropout, aten.dropout.default)
 _RMS_NORM = (functional.rms_norm, torch.rms_norm, aten.rms_norm.default)
 _LSTM, _LSTM_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
@@ -286,15 +285,15 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
             self.exchanged.append(Exchange(kind, False, times * whole.nbytes, 1, int(hidden), ranks, apart=apart))
             self.operations += 1
         elif packet is None or not is_free(func, packet):
-            self._count(packet, args, kwargs, out)
+            self._count(func, packet, args, kwargs, out)
         return out
 
-    def _count(self, packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, func: Any, packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         self.operations += 1
         if packet in (_LSTM, _LSTM_BACKWARD):
             self._lstm(args, out, backward=packet is _LSTM_BACKWARD)
             return
-        for kernel in kernels_of(packet, args, kwargs, out):
+        for kernel in kernels_of(func, args, kwargs, out):
             self.launch(kernel)
 
     def launch(self, kernel: Kernel) -> None:
@@ -353,7 +352,7 @@ class RooflineClock(TorchDispatchMode, Clock):  # type: ignore[no-untyped-call] 
         x, inputs, states = args[0], args[1], args[2]
         steps, batch = int(x.shape[0]), int(x.shape[1])
         factor = 2 if backward else 1  # gradients of the operand and of the weights
-        tensors = [x for x in pytree.tree_leaves((args, out)) if isinstance(x, Tensor)]
+        tensors = tensors_among((args, out))
         whole = self._compute(2 * factor * steps * batch * inputs.numel(), x.dtype)
         self._bound(whole, self._transfer(sum(map(touched, tensors))), 0)
         self._bound(

@@ -44,8 +44,8 @@ from ..model.network import (
     tied_layers,
 )
 from ..model.pieces import grouped
-from ..model.structure import converted, mapped, tensors_in
-from ..model.trace.adapted import compiled_lines, made_whole, no_reentry, run_uncompiled, with_dense_gradients
+from ..model.structure import as_type, converted, mapped, tensors_in
+from ..model.trace.adapted import made_whole, no_reentry, run_uncompiled
 from ..model.trace.author import Author
 from ..model.trace.compared import apart, compare
 from .beside import at_work
@@ -132,7 +132,7 @@ def built_network(built: Built, data: Data | None, options: MeasureOptions) -> t
     if dtype is not None:
         whole = layers if isinstance(layers, nn.Module) else nn.Sequential(*(m for _, m in named_layers(layers)))
         made_whole(whole, example_input)
-        example_input, target = _converted(example_input, dtype), _converted(target, dtype)
+        example_input, target = as_type((example_input, target), dtype)
         refuse_converted(built.loss, dtype)
         converted(whole, dtype)
     if is_whole(layers):
@@ -146,15 +146,10 @@ def built_network(built: Built, data: Data | None, options: MeasureOptions) -> t
         with_state_of(layers, network)
         author = Author.of(layers, example_input, built.loss is None, options.autocast)
     else:
-        network = chain_network(layers, example_input).under(options.autocast)
-        modules = [code.module for code in network.layers]
-        network = replace(network, notes=(*compiled_lines(modules), *with_dense_gradients(modules)))
-        author = Author.of_layers([(f"{i}.", module) for i, module in enumerate(modules)], options.autocast)
+        network = chain_network(layers, example_input, options.autocast)
+        roots = [(f"{i}.", code.module) for i, code in enumerate(network.layers)]
+        author = Author.of_layers(roots, options.autocast)
     return network, built.loss or own_loss, target, author
-
-
-def _converted(value: Any, dtype: torch.dtype) -> Any:
-    return mapped(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def network_chain(

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from ...cost.roofline import Attended, Blocks, Product, Shape
+from ..model.operations import arguments_of, aten, is_view, tensors_among, written_by
 
-aten = torch.ops.aten
 _NO_KERNEL = {  # they make a tensor's description or reserve memory
     aten._unsafe_view, aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
     aten.new_empty_strided, aten._reshape_alias, aten.lift_fresh, aten.set_, aten.resize_,
@@ -63,22 +62,27 @@ class Kernel(NamedTuple):
     last: bool = False
 
 
-def kernels_of(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Iterator[Kernel]:
+def kernels_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Iterator[Kernel]:
     """Yield the kernels of an operation that returned ``out``."""
-    made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+    packet, made = getattr(func, "overloadpacket", None), tensors_among(out)
     unread = args[_FOR_ITS_SHAPE[packet]] if packet in _FOR_ITS_SHAPE else None
     filled = kwargs.get("out")
     given = ([x for x in args if x is not unread], [x for x in kwargs.values() if x is not filled])
-    read = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    read = tensors_among(given)
     if packet is aten.convolution_backward and any(args[10][:2]):
         yield from _convolution_gradients(args)
         return
-    written = sum(map(touched, made)) or sum(map(touched, _changed(packet, args)))
+    written = sum(map(touched, made))
+    if (
+        not written
+    ):  # as an optimizer's; gradients change only if they have to be scaled, which no optimizer here has to
+        written = sum(map(touched, written_by(func, args, kwargs, but="grads")))
     if packet in _SCATTERS:
         written = max(map(touched, read[1:]), default=0)
     limit = written if packet in _GATHERS | _SCATTERS else None  # a look-up reads as much as it puts out
     moved = written + sum(touched(x) if limit is None else min(touched(x), limit) for x in read)
-    flops = _flops(packet, args, kwargs, out)
+    causal = packet in _ATTENTION and bool(arguments_of(func, args, kwargs).get("is_causal"))
+    flops = _flops(packet, args, kwargs, out, causal)
     dtype = next((x.dtype for x in read if x.is_floating_point()), None)
     if packet in _CONVOLUTIONS:
         groups = int(args[8])
@@ -90,7 +94,7 @@ def kernels_of(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: An
     elif packet in _ATTENTION:
         backward = _ATTENTION[packet][1]
         query, key = args[backward : backward + 2]
-        keys = key.shape[2] * (0.5 if _argument(packet, args, kwargs, "is_causal") else 1.0)
+        keys = key.shape[2] * (0.5 if causal else 1.0)
         shape = Attended(keys, query.shape[3], 500 if backward else 300)
         yield Kernel("attention" + "-backward" * backward, flops, dtype, moved, shape)
     else:
@@ -176,22 +180,7 @@ def _laid_out(kind: str, x: Tensor, moved: int) -> Iterator[Kernel]:
 
 def is_free(func: Any, packet: Any) -> bool:
     """Whether an operation starts no kernel: it makes a view, or reserves memory."""
-    if packet in _NO_KERNEL or func.namespace == "prim":
-        return True
-    returns = func._schema.returns
-    if not returns:
-        return False
-    alias = returns[0].alias_info
-    return alias is not None and not alias.is_write  # a view
-
-
-def _changed(packet: Any, args: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that an operation without results changes in place, such as an optimizer's; gradients only if
-    it has to scale them, which no optimizer here has to."""
-    arguments = getattr(packet, packet.overloads()[0])._schema.arguments
-    written = [b.name for b in arguments if b.alias_info is not None and b.alias_info.is_write and b.name != "grads"]
-    given = [a for a, b in zip(args, arguments, strict=False) if b.name in written]
-    return [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    return packet in _NO_KERNEL or func.namespace == "prim" or is_view(func)
 
 
 def touched(x: Tensor) -> int:
@@ -199,21 +188,15 @@ def touched(x: Tensor) -> int:
     return min(x.nbytes, x.untyped_storage().nbytes())
 
 
-def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, causal: bool) -> float:
     if packet in _ATTENTION:
         times, first = _ATTENTION[packet]
         query, key, value = args[first : first + 3]
-        return times * _attention_flops(query, key, value, bool(_argument(packet, args, kwargs, "is_causal")))
+        return times * _attention_flops(query, key, value, causal)
     if packet is aten._grouped_mm:
         return 2.0 * float(args[0].numel() * args[1].shape[-1])
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
-
-
-def _argument(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
-    names = [argument.name for argument in packet.default._schema.arguments]
-    index = names.index(name)
-    return args[index] if index < len(args) else kwargs.get(name, packet.default._schema.arguments[index].default_value)
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:

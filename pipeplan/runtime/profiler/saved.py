@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...problem import Exchange, Layer, WeightNeeds, matrix_state
-from ..model.network import LayerCode, Network, drop, leaf
+from ..model.network import LayerCode, Network, leaf
 from ..model.pieces import Saved
 from ..model.places import place_all, resident
 from ..model.split_backward import WeightPart, input_part
@@ -73,7 +73,7 @@ def saved_values(
     first: dict[int, int] = {}  # storage -> the first value in it
     known: dict[int, Value] = {}
     saved = []
-    for index, layer in enumerate(network.layers):
+    for layer, over in zip(network.layers, network.over, strict=True):
         with resident(layer.module, device, release):
             found, outputs = _alone(layer, [leaf(values[v]) for v in layer.reads], torch.device(device))
             values.update(zip(layer.makes, outputs, strict=True))
@@ -85,7 +85,8 @@ def saved_values(
             if split:
                 found = replace(found, **_later(layer, [leaf(values[v]) for v in layer.reads]))
         saved.append(found)
-        drop(values, network, index)
+        for value in over:
+            del values[value]
         held = {x.untyped_storage()._cdata for x in values.values()}
         first = {key: value for key, value in first.items() if key in held}
     return saved, known

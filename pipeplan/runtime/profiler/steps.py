@@ -22,7 +22,7 @@ from ...problem import LOSS_NAME, Chain, Exchange, LayerWork
 from ..device import Clock
 from ..exchange.layer_group import LayerGroup
 from ..model.autocast import Autocast
-from ..model.network import LayerCode, Network, drop, leaf
+from ..model.network import LayerCode, Network, leaf
 from ..model.places import place_all, resident
 from ..model.user_code import RAISED, code_failed
 
@@ -110,7 +110,7 @@ def measured(
     device = options.device
     home = "cpu" if torch.device(device).type == "cuda" else device
     seconds = None if options.seconds is None else options.seconds / len(network)
-    for index, (layer, sample) in enumerate(zip(network.layers, samples, strict=True)):
+    for index, (layer, sample, over) in enumerate(zip(network.layers, samples, network.over, strict=True)):
         options.say(f"layer {index + 1} of {len(network)}: {layer.name}")
         quiet = replace(options, say=lambda text: None, read=None if index else options.read)
         with resident(layer.module, device, release=True):
@@ -123,7 +123,8 @@ def measured(
                 values[value] = out.detach().to(home).requires_grad_(out.requires_grad)
             del outputs
             layer.module.zero_grad(set_to_none=True)
-        drop(values, network, index)
+        for value in over:
+            del values[value]
     return samples
 
 

@@ -28,7 +28,6 @@ from ..deferred import SMALL, Deferred, NotDeferred, parameter_like
 from ..loaded import LOSS_ROOT, LoadedModel, ModelLayer, with_loss_root, with_shards
 from ..network import Loss, chain_network, kind_of, loss_layer, trained_loss
 from ..structure import leaves_in, substitute, tensors_in, tensors_of
-from ..trace.adapted import compiled_lines, with_dense_gradients
 from ..user_code import said
 from .spec import ModelSpec, brings_data, builder_of, data_of
 
@@ -98,9 +97,7 @@ def chain_model(
     autocast: Autocast | None = None,
 ) -> LoadedModel:
     """Return a list of layers, or an ``nn.Sequential``, as a model; BadInput if it is malformed."""
-    network = chain_network(layers, example_input).under(autocast)
-    modules = [code.module for code in network.layers]
-    notes = [*compiled_lines(modules), *with_dense_gradients(modules)]
+    network = chain_network(layers, example_input, autocast)
     for code in network.layers:
         code.module.train()
     keys = list(layers._modules) if isinstance(layers, nn.Sequential) else list(map(str, range(len(layers))))
@@ -124,7 +121,7 @@ def chain_model(
         data=Samples(data, partial(_entering, loss)),
         roots=roots,
         first_names=_first_names(roots),
-        notes=tuple(notes),
+        notes=network.notes,
     )
 
 

@@ -134,7 +134,7 @@ def plainly_called() -> Iterator[Checkpointed]:
         seen.note()
         yield
 
-    with _replaced(checkpoint, "CheckpointFunction", Reentrant), _replaced(checkpoint, GENERATOR, plain):
+    with replaced(checkpoint, "CheckpointFunction", Reentrant), replaced(checkpoint, GENERATOR, plain):
         yield seen
 
 
@@ -147,7 +147,7 @@ def no_reentry() -> Iterator[None]:
         def apply(function: Any, preserve: bool, *arguments: Any) -> Any:
             return checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=preserve)
 
-    with _replaced(checkpoint, "CheckpointFunction", Once):
+    with replaced(checkpoint, "CheckpointFunction", Once):
         yield
 
 
@@ -197,19 +197,19 @@ def as_in_eager(places: Sequence[str]) -> Iterator[list[str]]:
         for asking in (x for x in models if "is_torchdynamo_exporting" in vars(x)):
             for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling"):
                 if name in vars(asking):
-                    stack.enter_context(_replaced(asking, name, lambda *_: False))
+                    stack.enter_context(replaced(asking, name, lambda *_: False))
         for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling", "is_tracing"):
             if library is not None and hasattr(library, name):
-                stack.enter_context(_replaced(library, name, partial(asked, getattr(library, name))))
+                stack.enter_context(replaced(library, name, partial(asked, getattr(library, name))))
         if hasattr(library, PACKED) and not given:  # the model's own positions are those of one sequence
-            stack.enter_context(_replaced(library, PACKED, lambda *_, **__: None))
+            stack.enter_context(replaced(library, PACKED, lambda *_, **__: None))
         yield lines
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace one of the names that functions in the module ``owner`` look up, whoever has imported them."""
-    before = getattr(owner, name)
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, replace what all find under a ``name`` in a module or a class, the ``owner``."""
+    before = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
@@ -232,7 +232,7 @@ def function_of(operation: str) -> str:
 @contextmanager
 def own_gradients() -> Iterator[None]:
     """Within the context a call of a function with a gradient of its own, but torch's, is one operation of a trace."""
-    original = Function.__dict__["apply"]
+    original = vars(Function)["apply"]
 
     def apply(kind: Any, *arguments: Any, **keywords: Any) -> Any:
         plainly: Callable[..., Any] = getattr(kind, "plainly", original.__get__(None, kind))
@@ -241,11 +241,8 @@ def own_gradients() -> Iterator[None]:
         given = refilling(arguments)
         return as_operation(kind.__name__, lambda x: plainly(*given(x), **keywords), tensors_in(arguments))
 
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]  # for the time of the trace
-    try:
+    with replaced(Function, "apply", classmethod(apply)):
         yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]  # as it was
 
 
 def as_operation(name: str, called: Callable[[Sequence[Tensor]], Any], given: Sequence[Tensor]) -> Any:

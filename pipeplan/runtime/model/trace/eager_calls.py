@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from traceback import walk_tb
 from types import CodeType
 from typing import Any
@@ -35,7 +36,7 @@ from ..structure import (
     tensors_in,
     tensors_of,
 )
-from .adapted import as_operation, assigned_in_place
+from .adapted import as_operation, assigned_in_place, replaced
 from .noted import Noted
 from .regions import CALL, HOOK, PART, Region, code_of, forward_of
 
@@ -197,21 +198,14 @@ class EagerCalls:
             finally:
                 self._stack.pop()
 
-        def no_gradients(*_: Any, **__: Any) -> Any:
-            raise _Leaves(GRADIENTS)
-
-        def no_hooks(*_: Any, **__: Any) -> Any:
-            raise _Leaves(HOOKED)
+        def no_more(said: str, *_: Any, **__: Any) -> Any:
+            raise _Leaves(said)
 
         with ExitStack() as stack:
             if not self._state:
-                engine: Any = autograd
-                stack.callback(setattr, engine, "_engine_run_backward", engine._engine_run_backward)
-                engine._engine_run_backward = no_gradients
-                stack.callback(setattr, Tensor, HOOK, Tensor.register_hook)
-                setattr(Tensor, HOOK, no_hooks)
-            stack.callback(setattr, nn.Module, "_call_impl", plain)
-            nn.Module._call_impl = call  # type: ignore[method-assign, assignment]  # for the time of the trace
+                stack.enter_context(replaced(autograd, "_engine_run_backward", partial(no_more, GRADIENTS)))
+                stack.enter_context(replaced(Tensor, HOOK, partial(no_more, HOOKED)))
+            stack.enter_context(replaced(nn.Module, "_call_impl", call))
             for function, regions in self._regions.items():
                 stack.callback(setattr, function, "__code__", function.__code__)
                 stack.callback(function.__globals__.pop, CALL, None)

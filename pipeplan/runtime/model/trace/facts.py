@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..operations import is_random, statistics
+from ..operations import is_random, is_view, statistics
 from ..places import buffers_kept
 from .adapted import SPACE
 
@@ -158,7 +158,7 @@ def _constants(
         elif node.op == "call_function" and not _draws(node) and node not in written and node not in changing:
             sources = node.all_input_nodes
             known = all(n in constant and n not in changing for n in sources)
-            if known and (_is_view(node) or not trained.intersection(sources)):
+            if known and (_views(node) or not trained.intersection(sources)):
                 constant.add(node)
                 if trained.intersection(sources):
                     trained.add(node)
@@ -170,11 +170,9 @@ def _draws(node: fx.Node) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and (operation.namespace == SPACE or is_random(operation))
 
 
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is operator.getitem
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+def _views(node: fx.Node) -> bool:
+    operation = node.target
+    return is_view(operation) if isinstance(operation, torch._ops.OpOverload) else operation is operator.getitem
 
 
 def _viewed_list(node: fx.Node, made: Iterable[Any], tensors: dict[fx.Node, Tensor]) -> fx.Node | None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ....errors import BadInput
 from ..network import TensorSpec
+from ..operations import aten, tensors_among
 from ..places import buffers_kept
 from ..user_code import user_code
 
@@ -81,11 +81,11 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and mark what it returns."""
         found = func(*args, **(kwargs or {}))
-        read = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        made = [x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)]
+        read = {x.untyped_storage()._cdata for x in tensors_among((args, kwargs))}
+        made = [x.untyped_storage() for x in tensors_among(found)]
         self._alive += made
         keys = {storage._cdata for storage in made} - set(self._weights)
-        if func is torch.ops.aten._cudnn_rnn.default:  # its fifth result is the weights in one piece
+        if func is aten._cudnn_rnn.default:  # its fifth result is the weights in one piece
             packed = made[4]._cdata
             keys -= {packed}
             self._copies |= {packed} - set(self._weights)
