@@ -28,14 +28,6 @@ def text(batch: int, sequence: int) -> Data:
     return partial(_windows, batch, sequence)
 
 
-def upper_case(batch: int, sequence: int) -> Data:
-    """Return data of ``batch`` translations: ``sequence`` characters and the same in upper case, one late, to continue.
-
-    The input holds both, (batch, 2 * sequence); the target is the upper case, (batch, sequence).
-    """
-    return partial(_translations, batch, sequence, text(batch, sequence))
-
-
 def pictures(batch: int, size: int, classes: int, channels: int = 3) -> Data:
     """Return data of ``batch`` pictures (channels, size, size): the pattern of a random class under as much noise."""
     return partial(_pictures, batch, size, classes, channels)
@@ -48,8 +40,13 @@ def text_of(config: Any, batch: int) -> Data:
 
 
 def upper_case_of(config: Any, batch: int) -> Data:
-    """Return :func:`upper_case` for such a model."""
-    return upper_case(batch, enough(config).sequence)
+    """Return data of ``batch`` translations for such a model: characters and the same in upper case, one late, to
+    continue.
+
+    The input holds both, (batch, 2 * sequence); the target is the upper case, (batch, sequence).
+    """
+    sequence = enough(config).sequence
+    return partial(_translations, batch, sequence, text(batch, sequence))
 
 
 def enough(config: Any) -> Any:

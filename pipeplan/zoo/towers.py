@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import BadInput
-from .data import CHARACTERS, pictures, text
+from .data import enough, pictures, text
 from .model import Data, Factory, Loss, Model, chain, mixed_seed
 from .text.gpt import Block, Embedding, GPTConfig
 from .text.llama import LlamaConfig
@@ -175,9 +175,8 @@ def _with_list(tower: nn.Sequential) -> nn.Sequential:
 
 def batches(config: TowersConfig, batch: int) -> Data:
     """Return data of ``batch`` pictures and texts, of which the last character tells encoders the picture's class."""
-    if config.vocabulary < CHARACTERS:
-        raise BadInput(f"vocabulary: {config.vocabulary} is less than the text's {CHARACTERS} characters")
-    return partial(_both, pictures(batch, config.image, CLASSES), text(batch, config.sequence), config.groups > 0)
+    read = text(batch, enough(config).sequence)
+    return partial(_both, pictures(batch, config.image, CLASSES), read, config.groups > 0)
 
 
 def _both(seen: Data, read: Data, continued: bool, index: int, seed: int) -> tuple[Any, Tensor]:

@@ -72,37 +72,26 @@ class TranslationConfig:
     sequence: int = 50
 
 
-class FirstEncoder(nn.Module):
-    """The bidirectional LSTM on the source, the first half of the sequence; the target half passes by.
+class Encoder(nn.Module):
+    """An LSTM on the source, in front of the target, which passes by. The first one runs both ways.
 
-    The states of the two directions take turns in time, so that source and target have one width.
+    The states of its two directions take turns in time, so that source and target have one width; the second joins
+    them.
     """
 
-    def __init__(self, hidden: int, sequence: int) -> None:
+    def __init__(self, hidden: int, sequence: int, index: int) -> None:
         super().__init__()
-        self.sequence = sequence
-        self.recurrent = Recurrent(hidden, hidden, both_ways=True)
+        self.length = 2 * sequence if index == 1 else sequence
+        self.index = index
+        self.recurrent = Recurrent(2 * hidden if index == 1 else hidden, hidden, both_ways=index == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, 2 * sequence, hidden) to (batch, 3 * sequence, hidden)."""
-        source, target = x[:, : self.sequence], x[:, self.sequence :]
-        states = self.recurrent(source).reshape(len(x), 2 * self.sequence, -1)
-        return torch.cat((states, target), dim=1)
-
-
-class Encoder(nn.Module):
-    """An LSTM on the source; the target passes by. The second one joins the two directions of the first."""
-
-    def __init__(self, hidden: int, sequence: int, second: bool) -> None:
-        super().__init__()
-        self.length = 2 * sequence if second else sequence
-        self.second = second
-        self.recurrent = Recurrent(2 * hidden if second else hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, 2 * sequence, hidden); from the third layer on with a residual sum."""
+        """Map (batch, 2 * sequence, hidden), of the second (batch, 3 * sequence, hidden), to what the next one reads;
+        from the third layer on with a residual sum."""
         source, target = x[:, : self.length], x[:, self.length :]
-        if self.second:
+        if self.index == 0:
+            states = self.recurrent(source).reshape(len(x), 2 * self.length, -1)
+        elif self.index == 1:
             states = self.recurrent(source.reshape(len(x), self.length // 2, -1))
         else:
             states = source + self.recurrent(source)
@@ -158,9 +147,8 @@ def translation_network(config: TranslationConfig, seed: int) -> tuple[nn.Sequen
 
     def factories() -> Iterator[tuple[str, Factory]]:
         yield "embedding", partial(_embedding, config.vocabulary, hidden)
-        yield "encoder0", partial(FirstEncoder, hidden, sequence)
-        for index in range(1, config.encoder):
-            yield f"encoder{index}", partial(Encoder, hidden, sequence, second=index == 1)
+        for index in range(config.encoder):
+            yield f"encoder{index}", partial(Encoder, hidden, sequence, index)
         yield "decoder0", partial(FirstDecoder, hidden, sequence)
         for index in range(1, config.decoder):
             yield f"decoder{index}", partial(Decoder, hidden, index >= 2, index == config.decoder - 1)
