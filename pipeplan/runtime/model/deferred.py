@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from threading import get_ident
 from typing import Any, Final
 
@@ -174,25 +175,21 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def adopt(self, modules: Iterable[torch.nn.Module]) -> None:
         """Promise what the program itself has put on ``meta``, though nothing makes its values."""
-        found: dict[int, Tensor] = {}
         wholes: dict[int, Tensor] = {}
 
+        @cache  # which keeps x, so that no other is taken for it
         def adopted(x: Tensor) -> Tensor:
             if not x.is_meta:
                 return x
-            if id(x) not in found:
-                with self.fake:
-                    whole = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8)
-                    storage = wholes.setdefault(_storage_of(x), whole)
-                    twin = torch.empty(0, dtype=x.dtype)
-                    twin.set_(storage.untyped_storage(), x.storage_offset(), x.size(), x.stride())
-                self._blanks.add(_storage_of(storage))
-                self._storages[_storage_of(storage)] = storage.untyped_storage()
-                found[id(x)] = parameter_like(x, twin)
-                kept.append(x)
-            return found[id(x)]
+            with self.fake:
+                whole = torch.empty(x.untyped_storage().nbytes(), dtype=torch.uint8)
+                storage = wholes.setdefault(_storage_of(x), whole)
+                twin = torch.empty(0, dtype=x.dtype)
+                twin.set_(storage.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+            self._blanks.add(_storage_of(storage))
+            self._storages[_storage_of(storage)] = storage.untyped_storage()
+            return parameter_like(x, twin)
 
-        kept: list[Tensor] = []  # so that no other gets the number of one
         substitute(modules, adopted)
 
     def is_blank(self, x: Tensor) -> bool:

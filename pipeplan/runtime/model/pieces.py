@@ -79,17 +79,13 @@ def packed(tensors: Sequence[Tensor], specs: Sequence[TensorSpec] = (), device: 
 
     Each is in the order of its memory that ``specs`` say, by default that of its dimensions.
     """
-    specs = specs or _plain(tensors)
+    specs = specs or [TensorSpec(tuple(x.shape), x.dtype) for x in tensors]
     ordered = [x.permute(spec.order) if spec.order else x for x, spec in zip(tensors, specs, strict=True)]
     if _as_it_is(specs):
         return ordered[0]
     if not any(spec.nbytes for spec in specs):
         return torch.zeros(1, dtype=torch.uint8, device=device)
     return torch.cat([x.detach().resolve_conj().reshape(-1).contiguous().view(torch.uint8) for x in ordered])
-
-
-def _plain(tensors: Sequence[Tensor]) -> Sequence[TensorSpec]:
-    return [TensorSpec(tuple(x.shape), x.dtype) for x in tensors]
 
 
 def unpacked(message: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:

@@ -142,8 +142,9 @@ def alone(gradient: Tensor) -> Tensor:
 
 def later_part(ends: Sequence[tuple[GradientEdge, Tensor]]) -> list[Group]:
     """Return what of the second part a graph is from whose ``ends`` nothing leads to what entered."""
-    leaves = [_weight(node) for node in _walked([edge.node for edge, _ in ends], [])[0] if _is_leaf(node)]
-    return [Group(leaves, ends=[(edge, alone(gradient)) for edge, gradient in ends])] if leaves else []
+    leaves: list[Any] = [node for node in _walked([edge.node for edge, _ in ends], [])[0] if _is_leaf(node)]
+    own = [(edge, alone(gradient)) for edge, gradient in ends]
+    return [Group([leaf.variable for leaf in leaves], ends=own)] if leaves else []
 
 
 def _run(
@@ -187,11 +188,6 @@ def _walked(roots: Sequence[Node], targets: Sequence[Node]) -> tuple[dict[Node, 
 
 def _is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
-
-
-def _weight(leaf: Any) -> Tensor:
-    found: Tensor = leaf.variable
-    return found
 
 
 def _meeting(children: Children, spine: set[Node], apart: set[Node]) -> dict[Node, list[Any]]:
@@ -240,7 +236,7 @@ def _grouped(meeting: Mapping[Node, Sequence[Any]]) -> list[tuple[list[Tensor], 
         own = groups.setdefault(sets[node], ({}, []))
         own[0].update(dict.fromkeys(leaves))
         own[1].append(node)
-    return [([_weight(leaf) for leaf in leaves], nodes) for leaves, nodes in groups.values()]
+    return [([leaf.variable for leaf in leaves], nodes) for leaves, nodes in groups.values()]
 
 
 def _in_a_row(nodes: Sequence[Node], children: Children, spine: set[Node]) -> bool:

@@ -62,6 +62,11 @@ def leaves_in(value: Any) -> list[Any]:
     return [leaf for _, leaf in _flat(value)[0]]
 
 
+def modules_in(value: Any) -> list[nn.Module]:
+    """Return the modules of ``value``."""
+    return [leaf for leaf in leaves_in(value) if isinstance(leaf, nn.Module)]
+
+
 def refilling(value: Any) -> Callable[[Sequence[Tensor]], Any]:
     """Return what makes the like of ``value`` of other tensors; it keeps none of those that there are."""
     leaves, made = _flat(value)

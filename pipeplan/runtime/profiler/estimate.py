@@ -30,12 +30,12 @@ from ...files.machines.accelerators import Accelerator
 from ...problem import Exchange, PassWork
 from ...version import __version__
 from ..device import Clock
-from ..model.contract import Built, built_by
+from ..model.contract import Built, Data, built_by
 from ..model.operations import aten, tensors_among
 from ..model.structure import mapped
 from ..model.user_code import RAISED, said
 from .like_blocks import Unlike, shortened, told
-from .measure import Data, MeasuredModel, built_network, network_chain, profile_network
+from .measure import MeasuredModel, built_network, network_chain, profile_network
 from .operations import Kernel, is_free, kernels_of, touched
 from .steps import USUAL, MakeOptimizer, MeasureOptions
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
-from ..model.structure import mapped, tensors_in
+from ..model.structure import mapped, modules_in, tensors_in
 
 
 def builder_of_live(model: Any, inputs: Any, loss: Any, fake: bool) -> Callable[[int], Any]:
@@ -19,7 +19,7 @@ def builder_of_live(model: Any, inputs: Any, loss: Any, fake: bool) -> Callable[
     What it builds is a copy; with ``fake``, under fake tensors, one whose parameters and buffers have no numbers and
     take no memory.
     """
-    tensors = {id(x): x for module in _modules_in([model, loss]) for x in (*module.parameters(), *module.buffers())}
+    tensors = {id(x): x for module in modules_in((model, loss)) for x in (*module.parameters(), *module.buffers())}
 
     def build(batch: int) -> Any:
         known: dict[int, Any] = {key: _without_numbers(x) for key, x in tensors.items()} if fake else {}
@@ -35,14 +35,6 @@ def samples_in(inputs: Any) -> int:
     if not found:
         raise BadInput("inputs: have no tensor; pass an example input to profile a live module")
     return found[0].shape[0] if found[0].dim() else 1
-
-
-def _modules_in(model: Any) -> Iterator[nn.Module]:
-    if isinstance(model, nn.Module):
-        yield model
-    elif isinstance(model, list | tuple):
-        for item in model:
-            yield from _modules_in(item)
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ...problem import AUTOCAST, Chain, Layer
 from ...units import format_bytes
 from ...version import __version__
 from ..device import CPU, FILL, clock_of, free_bytes, freed_kept, place
-from ..model.contract import Built, built_by, example_of, is_whole
+from ..model.contract import Built, Data, built_by, example_of, is_whole
 from ..model.network import (
     LayerCode,
     Loss,
@@ -51,8 +51,6 @@ from ..model.trace.compared import apart, compare
 from .beside import at_work
 from .saved import saved_values, sized_layers, whole_bytes
 from .steps import USUAL, MeasureOptions, Samples, measured, trained_parameters
-
-Data = Callable[[int, int], tuple[Any, Any]]  # (microbatch index, seed) -> (input, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +136,10 @@ def built_network(built: Built, data: Data | None, options: MeasureOptions) -> t
     if is_whole(layers):
         options.say("tracing")
         from ..model.trace.trace import trace_module
-        from ..model.trace.traced import with_state_of
 
         network = trace_module(
             layers, example_input, options.device, loss_alone=built.loss is None, autocast=options.autocast
         )
-        with_state_of(layers, network)
         author = Author.of(layers, example_input, built.loss is None, options.autocast)
     else:
         network = chain_network(layers, example_input, options.autocast)

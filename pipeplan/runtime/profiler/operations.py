@@ -192,15 +192,10 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, c
     if packet in _ATTENTION:
         times, first = _ATTENTION[packet]
         query, key, value = args[first : first + 3]
-        return times * _attention_flops(query, key, value, causal)
+        batch, heads, rows, width = query.shape
+        products = 2.0 * batch * heads * rows * key.shape[2] * (width + value.shape[3])  # two of them
+        return times * (products * (0.5 if causal else 1.0))  # a causal kernel leaves out the half above the diagonal
     if packet is aten._grouped_mm:
         return 2.0 * float(args[0].numel() * args[1].shape[-1])
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
-    """Return the flops of two products; a causal kernel leaves out the half above the diagonal."""
-    batch, heads, rows, width = query.shape
-    columns = key.shape[2]
-    return 2.0 * batch * heads * rows * columns * (width + value.shape[3]) * (0.5 if causal else 1.0)

@@ -87,21 +87,14 @@ def _is(codes: Sequence[LayerCode], start: int, stop: int, name: str, following:
     Merged layers are called by the first and the last of them, which may have been merged themselves, or by the module
     that they are the whole of.
     """
-    if not _stands_for(name, codes[start].name, codes[stop - 1].name, stop - start == 1):
+    first, last = codes[start].name, codes[stop - 1].name
+    begin, dots, end = name.rpartition("..")
+    merged = bool(dots) and _begins(begin, first) and (_begins(end, last) or name.endswith(f"..{last}"))
+    if not (merged or (name == first and stop - start == 1) or (_inside(name, first) and _inside(name, last))):
         return False
     if following is None or stop == len(codes):
         return following is None and stop == len(codes)
     return _begins(following, codes[stop].name) and not _inside(name, codes[stop].name)
-
-
-def _stands_for(name: str, first: str, last: str, alone: bool) -> bool:
-    """Whether a layer of a profile called ``name`` may be those from ``first`` to ``last``."""
-    if alone and name == first:
-        return True
-    if _inside(name, first) and _inside(name, last):
-        return True
-    begin, dots, end = name.rpartition("..")
-    return bool(dots) and _begins(begin, first) and (_begins(end, last) or name.endswith(f"..{last}"))
 
 
 def _begins(name: str, first: str) -> bool:
@@ -121,7 +114,13 @@ def check_model(model: LoadedModel, chain: Chain) -> None:
     parameters alone, of which layers may have fewer.
     """
     if not model.training:
-        _check_evaluated(model, chain)
+        for index, (layer, profiled) in enumerate(zip(model.layers, chain.layers, strict=True)):
+            if layer.weight_bytes > profiled.weight_bytes:
+                raise BadInput(
+                    f"model: in evaluation layer {index} ({profiled.name}) has {layer.weight_bytes} bytes of "
+                    f"parameters; the plan's profile, which is of training, says {profiled.weight_bytes}: its "
+                    "operations come in another order then; evaluate it without a pipeline"
+                )
         return
     entering = sum(model.specs[value].nbytes for value in range(model.inputs))
     if entering != chain.input_bytes:
@@ -143,16 +142,6 @@ def check_model(model: LoadedModel, chain: Chain) -> None:
                 f"{profiled.output_bytes}"
             )
     _check_edges(model, chain)
-
-
-def _check_evaluated(model: LoadedModel, chain: Chain) -> None:
-    for index, (layer, profiled) in enumerate(zip(model.layers, chain.layers, strict=True)):
-        if layer.weight_bytes > profiled.weight_bytes:
-            raise BadInput(
-                f"model: in evaluation layer {index} ({profiled.name}) has {layer.weight_bytes} bytes of parameters; "
-                f"the plan's profile, which is of training, says {profiled.weight_bytes}: its operations come in "
-                "another order then; evaluate it without a pipeline"
-            )
 
 
 def _check_edges(model: LoadedModel, chain: Chain) -> None:

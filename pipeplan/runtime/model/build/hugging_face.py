@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -62,7 +62,9 @@ class HuggingFace:
             if self.weights is not None and detect_fake_mode() is None:
                 model = self.kind.from_pretrained(self.weights, config=self.config, local_files_only=True).float()
             else:
-                with _uninitialized():
+                # fake weights get no numbers: some ways to draw them look at what they drew
+                without = getattr(getattr(_library(), "initialization", None), "no_init_weights", nullcontext)
+                with nullcontext() if detect_fake_mode() is None else without():
                     model = self.kind(deepcopy(self.config))
             if self.group.experts > 1:
                 spread(model, self.group)
@@ -118,12 +120,6 @@ def named(text: str, part: Group = ALONE) -> HuggingFace:
     longest = getattr(_text(config), "max_position_embeddings", None) or LONGEST
     length = group.part(int(asked) if asked is not None else min(LONGEST, longest))
     return HuggingFace(text, kind, config, found, length, group if part.place is None else part)
-
-
-def _uninitialized() -> AbstractContextManager[Any]:
-    """Leave out the initial numbers of weights that are fake: some ways to draw them look at what they drew."""
-    found = getattr(getattr(_library(), "initialization", None), "no_init_weights", nullcontext)
-    return nullcontext() if detect_fake_mode() is None else found()
 
 
 def _own_attention(module: nn.Module) -> Any:

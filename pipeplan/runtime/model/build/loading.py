@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..contract import Data, Samples, boundaries_of, built_by, example_of, is_wh
 from ..deferred import SMALL, Deferred, NotDeferred, parameter_like
 from ..loaded import LOSS_ROOT, LoadedModel, ModelLayer, with_loss_root, with_shards
 from ..network import Loss, chain_network, kind_of, loss_layer, trained_loss
-from ..structure import leaves_in, substitute, tensors_in, tensors_of
+from ..structure import modules_in, substitute, tensors_in, tensors_of
 from ..user_code import said
 from .spec import ModelSpec, brings_data, builder_of, data_of
 
@@ -63,7 +63,7 @@ def load_model(
         make = build if source is None else replace(build, weights=None)
         built = built_by(make, batch, spec.build, **({"seed": seed} if brings_data(build) else {}))
     if promised is not None:
-        modules = [x for x in leaves_in((built.layers, built.loss)) if isinstance(x, nn.Module)]
+        modules = modules_in((built.layers, built.loss))
         promised.adopt(modules)
         promised.settle([*tensors_of(modules), *tensors_in(built.example)])
     if is_whole(built.layers):
@@ -275,16 +275,12 @@ class OwnPart:
         if blank:
             raise BadInput(f"model: {_without_values(blank[0], known)}")
         value = promised.values([x for x in mine if id(x) not in state], [x for x in mine if id(x) in state])
-        made: dict[int, Tensor] = {}
 
+        @cache  # which keeps x, so that no other is taken for it
         def filling(x: Tensor) -> Tensor:
-            if id(x) not in made:
-                found = value(x)
-                made[id(x)] = x if found is x else parameter_like(x, found)
-                kept.append(x)
-            return made[id(x)]
+            found = value(x)
+            return x if found is x else parameter_like(x, found)
 
-        kept: list[Tensor] = []  # so that no other gets the number of one
         substitute([*own, *(root for _, root in model.roots)], filling)
         return replace(model, unused=dict(model.unused) | {name: filling(x) for name, x in unused.items()})
 

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, starmap
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -32,15 +33,11 @@ COMPILED = "torch._dynamo.eval_frame"  # where torch keeps the class of what it 
 
 def without_cache(module: nn.Module) -> list[str]:
     """Let ``module`` return no cache of keys and values, which is for generation; return the line that says so."""
-    found = []
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            config.use_cache = False  # type: ignore[union-attr]  # any object that has it
-            found.append(type(part).__name__)
-    if not found:
-        return []
-    return [f"use_cache of {found[0]} is set to False: keys and values are kept for generation, not for training"]
+    found: list[Any] = [x for x in module.modules() if getattr(getattr(x, "config", None), "use_cache", None) is True]
+    for part in found:
+        part.config.use_cache = False
+    why = "is set to False: keys and values are kept for generation, not for training"
+    return [f"use_cache of {type(found[0]).__name__} {why}"] if found else []
 
 
 def with_dense_gradients(modules: Iterable[nn.Module]) -> list[str]:
@@ -48,15 +45,12 @@ def with_dense_gradients(modules: Iterable[nn.Module]) -> list[str]:
 
     An optimizer that knows no sparse gradients, and plain SGD, makes of both the same.
     """
-    tables = (
-        part for module in modules for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    )
-    found = [table for table in tables if table.sparse]
+    parts = (part for module in modules for part in module.modules())
+    found = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse]
     for table in found:
         table.sparse = False
-    return (
-        [f"{type(found[0]).__name__}(sparse=True): its gradients are dense here, with the same sums"] if found else []
-    )
+    why = "(sparse=True): its gradients are dense here, with the same sums"
+    return [f"{type(found[0]).__name__}{why}"] if found else []
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -92,46 +86,36 @@ def run_uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-class Checkpointed:
-    """Calls of ``torch.utils.checkpoint`` that ran as plain calls: how many, and where the first one stands."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.first = ""
-
-    def note(self) -> None:
-        """Count a call, whose place is the innermost one outside torch and this package."""
-        self.calls += 1
-        frame: Any = sys._getframe(1)
-        while frame is not None and not self.first:
-            self.first = place_of(frame.f_code.co_filename, frame.f_lineno) or ""
-            frame = frame.f_back
-
-    def lines(self, module: nn.Module) -> list[str]:
-        """Return the line that says so."""
-        if not self.calls:
-            return []
-        where = f", first in {self.first}" if self.first else ""
-        times = f"{self.calls} calls of torch.utils.checkpoint" if self.calls > 1 else "torch.utils.checkpoint"
-        return [
-            f"{type(module).__name__} recomputes by itself ({times}{where}): traced without, so that the plan decides "
-            "what is recomputed (--checkpointing)"
-        ]
+def checkpointed_lines(module: nn.Module, places: Sequence[str]) -> list[str]:
+    """Return the line that says that ``module`` called ``torch.utils.checkpoint`` in these ``places``, if it did."""
+    first = next(filter(None, places), "")
+    where = f", first in {first}" if first else ""
+    times = f"{len(places)} calls of torch.utils.checkpoint" if len(places) > 1 else "torch.utils.checkpoint"
+    said = (
+        f"{type(module).__name__} recomputes by itself ({times}{where}): traced without, so that the plan decides "
+        "what is recomputed (--checkpointing)"
+    )
+    return [said] if places else []
 
 
 @contextmanager
-def plainly_called() -> Iterator[Checkpointed]:
-    """Run what is given to ``torch.utils.checkpoint`` as it is, recomputing nothing."""
-    seen = Checkpointed()
+def plainly_called() -> Iterator[list[str]]:
+    """Run what is given to ``torch.utils.checkpoint`` as it is, recomputing nothing; yield the places of its calls, of
+    each the innermost outside torch and this package."""
+    seen: list[str] = []
+
+    def note() -> None:
+        lines = ((frame.f_code.co_filename, line) for frame, line in walk_stack(None))
+        seen.append(next(filter(None, starmap(place_of, lines)), ""))
 
     class Reentrant:
         @staticmethod
         def apply(function: Any, preserve: bool, *arguments: Any) -> Any:
-            seen.note()
+            note()
             return function(*arguments)
 
     def plain(*_: Any, **__: Any) -> Iterator[None]:
-        seen.note()
+        note()
         yield
 
     with replaced(checkpoint, "CheckpointFunction", Reentrant), replaced(checkpoint, GENERATOR, plain):

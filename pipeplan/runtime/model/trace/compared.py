@@ -352,6 +352,3 @@ def _changed(before: Attributes, now: Attributes) -> list[str]:
 def _is(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     same = one[0] is other[0] or (type(one[0]) is type(other[0]) and type(one[0]) in PLAIN and one[0] == other[0])
     return same and one[1] == other[1]
-
-
-# --- the difference ---------------------------------------------------------------------------------------------------

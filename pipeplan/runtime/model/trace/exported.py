@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from .adapted import (
     as_in_eager,
     assigned_in_place,
     called,
+    checkpointed_lines,
     compiled_lines,
     made_whole,
     own_gradients,
@@ -92,7 +94,6 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
             raise BadInput(
                 f"{name} makes its weight {made} in its forward, where no optimizer knows it; make it in __init__"
             )
-    assert seen.restored is not None, "what was exported has run"
     notes += [*compiled_lines([module]), *given_up]
     _read_directly(graph)
     _assign_early(graph, [f"{ROOT}.{name}" for name in seen.assigned])
@@ -161,17 +162,10 @@ def _assign_early(graph: fx.GraphModule, names: Sequence[str]) -> None:
     graph.recompile()
 
 
-@dataclass
-class _Seen:
-    """What was seen while a module ran: what makes its result of tensors, and the buffers that it bound anew."""
-
-    restored: Callable[[Sequence[Tensor]], Any] | None = None
-    assigned: Sequence[str] = ()
-
-
-def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module, _Seen]:
-    """Return a module around ``module`` from tensors to tensors alone, and what is seen when it runs."""
-    root, seen, given = nn.Module(), _Seen(), refilling(example)
+def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module, SimpleNamespace]:
+    """Return a module around ``module`` from tensors to tensors alone, and what is seen when it runs: how its result is
+    ``restored`` from tensors, and which buffers it bound anew (``assigned``)."""
+    root, seen, given = nn.Module(), SimpleNamespace(), refilling(example)
     setattr(root, ROOT, module)
 
     def forward(*tensors: Tensor) -> list[Tensor]:
@@ -268,7 +262,7 @@ def _graph(
         graph.graph.eliminate_dead_code(_acts)
         untold = data_dependent(graph)
         if not untold:
-            return graph, [*seen.lines(getattr(root, ROOT)), *masked, *eager.why.values()]
+            return graph, [*checkpointed_lines(getattr(root, ROOT), seen), *masked, *eager.why.values()]
         reason = _untold(untold[0]) + line_of_node(untold[0])
         if not eager.widened_by(untold, reason):
             raise BadInput(f"{name} cannot be traced: {reason}. {ADVICE}")

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ....errors import BadInput
@@ -25,7 +25,7 @@ from ...device import CPU
 from ..autocast import Autocast, autocasting
 from ..network import LayerCode, Network, TensorSpec, unchanged
 from .adapted import SPACE, function_of
-from .exported import ROOT, Exported, exported, line_of_node, refuse_changed
+from .exported import OF_MODULE, ROOT, Exported, exported, line_of_node, refuse_changed
 from .facts import Facts
 
 TRACED_ON = {"cpu", "cuda"}
@@ -52,20 +52,33 @@ def trace_module(
     graph = found.graph
     with autocasting(autocast, CPU):
         facts = Facts.of(graph, found.arguments)
-    _refuse_changed_weights(getattr(found.root, ROOT), graph, facts, training)
+    for node, changed in facts.written.items():
+        for base in (facts.storage.get(n, n) for n in changed):
+            if base.op == "get_attr" and isinstance(attrgetter(str(base.target))(graph), nn.Parameter):
+                refuse_changed(getattr(found.root, ROOT), _path(str(base.target)), line_of_node(node), training)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     inputs = {n: i for i, n in enumerate(p for p in placeholders if p in facts.tensors)}
     groups = _merged_in_place(facts, _groups(graph, found.root, facts))
     _put_on(graph, torch.device(device))  # behind what is found out by running it as it was made
     network = _network(found, facts, groups, inputs).under(autocast)
+    with_state_of(getattr(found.root, ROOT), network)
     return replace(network, structure=found.restored, notes=found.notes)
 
 
-def _refuse_changed_weights(module: nn.Module, graph: fx.GraphModule, facts: Facts, training: bool) -> None:
-    for node, changed in facts.written.items():
-        for base in (facts.storage.get(n, n) for n in changed):
-            if base.op == "get_attr" and isinstance(attrgetter(str(base.target))(graph), nn.Parameter):
-                refuse_changed(module, _path(str(base.target)), line_of_node(node), training)
+def with_state_of(module: nn.Module, network: Network) -> frozenset[str]:
+    """Let ``network`` have the weights and buffers that ``module`` has now; return where its constants are."""
+    others = set[str]()
+    state = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    for code in (layer.module for layer in network.layers):
+        own = [*code.named_parameters(remove_duplicate=False), *code.named_buffers(remove_duplicate=False)]
+        for place, _ in own:
+            found = state.get(place.removeprefix(OF_MODULE)) if place.startswith(OF_MODULE) else None
+            if found is None:
+                others.add(place)
+            else:
+                holder, _, name = place.rpartition(".")
+                setattr(code.get_submodule(holder), name, found)
+    return frozenset(others)
 
 
 def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
@@ -212,7 +225,6 @@ def _joined(one: str, other: str) -> str:
 def _network(found: Exported, facts: Facts, groups: list[_Group], inputs: dict[fx.Node, int]) -> Network:
     """Return the layers of ``groups`` with the numbers of what they read and make."""
     graph, arguments, numbers = found.graph, found.arguments, dict(inputs)
-    parameters = dict(found.root.named_parameters(remove_duplicate=False))
     home = {node: index for index, group in enumerate(groups) for node in group.nodes}
     reads = [list(dict.fromkeys(_needed(facts, group, index, home))) for index, group in enumerate(groups)]
     last = [facts.value(n) for n in pytree.tree_leaves(graph.graph.output_node().args[0]) if isinstance(n, fx.Node)]
@@ -233,11 +245,6 @@ def _network(found: Exported, facts: Facts, groups: list[_Group], inputs: dict[f
     for name, group, needed in zip(names, groups, reads, strict=True):
         makes = [n for n in dict.fromkeys(map(facts.value, group.nodes)) if n in wanted and n in facts.tensors]
         code = _layer_graph(graph, facts, group, needed, makes)
-        for path, _ in list(code.named_parameters(remove_duplicate=False)):
-            if path in parameters:
-                code.get_submodule(path.rpartition(".")[0]).register_parameter(
-                    path.rpartition(".")[2], parameters[path]
-                )
         numbers.update({n: following + i for i, n in enumerate(makes)})
         following += len(makes)
         layers.append(
@@ -245,7 +252,7 @@ def _network(found: Exported, facts: Facts, groups: list[_Group], inputs: dict[f
                 name,
                 f"layer {name}",
                 code,
-                _called,
+                nn.Module.__call__,
                 tuple(numbers[n] for n in needed),
                 tuple(numbers[n] for n in makes),
                 None if begins.get(group.nodes[0]) == name else begins.get(group.nodes[0], ""),
@@ -287,11 +294,6 @@ def _passing(inputs: dict[fx.Node, int], reads: list[list[fx.Node]], last: list[
         used = [n for n in inputs if n in first or n in last]
         return sorted(used, key=lambda n: -first.get(n, len(reads)))
     return []
-
-
-def _called(code: nn.Module, *values: Tensor) -> Sequence[Tensor]:
-    outputs: Sequence[Tensor] = code(*values)
-    return outputs
 
 
 def _layer_graph(

@@ -16,10 +16,10 @@ from ..autocast import Autocast
 from ..contract import Data, Samples, sample_of
 from ..deferred import mode_of
 from ..loaded import LoadedModel, grouped, with_loss_root
-from ..network import Loss, Network, TensorSpec, loss_layer, own_loss, refuse_converted, trained_loss
+from ..network import Loss, TensorSpec, loss_layer, own_loss, refuse_converted, trained_loss
 from ..structure import as_type, in_type, mapped, places_in, tensors_in, tensors_of
-from .exported import OF_MODULE
-from .trace import trace_module
+from .adapted import uncompiled
+from .trace import trace_module, with_state_of
 
 
 def traced_model(
@@ -46,7 +46,7 @@ def traced_model(
             example = mapped(lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), example)
         with in_type(module, dtype):
             network = trace_module(module, example, str(device), loss is None, training, autocast)
-    constants = with_state_of(module, network)
+    constants = with_state_of(uncompiled(module), network)
     compared = loss or own_loss
     codes = (*network.layers, loss_layer(network, compared))
     wanted = places_in(example_input)
@@ -78,22 +78,6 @@ def traced_model(
     if trained is not None:
         model = replace(model, roots=with_loss_root(model.roots, trained))
     return grouped(model, [(code,) for code in codes])
-
-
-def with_state_of(module: nn.Module, network: Network) -> frozenset[str]:
-    """Let ``network`` have the weights and buffers that ``module`` has now; return where its constants are."""
-    others = set[str]()
-    state = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
-    for code in (layer.module for layer in network.layers):
-        own = [*code.named_parameters(remove_duplicate=False), *code.named_buffers(remove_duplicate=False)]
-        for place, _ in own:
-            found = state.get(place.removeprefix(OF_MODULE)) if place.startswith(OF_MODULE) else None
-            if found is None:
-                others.add(place)
-            else:
-                holder, _, name = place.rpartition(".")
-                setattr(code.get_submodule(holder), name, found)
-    return frozenset(others)
 
 
 def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:

@@ -92,12 +92,8 @@ class _Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if read & self._activations:
             self._activations |= keys
             self._copies -= keys
-        elif read & (self._copies | set(self._weights)) and not _only_looks(func):
-            self._copies |= keys - self._activations
+        elif read & (self._copies | set(self._weights)):
+            name: str = func._schema.name.partition("::")[2]
+            if not (name.startswith("new_") or name.endswith("_like")):  # which look at shape and type alone
+                self._copies |= keys - self._activations
         return found
-
-
-def _only_looks(func: Any) -> bool:
-    """Whether an operation takes from its arguments no more than shape and type."""
-    name: str = func._schema.name.partition("::")[2]
-    return name.startswith("new_") or name.endswith("_like")
