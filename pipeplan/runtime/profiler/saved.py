@@ -10,7 +10,7 @@ holds them any more, without what is inside an operation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -105,7 +105,7 @@ def _alone(layer: LayerCode, inputs: Sequence[Tensor], device: torch.device) -> 
         boxes.append(ref(box))
         return box
 
-    with _Allocated(device) if device.type == "cuda" else _Made() as counted:
+    with nullcontext(_Allocated(device)) if device.type == "cuda" else _Made() as counted:
         with saved_tensors_hooks(pack, lambda box: box.tensor):
             outputs = layer.forward(inputs)
         held = counted.held()
@@ -279,20 +279,14 @@ def sized_layers(network: Network, saved: Sequence[Kept], values: dict[int, Valu
 # --- what a pass takes beside -----------------------------------------------------------------------------------------
 
 
-class _Allocated(AbstractContextManager["_Allocated"]):
+class _Allocated:
     """What a GPU's allocator gave."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-
-    def __enter__(self) -> _Allocated:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._before = torch.cuda.memory_allocated(device)
 
     def held(self) -> int:
         return torch.cuda.memory_allocated(self._device) - self._before

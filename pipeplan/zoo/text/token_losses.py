@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,18 +85,13 @@ def _shapes(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
 
 
-def exact_token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and token numbers, in fp32."""
-    loss: Tensor = ExactLoss.apply(output.flatten(0, 1), target.flatten())  # type: ignore[no-untyped-call]  # torch's
+def _of_tokens(kind: Any, output: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of a ``kind`` of logits (batch, sequence, vocabulary) and token numbers."""
+    loss: Tensor = kind.apply(output.flatten(0, 1), target.flatten())
     return loss
 
 
-def fused_token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and token numbers, by one kernel."""
-    loss: Tensor = FusedLoss.apply(output.flatten(0, 1), target.flatten())  # type: ignore[no-untyped-call]  # torch's
-    return loss
-
-
+exact_token_loss, fused_token_loss = partial(_of_tokens, ExactLoss), partial(_of_tokens, FusedLoss)
 fused_token_loss.takes_half = True  # type: ignore[attr-defined]  # read by runtime/model/network.py
 
 TOKEN_LOSSES: dict[str, Loss] = {"same": token_loss, "fp32": exact_token_loss, "fused": fused_token_loss}

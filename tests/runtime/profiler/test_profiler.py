@@ -24,7 +24,7 @@ from pipeplan.problem import SharedWeights
 from pipeplan.runtime.device import Clock, HostClock, ThreadClock, clock_of
 from pipeplan.runtime.model import places
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
-from pipeplan.runtime.profiler import steps
+from pipeplan.runtime.profiler import saved, steps
 from pipeplan.runtime.profiler.measure import measure_model, profile_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
 
@@ -112,7 +112,8 @@ def test_saved_bytes_do_not_change_when_weights_move(name, monkeypatch):
             for key, buffer in list(owner._buffers.items()):
                 owner._buffers[key] = buffer.clone()
 
-    monkeypatch.setattr(places, "_place", move)
+    monkeypatch.setattr(places, "place_all", move)
+    monkeypatch.setattr(saved, "place_all", move)
     for _ in range(5):
         assert sized_chain(layers, x, loss, target) == expected
     assert moves

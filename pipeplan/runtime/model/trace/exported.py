@@ -155,7 +155,7 @@ def _assign_early(graph: fx.GraphModule, names: Sequence[str]) -> None:
                 for node in nodes:
                     user.replace_input_with(node, copied)
             after.append(copied)
-        anchor = max(after, key=list(graph.graph.nodes).index)
+        anchor = max(after)
         for node in reversed(moved):
             anchor.append(node)
             node.meta["nn_module_stack"] = anchor.meta.get("nn_module_stack")

@@ -34,7 +34,6 @@ class Facts:
     same: dict[fx.Node, fx.Node]
     storage: dict[fx.Node, fx.Node]
     free: frozenset[fx.Node]
-    order: dict[fx.Node, int]
     written: dict[fx.Node, list[fx.Node]]
     state: frozenset[fx.Node]
     trained: frozenset[fx.Node]
@@ -68,10 +67,9 @@ class Facts:
                         same[node] = same.get(source, source)
                         free.add(node)
                         break
-        order = {node: i for i, node in enumerate(graph.graph.nodes)}
         outputs = [results[n] for n in graph.graph.output_node().all_input_nodes]
         return Facts(
-            tensors, same, storage, frozenset(free), order, written, state, _trained(graph, results, written, outputs)
+            tensors, same, storage, frozenset(free), written, state, _trained(graph, results, written, outputs)
         )
 
     def value(self, node: fx.Node) -> fx.Node:

@@ -310,7 +310,7 @@ def _layer_graph(
             copies[node] = part.node_copy(node, copy)
         return copies[node]
 
-    for node in sorted(group.nodes, key=lambda n: facts.order[n]):
+    for node in sorted(group.nodes):
         copy(node)
     part.output(tuple(copies[n] for n in makes))
     return fx.GraphModule(graph, part)
