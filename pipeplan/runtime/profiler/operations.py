@@ -64,7 +64,8 @@ class Kernel(NamedTuple):
 
 def kernels_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Iterator[Kernel]:
     """Yield the kernels of an operation that returned ``out``."""
-    packet, made = getattr(func, "overloadpacket", None), tensors_among(out)
+    packet: Any = getattr(func, "overloadpacket", None)
+    made = tensors_among(out)
     unread = args[_FOR_ITS_SHAPE[packet]] if packet in _FOR_ITS_SHAPE else None
     filled = kwargs.get("out")
     given = ([x for x in args if x is not unread], [x for x in kwargs.values() if x is not filled])
@@ -194,7 +195,9 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, c
         query, key, value = args[first : first + 3]
         batch, heads, rows, width = query.shape
         products = 2.0 * batch * heads * rows * key.shape[2] * (width + value.shape[3])  # two of them
-        return times * (products * (0.5 if causal else 1.0))  # a causal kernel leaves out the half above the diagonal
+        return float(
+            times * (products * (0.5 if causal else 1.0))
+        )  # a causal kernel leaves out the half above the diagonal
     if packet is aten._grouped_mm:
         return 2.0 * float(args[0].numel() * args[1].shape[-1])
     count = flop_registry.get(packet)

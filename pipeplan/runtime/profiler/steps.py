@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -145,22 +145,17 @@ def _measure(
     rounds = _rounds(options, seconds, warm_s)
     while (warm := options.agreed(next(rounds, None))) is not None:
         options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
-        _read(samples[0], clock, options, warm)
+        if options.read is not None:
+            start = clock.host.mark()
+            options.read()
+            end = clock.host.mark()
+            if not warm:
+                samples[0].reading_ns.append(clock.host.between(start, end))
         for inputs_only in (False, True) if options.split_backward else (False,):
             run = _step(network, optimizers, entry, clock, inputs_only, inputs, held, options.in_flight)
             if not warm:
                 for index, sample in enumerate(samples):
                     _add(sample, clock, [row[index] for row in run], inputs_only)
-
-
-def _read(sample: Samples, clock: Clock, options: MeasureOptions, warm: bool) -> None:
-    """Make a microbatch's data once more, if they are made at all."""
-    if options.read is not None:
-        start = clock.host.mark()
-        options.read()
-        end = clock.host.mark()
-        if not warm:
-            sample.reading_ns.append(clock.host.between(start, end))
 
 
 def _rounds(options: MeasureOptions, seconds: float | None, warm_s: float = 0.0) -> Iterator[bool]:
@@ -262,7 +257,9 @@ def _step(
     for index, optimizer in enumerate(optimizers):
         if optimizer is not None and not inputs_only:
             start = clock.mark()
-            with _unseen_by(held, network.layers[index].module):
+            # at rate 0 weights that backwards of those held will read stay as they were, so autograd needn't know
+            unseen: Any = _unsafe_preserve_version_counter(tuple(network.layers[index].module.parameters()))
+            with unseen if held else nullcontext():
                 optimizer.step()
             run[2][index] = (start, clock.mark())
     clock.settle()
@@ -283,15 +280,6 @@ def _forward(network: Network, held: _Held, clock: Clock, marks: _Marks, alone: 
         elif alone:
             gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
         del outputs, inputs
-
-
-def _unseen_by(held: deque[_Held], module: nn.Module) -> AbstractContextManager[None]:
-    """Let an optimizer, at rate 0, step weights that backwards of those ``held`` will read: as they were, so that
-    autograd needn't know."""
-    if not held:
-        return nullcontext()
-    unseen: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(module.parameters()))
-    return unseen
 
 
 def _backward(

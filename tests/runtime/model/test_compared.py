@@ -21,7 +21,7 @@ from pipeplan.runtime.model.trace import eager_calls, exported, facts
 from pipeplan.runtime.model.trace.author import Author
 from pipeplan.runtime.model.trace.compared import apart, compare
 from pipeplan.runtime.model.trace.trace import trace_module
-from pipeplan.runtime.model.trace.traced import traced_model, with_state_of
+from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.profiler.measure import measure_model
 from pipeplan.runtime.profiler.steps import MeasureOptions
 from pipeplan.runtime.training.split_stage import SplitStage
@@ -58,7 +58,6 @@ def checked(module, example=None, loss=functional.mse_loss):
     torch.manual_seed(0)
     example = torch.zeros(3, 4) if example is None else example
     network = trace_module(module, example)
-    with_state_of(module, network)
     author = Author.of(module, example, returns_loss=False)
     state = {name: x.clone() for name, x in module.state_dict().items()}
     begun = torch.get_rng_state(), random.getstate()

@@ -269,7 +269,9 @@ class OwnPart:
         mine = [*tensors_of(own), *unused.values()]
         if any(isinstance(x, FakeTensor) and not promised.holds(x) for x in mine):
             raise NotDeferred("its trace makes constants of values that only a whole model has")
-        known = [*_state_of(model, own), *unused.items()]
+        entries = [(x.names, x.module.state_dict(keep_vars=True)) for x in model.layers if x.module in own]
+        known = [(names[k], x) for names, state in entries for k, x in state.items() if k in names]
+        known += unused.items()
         state = {id(x) for _, x in known} if given else set()
         blank = [x for x in mine if promised.is_blank(x) and id(x) not in state]
         if blank:
@@ -283,15 +285,6 @@ class OwnPart:
 
         substitute([*own, *(root for _, root in model.roots)], filling)
         return replace(model, unused=dict(model.unused) | {name: filling(x) for name, x in unused.items()})
-
-
-def _state_of(model: LoadedModel, own: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what of the modules ``own`` is in the model's state, with its name there."""
-    mine = set(map(id, own))
-    for layer in model.layers:
-        if id(layer.module) in mine:
-            entries = layer.module.state_dict(keep_vars=True).items()
-            yield from ((layer.names[key], x) for key, x in entries if key in layer.names and isinstance(x, Tensor))
 
 
 def _without_values(blank: Tensor, known: Iterable[tuple[str, Tensor]]) -> str:

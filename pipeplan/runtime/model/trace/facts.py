@@ -63,7 +63,8 @@ class Facts:
             viewing = node not in free and node not in written and node not in leaving
             if viewing and node.op == "call_function" and node in tensors:
                 for source in node.all_input_nodes:
-                    if source in tensors and _shows_all(tensors[node], tensors[source]) and source not in constant:
+                    one = source in tensors and storage[source] == storage[node]
+                    if one and tensors[node].numel() >= tensors[source].numel() and source not in constant:
                         same[node] = same.get(source, source)
                         free.add(node)
                         break
@@ -180,7 +181,3 @@ def _viewed_list(node: fx.Node, made: Iterable[Any], tensors: dict[fx.Node, Tens
         if source in tensors and keys == {tensors[source].untyped_storage()._cdata}:
             return source
     return None
-
-
-def _shows_all(view: Tensor, value: Tensor) -> bool:
-    return view.untyped_storage()._cdata == value.untyped_storage()._cdata and view.numel() >= value.numel()

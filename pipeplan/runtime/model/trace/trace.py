@@ -211,15 +211,11 @@ def _merged_in_place(facts: Facts, groups: list[_Group]) -> list[_Group]:
     for index, group in enumerate(groups):
         if index <= end:
             merged[-1].nodes += group.nodes
-            merged[-1].name = _joined(merged[-1].name, group.name)
+            merged[-1].name = f"{merged[-1].name.split('..')[0]}..{group.name}"
         else:
             merged.append(group)
         end = max(end, reach[index])
     return merged
-
-
-def _joined(one: str, other: str) -> str:
-    return f"{one.split('..')[0]}..{other}"
 
 
 def _network(found: Exported, facts: Facts, groups: list[_Group], inputs: dict[fx.Node, int]) -> Network:
