@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from .pieces import Saved
+from .structure import reached
 
 
 class Caught:
@@ -174,13 +175,7 @@ def _walked(roots: Sequence[Node], targets: Sequence[Node]) -> tuple[dict[Node, 
         for child in below:
             parents.setdefault(child, []).append(node)
         stack.extend(reversed(below))
-    spine: set[Node] = set()
-    stack = [node for target in targets for node in parents.get(target, ())]
-    while stack:
-        node = stack.pop()
-        if node not in spine:
-            spine.add(node)
-            stack.extend(parents.get(node, ()))
+    spine = set(reached((node for x in targets for node in parents.get(x, ())), lambda node: parents.get(node, ())))
     for target in targets:
         children.pop(target, None)
     return children, spine
@@ -195,20 +190,8 @@ def _meeting(children: Children, spine: set[Node], apart: set[Node]) -> dict[Nod
     known: dict[Node, list[Any]] = {}
 
     def leaves(top: Node) -> list[Any]:
-        if _is_leaf(top):
-            return [top]
         if top not in known:
-            found: dict[Node, None] = {}
-            stack, seen = [top], set[Node]()
-            while stack:
-                node = stack.pop()
-                if node in seen:
-                    continue
-                seen.add(node)
-                if _is_leaf(node):
-                    found[node] = None
-                stack.extend(children.get(node, ()))
-            known[top] = list(found)
+            known[top] = [node for node in reached([top], lambda node: children.get(node, ())) if _is_leaf(node)]
         return known[top]
 
     meeting: dict[Node, list[Any]] = {}
@@ -226,29 +209,20 @@ def _meeting(children: Children, spine: set[Node], apart: set[Node]) -> dict[Nod
 
 def _grouped(meeting: Mapping[Node, Sequence[Any]]) -> list[tuple[list[Tensor], list[Node]]]:
     """Return the weights and nodes of each group: what hangs together because nodes share weights."""
-    from networkx.utils import UnionFind  # here, as it loads slowly
-
-    sets = UnionFind()
+    home: dict[Any, tuple[list[Any], list[Node]]] = {}  # the group of each leaf
     for node, leaves in meeting.items():
-        sets.union(node, *leaves)
-    groups: dict[Any, tuple[dict[Any, None], list[Node]]] = {}
-    for node, leaves in meeting.items():
-        own = groups.setdefault(sets[node], ({}, []))
-        own[0].update(dict.fromkeys(leaves))
-        own[1].append(node)
-    return [([leaf.variable for leaf in leaves], nodes) for leaves, nodes in groups.values()]
+        met = list({id(home[x]): home[x] for x in leaves if x in home}.values())
+        new = [x for x in leaves if x not in home]
+        group = [*(x for own, _ in met for x in own), *new], [*(x for _, nodes in met for x in nodes), node]
+        home.update(dict.fromkeys(group[0], group))
+    groups = {id(group): group for group in home.values()}.values()
+    return [([leaf.variable for leaf in leaves], nodes) for leaves, nodes in groups]
 
 
 def _in_a_row(nodes: Sequence[Node], children: Children, spine: set[Node]) -> bool:
     """Whether one of ``nodes`` leads to another along the spine."""
-    wanted = set(nodes)
-    stack = [child for node in nodes for child in children[node] if child in spine]
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in wanted:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack.extend(child for child in children[node] if child in spine)
-    return False
+
+    def below(node: Node) -> list[Node]:
+        return [child for child in children[node] if child in spine]
+
+    return not set(nodes).isdisjoint(reached((child for node in nodes for child in below(node)), below))

@@ -45,16 +45,27 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor)]
 
 
-def leaves_of(outputs: Sequence[Tensor], behind: Iterable[Any] = ()) -> Iterator[Tensor]:
-    """Yield the tensors that gradients of ``outputs`` come to, not through the steps of autograd ``behind``."""
-    pending, seen = [x.grad_fn for x in outputs], set[Any](behind)
+def leaves_of(outputs: Sequence[Tensor], behind: Iterable[Any] = ()) -> list[Tensor]:
+    """Return the tensors that gradients of ``outputs`` come to, not through the steps of autograd ``behind``."""
+    others = {None, *behind}
+
+    def before(step: Any) -> list[Any]:
+        return [one for one, _ in step.next_functions if one not in others]
+
+    steps = reached([x.grad_fn for x in outputs if x.grad_fn not in others], before)
+    return [step.variable for step in steps if hasattr(step, "variable")]
+
+
+def reached(starts: Iterable[Any], following: Callable[[Any], Iterable[Any]]) -> dict[Any, None]:
+    """Return what ``following`` leads to from ``starts``, themselves among it, in the order in which it is found."""
+    found: dict[Any, None] = {}
+    pending = list(starts)
     while pending:
-        step = pending.pop()
-        if step is not None and step not in seen:
-            seen.add(step)
-            if hasattr(step, "variable"):
-                yield step.variable
-            pending += [before for before, _ in step.next_functions]
+        one = pending.pop()
+        if one not in found:
+            found[one] = None
+            pending.extend(following(one))
+    return found
 
 
 def leaves_in(value: Any) -> list[Any]:
