@@ -111,6 +111,13 @@ def chain(factories: Iterable[tuple[str, Factory]], seed: int) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
+def network(
+    layers: Callable[[Config], Iterable[tuple[str, Factory]]], loss: Loss, config: Config, seed: int
+) -> tuple[nn.Sequential, Loss]:
+    """Return the chain of what ``layers`` yields of ``config``, and the ``loss``: as :class:`Model` wants them."""
+    return chain(layers(config), seed), loss
+
+
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and token numbers (batch, sequence)."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

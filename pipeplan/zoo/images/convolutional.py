@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ..data import pictures_of
-from ..model import Factory, Loss, Model, chain, class_loss
+from ..model import Factory, Model, class_loss, network
 
 _LINEAR = 4096
 Size = int | tuple[int, int]
@@ -85,20 +85,16 @@ class CNNConfig:
     classes: int = 10
 
 
-def small_network(config: CNNConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``stem, block1, .., pool, head`` and the loss."""
+def small_network(config: CNNConfig) -> Iterator[tuple[str, Factory]]:
+    """Yield the layers ``stem, block1, .., pool, head``."""
     least_image(config.image, 1 << (config.blocks - 1))
-
-    def factories() -> Iterator[tuple[str, Factory]]:
-        width = config.width
-        yield "stem", partial(convolution, 3, width)
-        for index in range(1, config.blocks):
-            yield f"block{index}", partial(convolution, width, 2 * width, stride=2)
-            width *= 2
-        yield "pool", lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        yield "head", partial(nn.Linear, width, config.classes)
-
-    return chain(factories(), seed), class_loss
+    width = config.width
+    yield "stem", partial(convolution, 3, width)
+    for index in range(1, config.blocks):
+        yield f"block{index}", partial(convolution, width, 2 * width, stride=2)
+        width *= 2
+    yield "pool", lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    yield "head", partial(nn.Linear, width, config.classes)
 
 
 # --- AlexNet ----------------------------------------------------------------------------------------------------------
@@ -126,23 +122,20 @@ class AlexNetConfig:
     dropout: float = 0.0
 
 
-def alexnet(config: AlexNetConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``conv1, pool1, conv2, pool2, conv3, conv4, conv5, pool5, fc6, fc7, fc8`` and the loss."""
+def alexnet(config: AlexNetConfig) -> Iterator[tuple[str, Factory]]:
+    """Yield the layers ``conv1, pool1, conv2, pool2, conv3, conv4, conv5, pool5, fc6, fc7, fc8``."""
     least_image(config.image, 63)  # what the three poolings leave a pixel of
 
     def wide(inputs: int) -> tuple[nn.Module, ...]:
         return nn.Dropout(config.dropout), nn.Linear(inputs, _LINEAR), nn.ReLU(inplace=True)
 
-    def factories() -> Iterator[tuple[str, Factory]]:
-        for index, (inputs, outputs, kernel, stride, padding, pooled) in enumerate(_ALEXNET, 1):
-            yield f"conv{index}", partial(plain_relu, inputs, outputs, kernel, stride, padding)
-            if pooled:
-                yield f"pool{index}", partial(nn.MaxPool2d, 3, stride=2)
-        yield "fc6", lambda: nn.Sequential(to_vector(6), *wide(256 * 6**2))
-        yield "fc7", lambda: nn.Sequential(*wide(_LINEAR))
-        yield "fc8", partial(nn.Linear, _LINEAR, config.classes)
-
-    return chain(factories(), seed), class_loss
+    for index, (inputs, outputs, kernel, stride, padding, pooled) in enumerate(_ALEXNET, 1):
+        yield f"conv{index}", partial(plain_relu, inputs, outputs, kernel, stride, padding)
+        if pooled:
+            yield f"pool{index}", partial(nn.MaxPool2d, 3, stride=2)
+    yield "fc6", lambda: nn.Sequential(to_vector(6), *wide(256 * 6**2))
+    yield "fc7", lambda: nn.Sequential(*wide(_LINEAR))
+    yield "fc8", partial(nn.Linear, _LINEAR, config.classes)
 
 
 # --- VGG --------------------------------------------------------------------------------------------------------------
@@ -164,8 +157,8 @@ class VGGConfig:
     dropout: float = 0.0
 
 
-def vgg(config: VGGConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``conv1_1, .., pool5, fc6, fc7, fc8`` and the loss."""
+def vgg(config: VGGConfig) -> Iterator[tuple[str, Factory]]:
+    """Yield the layers ``conv1_1, .., pool5, fc6, fc7, fc8``."""
     if config.depth not in _VGG:
         raise BadInput(f"depth: there is no VGG-{config.depth}, only {', '.join(map(str, _VGG))}")
     least_image(config.image, 32)
@@ -173,18 +166,15 @@ def vgg(config: VGGConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     def wide(inputs: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(inputs, _LINEAR), nn.ReLU(inplace=True), nn.Dropout(config.dropout))
 
-    def factories() -> Iterator[tuple[str, Factory]]:
-        inputs = 3
-        for block, (count, outputs) in enumerate(zip(_VGG[config.depth], (64, 128, 256, 512, 512), strict=True), 1):
-            for index in range(1, count + 1):
-                yield f"conv{block}_{index}", partial(plain_relu, inputs, outputs)
-                inputs = outputs
-            yield f"pool{block}", partial(nn.MaxPool2d, 2)
-        yield "fc6", lambda: nn.Sequential(to_vector(7), wide(512 * 7**2))
-        yield "fc7", partial(wide, _LINEAR)
-        yield "fc8", partial(nn.Linear, _LINEAR, config.classes)
-
-    return chain(factories(), seed), class_loss
+    inputs = 3
+    for block, (count, outputs) in enumerate(zip(_VGG[config.depth], (64, 128, 256, 512, 512), strict=True), 1):
+        for index in range(1, count + 1):
+            yield f"conv{block}_{index}", partial(plain_relu, inputs, outputs)
+            inputs = outputs
+        yield f"pool{block}", partial(nn.MaxPool2d, 2)
+    yield "fc6", lambda: nn.Sequential(to_vector(7), wide(512 * 7**2))
+    yield "fc7", partial(wide, _LINEAR)
+    yield "fc8", partial(nn.Linear, _LINEAR, config.classes)
 
 
 # --- ResNet -----------------------------------------------------------------------------------------------------------
@@ -230,24 +220,20 @@ class Bottleneck(nn.Module):
         return out.relu_()
 
 
-def resnet(config: ResNetConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``stem, block1_1, .., head`` and the loss."""
+def resnet(config: ResNetConfig) -> Iterator[tuple[str, Factory]]:
+    """Yield the layers ``stem, block1_1, .., head``."""
     if config.depth not in _RESNET:
         raise BadInput(f"depth: there is no bottleneck ResNet-{config.depth}, only {', '.join(map(str, _RESNET))}")
     least_image(config.image, 32)
-
-    def factories() -> Iterator[tuple[str, Factory]]:
-        yield "stem", partial(stem, 64)
-        inputs = 64
-        for part, count in enumerate(_RESNET[config.depth]):
-            width = 64 << part
-            for index in range(count):
-                stride = 2 if index == 0 and part > 0 else 1
-                yield f"block{part + 1}_{index + 1}", partial(Bottleneck, inputs, width, stride)
-                inputs = width * _EXPANSION
-        yield "head", partial(classifier, inputs, config.classes)
-
-    return chain(factories(), seed), class_loss
+    yield "stem", partial(stem, 64)
+    inputs = 64
+    for part, count in enumerate(_RESNET[config.depth]):
+        width = 64 << part
+        for index in range(count):
+            stride = 2 if index == 0 and part > 0 else 1
+            yield f"block{part + 1}_{index + 1}", partial(Bottleneck, inputs, width, stride)
+            inputs = width * _EXPANSION
+    yield "head", partial(classifier, inputs, config.classes)
 
 
 # --- DenseNet ---------------------------------------------------------------------------------------------------------
@@ -289,23 +275,19 @@ def _activation(channels: int) -> tuple[nn.Module, nn.Module]:
     return nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
 
 
-def densenet(config: DenseNetConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``stem, dense1_1, .., transition1, .., head`` and the loss."""
+def densenet(config: DenseNetConfig) -> Iterator[tuple[str, Factory]]:
+    """Yield the layers ``stem, dense1_1, .., transition1, .., head``."""
     least_image(config.image, 32)
-
-    def factories() -> Iterator[tuple[str, Factory]]:
-        channels = 2 * config.growth
-        yield "stem", partial(stem, channels)
-        for part, count in enumerate(_DENSENET, 1):
-            for index in range(1, count + 1):
-                yield f"dense{part}_{index}", partial(Dense, channels, config.growth)
-                channels += config.growth
-            if part < len(_DENSENET):
-                yield f"transition{part}", partial(_transition, channels)
-                channels //= 2
-        yield "head", partial(_head, channels, config.classes)
-
-    return chain(factories(), seed), class_loss
+    channels = 2 * config.growth
+    yield "stem", partial(stem, channels)
+    for part, count in enumerate(_DENSENET, 1):
+        for index in range(1, count + 1):
+            yield f"dense{part}_{index}", partial(Dense, channels, config.growth)
+            channels += config.growth
+        if part < len(_DENSENET):
+            yield f"transition{part}", partial(_transition, channels)
+            channels //= 2
+    yield "head", partial(_head, channels, config.classes)
 
 
 def _transition(channels: int) -> nn.Sequential:
@@ -317,10 +299,10 @@ def _head(channels: int, classes: int) -> nn.Sequential:
 
 
 MODELS: dict[str, Model[Any]] = {
-    "small-cnn": Model(CNNConfig(), small_network, pictures_of),
-    "alexnet": Model(AlexNetConfig(), alexnet, pictures_of),
-    "vgg16": Model(VGGConfig(), vgg, pictures_of),
-    "resnet50": Model(ResNetConfig(), resnet, pictures_of),
-    "resnet101": Model(ResNetConfig(depth=101), resnet, pictures_of),
-    "densenet121": Model(DenseNetConfig(), densenet, pictures_of),
+    "small-cnn": Model(CNNConfig(), partial(network, small_network, class_loss), pictures_of),
+    "alexnet": Model(AlexNetConfig(), partial(network, alexnet, class_loss), pictures_of),
+    "vgg16": Model(VGGConfig(), partial(network, vgg, class_loss), pictures_of),
+    "resnet50": Model(ResNetConfig(), partial(network, resnet, class_loss), pictures_of),
+    "resnet101": Model(ResNetConfig(depth=101), partial(network, resnet, class_loss), pictures_of),
+    "densenet121": Model(DenseNetConfig(), partial(network, densenet, class_loss), pictures_of),
 }

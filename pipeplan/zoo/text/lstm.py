@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import BadInput
 from ..data import text_of, upper_case_of
-from ..model import Factory, Loss, Model, chain, token_loss
+from ..model import Factory, Loss, Model, chain, network, token_loss
 
 
 class Recurrent(nn.Module):
@@ -136,25 +136,21 @@ class Decoder(nn.Module):
         return states if self.last else torch.cat((states, context), dim=2)
 
 
-def translation_network(config: TranslationConfig, seed: int) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``embedding, encoder0, .., decoder0, .., head`` and the loss.
+def translation_network(config: TranslationConfig) -> Iterator[tuple[str, Factory]]:
+    """Yield the layers ``embedding, encoder0, .., decoder0, .., head``.
 
     Source and target travel in one tensor: half of what the encoder's cuts carry is the embedded target.
     """
     if config.encoder < 2 or config.decoder < 2:
         raise BadInput(f"encoder, decoder: {config.encoder} and {config.decoder} layers; each needs at least 2")
     hidden, sequence = config.hidden, config.sequence
-
-    def factories() -> Iterator[tuple[str, Factory]]:
-        yield "embedding", partial(_embedding, config.vocabulary, hidden)
-        for index in range(config.encoder):
-            yield f"encoder{index}", partial(Encoder, hidden, sequence, index)
-        yield "decoder0", partial(FirstDecoder, hidden, sequence)
-        for index in range(1, config.decoder):
-            yield f"decoder{index}", partial(Decoder, hidden, index >= 2, index == config.decoder - 1)
-        yield "head", partial(nn.Linear, hidden, config.vocabulary)
-
-    return chain(factories(), seed), token_loss
+    yield "embedding", partial(_embedding, config.vocabulary, hidden)
+    for index in range(config.encoder):
+        yield f"encoder{index}", partial(Encoder, hidden, sequence, index)
+    yield "decoder0", partial(FirstDecoder, hidden, sequence)
+    for index in range(1, config.decoder):
+        yield f"decoder{index}", partial(Decoder, hidden, index >= 2, index == config.decoder - 1)
+    yield "head", partial(nn.Linear, hidden, config.vocabulary)
 
 
 def _embedding(vocabulary: int, width: int) -> nn.Embedding:
@@ -165,5 +161,5 @@ def _embedding(vocabulary: int, width: int) -> nn.Embedding:
 
 MODELS: dict[str, Model[Any]] = {
     "awd-lm": Model(LanguageConfig(), language_network, text_of),
-    "gnmt": Model(TranslationConfig(), translation_network, upper_case_of),
+    "gnmt": Model(TranslationConfig(), partial(network, translation_network, token_loss), upper_case_of),
 }
