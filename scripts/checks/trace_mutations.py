@@ -63,7 +63,7 @@ FAULTS = (  # file, words, other words, what is wrong then
     ("trace", "setattr(code.get_submodule(holder), name, found)",
      "setattr(code.get_submodule(holder), name, found if not isinstance(found, nn.Parameter) or found.dim() < 2 "
      "else nn.Parameter(found.detach().clone()))", "layers have copies of matrices"),
-    ("traced", "return [tensors[places.index(place)] for place in wanted]", "return tensors",
+    ("traced", "tensors = [tensors[places.index(place)] for place in wanted]", "pass",
      "keywords in another order are taken for each other"),
     ("traced", "return tuple(tensors), target", "return tuple(tensors[::-1]), target", "inputs change places"),
     ("pieces", "needed = (needed - set(makes)) | set(reads)", "needed = set(reads)", "what a piece passes on is lost"),

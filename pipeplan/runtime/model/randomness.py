@@ -6,6 +6,7 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -34,22 +35,17 @@ class OwnRandomness:
     """Random numbers that go on from use to use, beginning with those of a key, and that others know nothing of."""
 
     def __init__(self, key: int) -> None:
-        self._key: int | None = key
-        self._state: Any = None
+        self._begin = partial(begin_all, key)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Within the context draw them; behind it all is as if nothing had been drawn."""
         others = states()
-        if self._key is not None:
-            begin_all(self._key)
-            self._key = None
-        else:
-            _set(self._state)
+        self._begin()
         try:
             yield
         finally:
-            self._state = states()
+            self._begin = partial(_set, states())
             _set(others)
 
 

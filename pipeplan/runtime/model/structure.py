@@ -265,19 +265,14 @@ def in_type(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     if dtype is None:
         yield
         return
-    slots = [
-        (part, name, x)
-        for part in module.modules()
-        for entries in (part._parameters, part._buffers)
-        for name, x in entries.items()
-        if x is not None
-    ]
+    tables: list[dict[str, Any]] = [x for part in module.modules() for x in (part._parameters, part._buffers)]
+    before = [(table, dict(table)) for table in tables]
     converted(module, dtype)
     try:
         yield
     finally:
-        for part, name, x in slots:
-            setattr(part, name, x)
+        for table, own in before:
+            table.update(own)
 
 
 def as_type(value: Any, dtype: torch.dtype | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -54,7 +53,15 @@ def traced_model(
     def entering(index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
         x, target = sample_of(given, loss, len(wanted))
         x = as_type(x, dtype)
-        tensors = _in_order(f"data: microbatch {index}", x, wanted)
+        tensors, places = tensors_in(x), places_in(x)
+        if len(tensors) != len(wanted):
+            missing = [place for place in wanted if place and place not in places]
+            more = f"; it lacks {', '.join(missing)}" if missing and any(places) else ""
+            raise BadInput(
+                f"data: microbatch {index} has {len(tensors)} input tensors; the example input has {len(wanted)}{more}"
+            )
+        if set(places) == set(wanted) and len(set(wanted)) == len(wanted):  # else as they come
+            tensors = [tensors[places.index(place)] for place in wanted]
         for value, tensor in enumerate(tensors):
             found, spec = TensorSpec(tuple(tensor.shape), tensor.dtype), network.shapes[value]
             if (found.shape, found.dtype) != (spec.shape, spec.dtype):
@@ -78,15 +85,3 @@ def traced_model(
     if trained is not None:
         model = replace(model, roots=with_loss_root(model.roots, trained))
     return grouped(model, [(code,) for code in codes])
-
-
-def _in_order(where: str, given: Any, wanted: Sequence[str]) -> list[Tensor]:
-    """Return the tensors of ``given`` in the order in which the example has them, whose places are ``wanted``."""
-    tensors, places = tensors_in(given), places_in(given)
-    if len(tensors) != len(wanted):
-        missing = [place for place in wanted if place and place not in places]
-        more = f"; it lacks {', '.join(missing)}" if missing and any(places) else ""
-        raise BadInput(f"{where} has {len(tensors)} input tensors; the example input has {len(wanted)}{more}")
-    if set(places) != set(wanted) or len(set(wanted)) < len(wanted):
-        return tensors
-    return [tensors[places.index(place)] for place in wanted]
