@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ from pipeplan.runtime.model.build.spec import ModelSpec
 from pipeplan.runtime.processes import own
 from pipeplan.runtime.processes.launch import run_plan
 from pipeplan.runtime.processes.messages import Failure, failure_of, told
-from pipeplan.runtime.processes.own import Gone, Inbox, Ranks
+from pipeplan.runtime.processes.own import Gone, Ranks, inbox
 from pipeplan.runtime.processes.own_processes import INTERFACES, is_here, is_stopped, listen_here
 from pipeplan.runtime.training.state.checkpoint import newest
 
@@ -258,13 +259,14 @@ def test_addresses_of_this_machine(monkeypatch):
 
 def test_half_a_message_keeps_nobody_waiting():
     readers, writers = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(2)), strict=True)
-    inbox = Inbox(readers)
+    news = inbox(readers)
     os.write(writers[0].fileno(), b"\0\0\1\0half")  # 4 of 256 bytes
     writers[1].send("whole")
-    assert inbox.next(SECONDS) == (1, "whole")
-    assert inbox.next(0.1) is None
+    assert news.get(timeout=SECONDS) == (1, "whole")
+    with pytest.raises(Empty):
+        news.get(timeout=0.1)
     writers[0].close()
-    number, message = inbox.next(SECONDS)
+    number, message = news.get(timeout=SECONDS)
     assert (number, type(message)) == (0, Gone)
     writers[1].close()
 

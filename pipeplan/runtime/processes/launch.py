@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from ...errors import BadInput, PipeplanError, RunFailed, RunStopped
@@ -29,7 +30,7 @@ from ..model.loaded import LoadedModel
 from ..model.user_code import RAISED
 from ..training.state.checkpoint import Peers
 from .agreement import UNKNOWN, Statement, checkpoint_items, compare, model_items, resume_point, run_items, writing_to
-from .messages import GRACE_S, NEVER, Failure, StorePeers, StoreStop, failure_of, failure_told, stopped_after, told
+from .messages import GRACE_S, Failure, StorePeers, StoreStop, failure_of, failure_told, stopped_after, told
 from .own import OwnLaunch
 from .own_processes import is_here, listen_here
 from .rendezvous import START_S, Start, number_in_environment
@@ -127,37 +128,37 @@ def _ended(start: Start, number: int) -> PipeplanError | None:
     return None if root == failure and root.kind == "ended" else root.error(elsewhere=True)
 
 
-class _Elsewhere:
-    """What has gone wrong for this rank since all met? It has a connection of its own to the store."""
-
-    def __init__(self, start: Start) -> None:
-        self._start, self._store = start, start.connected(LEAST_TIMEOUT_S)
-        self._met = start.of_met(self._store)
-
-    def __call__(self) -> PipeplanError | None:
-        """Return it, None while nothing has."""
-        try:
-            failure = failure_told(self._met, self._start.rank)
-            if failure is not None:
-                return failure.error(elsewhere=True)
-            return RunFailed("torchrun has started a rank again") if self._start.is_over(self._store) else None
-        except RuntimeError:
-            return RunFailed(f"torchrun's store on {os.environ['MASTER_ADDR']} has gone: its first node has ended")
+def _elsewhere(start: Start, store: Any) -> PipeplanError | None:
+    """Return what has gone wrong for this rank since all met, None while nothing has; ``store`` is a connection."""
+    try:
+        failure = failure_told(start.of_met(store), start.rank)
+        if failure is not None:
+            return failure.error(elsewhere=True)
+        return RunFailed("torchrun has started a rank again") if start.is_over(store) else None
+    except RuntimeError:
+        return RunFailed(f"torchrun's store on {os.environ['MASTER_ADDR']} has gone: its first node has ended")
 
 
-class TorchrunLaunch:
-    """One process of those that torchrun started, beside the others."""
+class TorchrunLaunch(Launcher):
+    """One process of those that torchrun started, which knows nothing of them; what they have is the store.
+
+    ``hear`` hears of updates, ``index`` is that of the instruction that is carried out.
+    """
 
     def __init__(self, start: Start, watch: Watch) -> None:
-        self._start, self._watch = start, watch
-        self._peers = Peers()
+        self.local_rank = number_in_environment("LOCAL_RANK", start.rank)
+        self.hear: Callable[[StepDone], None] = lambda _: None
+        self.index = -1
+        self._start, self._watch, self._peers = start, watch, Peers()
+        self._job: Job | None = None
+        self._stop: StoreStop | None = None
 
     @property
     def again(self) -> bool:
         """Whether ranks had met before."""
         return self._start.again
 
-    def meet(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
+    def begin(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
         """Meet all others in the store."""
         start, devices = self._start, processes_of(plan)
         if start.world != devices:
@@ -165,7 +166,7 @@ class TorchrunLaunch:
         if start.world > 1:
             met, timeout_s = start.meet(note=note), max(LEAST_TIMEOUT_S, options.timeout_s or 0.0)
             self._peers = StorePeers(met, start.rank, start.world, timeout_s)
-            self._watch.look(_Elsewhere(start))
+            self._watch.look(partial(_elsewhere, start, start.connected(LEAST_TIMEOUT_S)))
         if options.max_restarts:
             again = "it is torchrun that starts ranks again: torchrun --max-restarts, with --resume"
             raise BadInput(f"--max-restarts: {again}")
@@ -173,40 +174,23 @@ class TorchrunLaunch:
 
     def run(self, job: Job, hears: Audience) -> RunReport | None:
         """Be one rank."""
-        lowered, launcher = job.lowered(), TorchrunRank(self._start, self._watch, job, self._peers)
+        lowered, self._job = job.lowered(), job
         if lowered.processes[self._start.rank] == (teller(lowered), 0):
-            hears.status.say(lambda: place(lowered, launcher.index) if launcher.index >= 0 else "")
-            launcher.hear = hears.hear(lowered, 1)
+            hears.status.say(lambda: place(lowered, self.index) if self.index >= 0 else "")
+            self.hear = hears.hear(lowered, 1)
         try:
-            report = run_rank(job, self._start.rank, launcher)
+            report = run_rank(job, self._start.rank, self)
         finally:
-            launcher.over()
-        if launcher.limit < lowered.last.step:
-            raise stopped_after(launcher.limit, job.folder, report)
+            if self._stop is not None:
+                self._stop.close()  # keeps nobody waiting who asks where to stop
+        if self._stop is not None and self._stop.limit < lowered.last.step:
+            raise stopped_after(self._stop.limit, job.folder, report)
         return report
-
-
-class TorchrunRank(Launcher):
-    """What a rank has of torchrun, which knows nothing of it, and of its ``peers``: the store.
-
-    ``hear`` hears of updates, ``index`` is that of the instruction that is carried out.
-    """
-
-    def __init__(self, start: Start, watch: Watch, job: Job, peers: Peers) -> None:
-        self.local_rank = number_in_environment("LOCAL_RANK", start.rank)
-        self.hear: Callable[[StepDone], None] = lambda _: None
-        self.index = -1
-        self._start, self._watch, self._job, self._peers = start, watch, job, peers
-        self._stop: StoreStop | None = None
-
-    @property
-    def limit(self) -> int:
-        """The first mini-batch that may not be begun."""
-        return NEVER if self._stop is None else self._stop.limit
 
     def meet(self) -> Any:
         """Return the store at which all have met."""
         start, job = self._start, self._job
+        assert job is not None, "it is the ranks of a run that meet there"
         store = start.met or start.open(START_S)
         if job.stops:
             own, lowered = start.connected(LEAST_TIMEOUT_S), job.lowered()
@@ -233,13 +217,8 @@ class TorchrunRank(Launcher):
         self._watch.ask = self._stop.ask  # all train, so all can agree on where to stop
         return self._stop.may_begin(minibatch)
 
-    def over(self) -> None:
-        """Keep nobody waiting who asks where to stop."""
-        if self._stop is not None:
-            self._stop.close()
 
-
-Launch = OwnLaunch | TorchrunLaunch  # they meet, say whether that is ``again`` after a failure, and run a job
+Launch = OwnLaunch | TorchrunLaunch  # they begin, say whether that is ``again`` after a failure, and run a job
 
 
 def run_plan(
@@ -268,7 +247,7 @@ def run_plan(
 
 
 def _run(launch: Launch, plan: Plan, model: ModelSpec, options: RunOptions, hears: Audience) -> RunReport | None:
-    peers = launch.meet(plan, options, hears.note)
+    peers = launch.begin(plan, options, hears.note)
     options.check()
     model.check()
     job = job_of(plan, model, options)

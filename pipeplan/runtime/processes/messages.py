@@ -131,24 +131,20 @@ class StoreStop:
 
     Nothing is asked of the store while a mini-batch begins. A thread looks for the word to stop; then every rank lets
     none begin until all have told how far they are. This waits for threads alone, not for the pipeline, so it ends;
-    at most ``timeout_s`` long if a rank has gone. ``first`` is the run's first mini-batch, which is always done.
+    at most ``timeout_s`` long if a rank has gone. ``first`` is the run's first mini-batch, which is always done;
+    ``limit`` is the first one that may not be begun.
     """
 
     def __init__(self, store: Any, rank: int, world: int, first: int, timeout_s: float) -> None:
         self._store, self._rank, self._world = store, rank, world
         self._timeout = timedelta(seconds=timeout_s)
         self._changed = threading.Condition()
-        self._begun, self._limit = first, NEVER
+        self._begun, self.limit = first, NEVER
         self._deciding = self._asked = False
         self._failed: str | None = None
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-
-    @property
-    def limit(self) -> int:
-        """The first mini-batch that may not be begun."""
-        return self._limit
 
     def may_begin(self, minibatch: int) -> bool:
         """Whether ``minibatch`` may be begun; if so, it counts as begun. PeerLost when the ranks cannot agree."""
@@ -156,7 +152,7 @@ class StoreStop:
             self._changed.wait_for(lambda: not self._deciding)
             if self._failed is not None:
                 raise PeerLost(f"the agreement on where to stop: {self._failed}")
-            if minibatch >= self._limit:
+            if minibatch >= self.limit:
                 return False
             self._begun = max(self._begun, minibatch)
             return True
@@ -194,7 +190,7 @@ class StoreStop:
         self._store.wait(keys, self._timeout)
         limit = max(map(int, self._store.multi_get(keys))) + 1
         with self._changed:
-            self._limit = limit
+            self.limit = limit
             self._deciding = False
             self._changed.notify_all()
 

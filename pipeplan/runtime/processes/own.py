@@ -5,7 +5,6 @@ Whatever goes wrong on any rank ends the run on all of them, with one sentence a
 
 from __future__ import annotations
 
-import queue
 import signal
 import threading
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class OwnLaunch:
 
     again = False
 
-    def meet(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
+    def begin(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
         """Return this process."""
         return Peers()
 
@@ -218,28 +218,25 @@ class Gone:
     """In place of a message: the process has closed its pipe, as it does when it ends."""
 
 
-class Inbox:
-    """Messages from ``pipes`` in the order in which they are complete; a process may be stopped while it writes one."""
+def inbox(pipes: Sequence[Connection]) -> SimpleQueue[tuple[int, Any]]:
+    """Return messages from ``pipes``, with the numbers of these, in the order in which they are complete.
 
-    def __init__(self, pipes: Sequence[Connection]) -> None:
-        self._messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        for number, pipe in enumerate(pipes):
-            threading.Thread(target=self._hear, args=(number, pipe), daemon=True).start()
+    A process may be stopped while it writes one: so a thread hears each.
+    """
+    found: SimpleQueue[tuple[int, Any]] = SimpleQueue()
 
-    def _hear(self, number: int, pipe: Connection) -> None:
+    def hear(number: int, pipe: Connection) -> None:
         message: Any = None
         while not isinstance(message, Gone):
             try:
                 message = pipe.recv()
             except (EOFError, OSError):
                 message = Gone()
-            self._messages.put((number, message))
+            found.put((number, message))
 
-    def next(self, seconds: float) -> tuple[int, Any] | None:
-        """Return the number of a pipe and a message from it, or None if there is none within ``seconds``."""
-        with suppress(queue.Empty):
-            return self._messages.get(timeout=seconds)
-        return None
+    for each in enumerate(pipes):
+        threading.Thread(target=hear, args=each, daemon=True).start()
+    return found
 
 
 class Ranks:
@@ -260,7 +257,7 @@ class Ranks:
     ) -> None:
         self._lowered, self._processes, self._progress = lowered, processes, progress
         self._timeout_s, self._on_gpus, self._hear = timeout_s, on_gpus, hear
-        self._inbox, self._silent, self._heard = Inbox(pipes), set(range(len(pipes))), 0
+        self._inbox, self._silent, self._heard = inbox(pipes), set(range(len(pipes))), 0
         self._failures: list[Failure] = []
         self._by_itself: list[Failure] = []  # unless another one turns out to have failed
         self._looked, self._quiet_s, self._state = time.monotonic(), 0.0, list[int]()
@@ -270,7 +267,9 @@ class Ranks:
         """Wait for all: return rank 0's report, or raise the root cause soon after the first failure."""
         deadline: float | None = None
         while self._silent and (deadline is None or time.monotonic() < deadline):
-            news = self._inbox.next(LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
+            news = None
+            with suppress(Empty):
+                news = self._inbox.get(timeout=LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
             self._heard += news is not None
             self._look()
             if news is not None and news[0] in self._silent:

@@ -58,6 +58,7 @@ class Start:
     again: bool = False
     last: int = 0
     _number: int = field(default=0, init=False)
+    _proposed: list[int] = field(default_factory=list, init=False)
 
     @staticmethod
     def of_environment(run: int = 0) -> Start:
@@ -105,21 +106,31 @@ class Start:
         with exchanging(WHERE):
             ticket = int(store.add(_STARTS, 1))
             store.set(_here(self.rank), str(ticket))
-            leader = _Leader(store, self.world) if self.rank == 0 else None
             late = time.monotonic() + LATE_S
             for _ in looks(seconds):
                 if store.check([FAILURE]):
                     raise PeerLost(f"{WHERE}: another rank has failed")
-                if leader is not None:
-                    leader.propose()
+                if self.rank == 0:
+                    self._propose(store)
                 if self._has_met(store, ticket):
                     return self.met
-                if note is not None and leader is not None and time.monotonic() >= late:
+                if note is not None and self.rank == 0 and time.monotonic() >= late:
                     if missing := self._missing(store):
                         note(f"waits for {listed(missing)} of {self.world} to start")
                     note = None
             missing = self._missing(store)
         raise PeerLost(f"{WHERE}: timed out after {seconds:g} s", *missing)
+
+    def _propose(self, store: Any) -> None:
+        """Propose who is to meet: those that are there, whenever others are than before."""
+        keys = [_here(rank) for rank in range(self.world)]
+        if not store.check(keys):
+            return
+        tickets = [int(ticket) for ticket in store.multi_get(keys)]
+        last = int(store.add(_STARTS, 0))  # whose ticket is none of these takes the place of one that has gone
+        if tickets != self._proposed:
+            self._proposed = tickets
+            store.set(_PROPOSED, json.dumps([store.add("proposals", 1), last, tickets]))
 
     def _missing(self, store: Any) -> list[int]:
         return [rank for rank in range(self.world) if not store.check([_here(rank)])]
@@ -189,21 +200,3 @@ class Start:
             for _ in looks(seconds):
                 if store.check(keys):
                     return
-
-
-class _Leader:
-    """Proposes who is to meet: those that are there, whenever others are than before."""
-
-    def __init__(self, store: Any, world: int) -> None:
-        self._store, self._keys = store, [_here(rank) for rank in range(world)]
-        self._proposed: list[int] = []
-
-    def propose(self) -> None:
-        """Propose if that is needed."""
-        if not self._store.check(self._keys):
-            return
-        tickets = [int(ticket) for ticket in self._store.multi_get(self._keys)]
-        last = int(self._store.add(_STARTS, 0))  # whose ticket is none of these takes the place of one that has gone
-        if tickets != self._proposed:
-            self._proposed = tickets
-            self._store.set(_PROPOSED, json.dumps([self._store.add("proposals", 1), last, tickets]))
