@@ -242,7 +242,7 @@ def begin_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_bytes(device: torch.device) -> tuple[int, int, int, int] | None:
+def peak_bytes(device: torch.device) -> tuple[int, ...] | None:
     """Return the most bytes of a GPU that a rank's tensors took, and that torch held for them; what was in use beside
     that at the end, by CUDA's context, NCCL and whoever shares it; and how often torch had to give some back to get
     others. None on a CPU, where nobody counts.
@@ -275,7 +275,7 @@ def free_bytes(device: str) -> int:
 
 
 class Clock:
-    """Marks on a time line, read once it is settled: here numbers of ns, which can be read at once.
+    """Marks on a time line, read once it is settled: here in ns of the host's monotonic clock, read at once.
 
     ``warm_s`` is how long the device has to be at work before it is at full speed.
     """
@@ -284,7 +284,7 @@ class Clock:
 
     def mark(self) -> Any:
         """Return a mark at this moment of the device's work."""
-        raise NotImplementedError
+        return time.perf_counter_ns()
 
     @property
     def host(self) -> Clock:
@@ -306,14 +306,6 @@ class Clock:
     def work(self, start: Any, end: Any) -> PassWork | None:
         """Return what was asked of the device between two marks, where that is counted."""
         return None
-
-
-class HostClock(Clock):
-    """The monotonic clock."""
-
-    def mark(self) -> int:
-        """Return the time."""
-        return time.perf_counter_ns()
 
 
 class ThreadClock(Clock):
@@ -338,7 +330,7 @@ class CudaClock(Clock):
     @property
     def host(self) -> Clock:
         """The monotonic clock, as the host works beside the GPU."""
-        return HostClock()
+        return Clock()
 
     def settle(self) -> None:
         """Wait for the GPU."""
@@ -351,4 +343,4 @@ class CudaClock(Clock):
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock of ``device``."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock() if device.type == "cuda" else Clock()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -110,29 +110,21 @@ def number_processes(numbers: Sequence[int]) -> None:
     _processes[:] = numbers
 
 
-class _Exchanging:
-    __slots__ = ("_peers", "_what")
-
-    def __init__(self, what: str | Instruction, peers: tuple[int, ...]) -> None:
-        self._what, self._peers = what, peers
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _OF_OTHERS) and not isinstance(error, _ITS_OWN):
-            what = self._what if isinstance(self._what, str) else sentence(self._what)
-            peers = (_processes[peer] if _processes else peer for peer in self._peers)
-            raise PeerLost(f"{what}: {_cause(str(error))}", *peers) from error
-
-
-def exchanging(what: str | Instruction, *peers: int) -> AbstractContextManager[None]:
+@contextmanager
+def exchanging(what: str | Instruction, *peers: int) -> Iterator[None]:
     """Turn what gloo, NCCL and wires raise into PeerLost, which names the exchange and knows the ``peers``.
 
     A fault of the own device stays as it is. Messages are sent and received within
     such contexts, so nothing is put into words before it fails.
     """
-    return _Exchanging(what, peers)
+    try:
+        yield
+    except _ITS_OWN:
+        raise
+    except _OF_OTHERS as error:
+        told = what if isinstance(what, str) else sentence(what)
+        known = (_processes[peer] if _processes else peer for peer in peers)
+        raise PeerLost(f"{told}: {_cause(str(error))}", *known) from error
 
 
 def _cause(words: str) -> str:

@@ -78,6 +78,11 @@ class Message:
     peer: int
     covers: int = 1
 
+    @property
+    def edge(self) -> Edge:
+        """The edge that it uses."""
+        return edge_into(self.kind, self.stage) if isinstance(self, Receive) else (self.kind, self.stage)
+
 
 @dataclass(frozen=True, slots=True)
 class Send(Message):
@@ -86,11 +91,6 @@ class Send(Message):
     told: ClassVar = "stage {x.stage}'s send of {what} of {which} to rank {x.peer}"
     brief: ClassVar = "{x.stage}{kind}{span}>{x.peer}"
 
-    @property
-    def edge(self) -> Edge:
-        """The edge that it uses."""
-        return self.kind, self.stage
-
 
 @dataclass(frozen=True, slots=True)
 class Receive(Message):
@@ -98,11 +98,6 @@ class Receive(Message):
 
     told: ClassVar = "stage {x.stage}'s receive of {what} of {which} from rank {x.peer}"
     brief: ClassVar = "{x.stage}{kind}{span}<{x.peer}"
-
-    @property
-    def edge(self) -> Edge:
-        """The edge that it uses."""
-        return edge_into(self.kind, self.stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,23 +65,12 @@ def calibrated(
     measured = replace(  # stages that share weights wait for each other in what was measured
         graph, stages=tuple(stages), operations=tuple(operations), resources=tuple(resources), tied=(), norm_ns=0
     )
-    lanes = {lane.device: lane for lane in program.lanes if lane.device is not None}
-    own = {
-        (index, replica): lanes[device]
-        for index, resource in enumerate(resources)
-        for replica, device in enumerate(() if resource.is_link else resource.devices)
-    }
-    rules = {place: lane.rule for place, lane in own.items() if decides and lane.rule is not None}
-    return make_program(
-        measured,
-        program.microbatches,
-        {place: lane.steps for place, lane in own.items() if place not in rules},
-        rules=rules,
-        batch=program.batch,
-        split=program.split,
-        limit=program.limit if decides else None,
-        apart=program.apart,
+    made = make_program(
+        measured, program.microbatches, {}, batch=program.batch, split=program.split, apart=program.apart
     )
+    own = [lane if decides else replace(lane, rule=None) for lane in program.lanes if lane.device is not None]
+    lanes = (*own, *(lane for lane in made.lanes if lane.device is None))
+    return replace(made, lanes=lanes, limit=program.limit if decides else None)
 
 
 @dataclass(frozen=True, slots=True)

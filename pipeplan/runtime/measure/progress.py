@@ -58,11 +58,9 @@ def teller(lowered: LoweredRun) -> int:
 class Progress:
     """Tells ``listener`` of every update that all ``replicas`` of the last stage have made."""
 
-    def __init__(
-        self, listener: Callable[[StepProgress], None], replicas: int, steps: int, interval: int, batch: int
-    ) -> None:
-        self._listener, self._replicas, self._steps = listener, replicas, steps
-        self._interval, self._batch = interval, batch
+    def __init__(self, listener: Callable[[StepProgress], None], replicas: int, lowered: LoweredRun) -> None:
+        self._listener, self._replicas, self._steps = listener, replicas, lowered.last.step
+        self._interval, self._batch = lowered.interval, lowered.plan.chain.microbatch
         self._open: dict[int, list[StepDone]] = {}
         self._before: int | None = None
 
@@ -98,8 +96,7 @@ class Audience:
         """Return what takes the words of so many ``replicas`` of the last stage."""
         if self.listener is None:
             return lambda _: None
-        batch = lowered.plan.chain.microbatch
-        return Progress(self.listener, replicas, lowered.last.step, lowered.interval, batch).hear
+        return Progress(self.listener, replicas, lowered).hear
 
 
 @dataclass(frozen=True, slots=True)

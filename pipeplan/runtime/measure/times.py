@@ -63,7 +63,7 @@ class RankMeasurement:
     device: str = "cpu"
     exchange: str = "gloo"
     sums: str = "gloo"
-    gpu: tuple[int, int, int, int] | None = None
+    gpu: tuple[int, ...] | None = None
     state_bytes: int = 0
     host_bytes: int = 0
     waiting_bytes: int = 0

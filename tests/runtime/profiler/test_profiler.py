@@ -21,7 +21,7 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.forms import read_json
 from pipeplan.files.profiles import ProfileFile, chain_of, profile_text
 from pipeplan.problem import SharedWeights
-from pipeplan.runtime.device import Clock, HostClock, ThreadClock, clock_of
+from pipeplan.runtime.device import Clock, ThreadClock, clock_of
 from pipeplan.runtime.model import places
 from pipeplan.runtime.model.network import chain_network, named_layers, shared_weights, tied_layers
 from pipeplan.runtime.profiler import saved, steps
@@ -296,8 +296,8 @@ def test_a_device_whose_clocks_rise_is_warmed_up_until_they_stay(monkeypatch):
 def test_gpus_are_such_devices_and_cpus_are_not(monkeypatch):
     """Of a network and of one layer alone, but for later layers, before which the device was at work."""
     assert clock_of(torch.device("cuda", 0)).warm_s >= 1
-    assert HostClock().warm_s == ThreadClock().warm_s == 0
-    monkeypatch.setattr(HostClock, "warm_s", 2.5)
+    assert Clock().warm_s == ThreadClock().warm_s == 0
+    monkeypatch.setattr(Clock, "warm_s", 2.5)
     asked = []
 
     def rounds(options, seconds, warm_s):
@@ -307,7 +307,7 @@ def test_gpus_are_such_devices_and_cpus_are_not(monkeypatch):
     monkeypatch.setattr(steps, "_rounds", rounds)
     layers, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
     for hold in ("all", "one"):
-        options = MeasureOptions(1, hold=hold, clock=HostClock())
+        options = MeasureOptions(1, hold=hold, clock=Clock())
         profile_layers(layers, x, lambda y, _: y.square().mean(), options)
     assert asked == [2.5, 2.5, 0, 0]
 
