@@ -78,7 +78,7 @@ PLANTS = {
         "may still write",
     ),
     "steps don't wait for their sum": Plant(
-        "training/update/exchanges.py", "self._there[index].wait()\n\n", CHUNKS, "may still", "pass\n\n"
+        "training/update/exchanges.py", "self._there[index].wait()", CHUNKS, "may still"
     ),
     "dropout draws what it likes on GPUs": Plant(
         "training/repeatable.py", "torch.cuda.manual_seed_all(key)", "stash, recomputed", "differ"

@@ -20,7 +20,7 @@ from pipeplan.runtime.engine import own_stages, phases, preparation, reading
 from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import repeatable, stage, waiting
+from pipeplan.runtime.training import repeatable, stage
 from pipeplan.runtime.training.update import exchanges, factors, offload
 
 
@@ -67,7 +67,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (links, "new_stream", lambda *_, **__: gpu.new_stream()),
             (offload, "new_stream", lambda *_: gpu.new_stream()),
             (exchanges, "new_stream", lambda *_: gpu.new_stream()),
-            *((x, "event_on", lambda _: Stream(gpu, gpu.current).record_event()) for x in (offload, waiting)),
+            *((x, "event_on", lambda _: Stream(gpu, gpu.current).record_event()) for x in (offload, held)),
             (links, "settle", lambda *_: Stream(gpu, gpu.current).synchronize()),
             (links, "on_host", gpu.on_host),
             (stage, "on_host", gpu.on_host),
@@ -103,7 +103,7 @@ def play(job: Job, lowered, number: int) -> tuple[Gpu, Ranks]:
         rank, ties, masters = preparation.build_model(job, number, launcher)
         with Kernels(gpu):
             meeting = preparation.meet(job, rank, launcher, ties, masters)
-            stages = own_stages.build_stages(job, rank, meeting, ties, masters)
+            stages = own_stages.OwnStages(job, rank, meeting, ties, masters)
             gpu.waits.clear()  # what is waited for before the run is no matter
             phases.train(own_stages.RankRun(job, rank, launcher, meeting, stages, reading.Reader(job, rank)))
     return gpu, ranks

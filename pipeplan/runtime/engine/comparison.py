@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import call
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ...errors import BadInput
 from ...problem import CHANGED
 from ...units import format_bytes
 from ..device import FILL, free_bytes, place, random_state, set_random_state
+from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
 from ..measure.recorder import HeldBytes
 from ..model.autocast import Autocast
@@ -47,9 +48,6 @@ from ..training.weights.versions import Versions
 from .job import Job
 from .own_stages import runner_of
 from .reading import reads_of
-
-if TYPE_CHECKING:
-    from ..exchange.layer_group import LayerGroup
 
 COPIES: Final = 3  # of weights: themselves and the gradients of both steps
 

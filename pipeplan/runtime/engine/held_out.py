@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...errors import BadInput
 from ..device import random_state, set_random_state, settle
+from ..exchange.layer_group import LayerGroup
 from ..exchange.transport import Group, everybodys, exchanging
 from ..lowering.instructions import NOBODY
 from ..measure.progress import Trial
@@ -37,9 +38,6 @@ from .job import Job, Launcher
 from .own_stages import OwnStages, RankRun, runner_of
 from .preparation import build_model
 from .reading import reads_of
-
-if TYPE_CHECKING:
-    from ..exchange.layer_group import LayerGroup
 
 
 class HeldOut:

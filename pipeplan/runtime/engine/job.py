@@ -145,11 +145,6 @@ class RunOptions:
             if self.no_decay:
                 raise BadInput("no decay: the parameter groups set it already")
 
-    @property
-    def link_delay_ns(self) -> int:
-        """How much later messages come."""
-        return round(self.link_delay_s * 1e9)
-
     def from_anywhere(self) -> RunOptions:
         """Return the same with absolute paths, for processes in other folders."""
         paths = {name: getattr(self, name) for name in ("save", "load", "checkpoint")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,16 @@ from ..measure.progress import Trial
 from ..measure.recorder import HeldBytes, StateBytes
 from ..model.loaded import LoadedModel
 from ..training.half import first_scale, half_type
+from ..training.held import Waiting
 from ..training.rank import Rank
 from ..training.repeatable import Draws
+from ..training.split_stage import SplitStage
 from ..training.stage import StageModule
 from ..training.update.exchanges import OnStream, OnThread, Way
 from ..training.update.factors import Clipping, Later, Scaling
+from ..training.update.offload import BucketBuffers
 from ..training.update.optimizers import MakeOptimizer, check_state, compensated, rates_maker
-from ..training.update.stepper import Stepper, Stepping, bucket_buffers, stepper_kind
+from ..training.update.stepper import Stepper, Stepping, stepper_kind
 from ..training.update.update import StageUpdate, Tie, TiedSums, copies_added, sums_of
 from ..training.weights.buckets import Sharing
 from ..training.weights.gradients import Gradients
@@ -34,87 +37,22 @@ from .job import Job, Launcher
 from .preparation import Masters, Meeting
 from .reading import Reader
 
-if TYPE_CHECKING:
-    from ..training.split_stage import SplitStage
-    from ..training.waiting import Waiting
-
-splitting = Late("runtime.training.split_stage:SplitStage")
-waiting_of = Late("runtime.training.waiting:Waiting")
 restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
 
 
-@dataclass(frozen=True)
 class OwnStages:
-    """A rank's stages, ready to run: by index what passes them, and what updates them; and the memory they take.
+    """A rank's stages, as they are at the start or at the checkpoint to go on from: by index ``runners``, which pass
+    them, and ``updates``; and the memory that they take. ``masters`` are theirs.
 
     ``tied_sums`` adds up the gradients of weights that stages share; ``clipping`` is None where gradients aren't
     clipped. ``trial`` is the best evaluation before the run.
     """
 
-    runners: Mapping[int, StageModule]
-    updates: Mapping[int, StageUpdate]
-    tied_sums: TiedSums
-    scaling: Scaling | None
-    activations: HeldBytes
-    states: StateBytes
-    clipping: Clipping | None = None
-    trial: Trial = Trial()  # noqa: RUF009 -- it is frozen
-
-    def split(self, s: int) -> SplitStage:
-        """Return a stage whose backwards come in two parts."""
-        stage: Any = self.runners[s]
-        assert stage.splits, "stages of programs that split backwards do so"
-        return stage  # type: ignore[no-any-return]  # a SplitStage
-
-    def measure(self, version: int) -> None:
-        """Begin with the norm of all gradients for ``version``."""
-        assert self.clipping is not None, "only then are norms asked for"
-        self.clipping.begin(version, [x for update in self.updates.values() for x in update.measured()])
-
-
-@dataclass(frozen=True)
-class RankRun:
-    """A rank's part in a run: what it is told, who it is, and what it has when all have met and its stages stand."""
-
-    job: Job
-    rank: Rank
-    launcher: Launcher
-    meeting: Meeting
-    stages: OwnStages
-    reader: Reader
-
-
-def build_stages(job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> OwnStages:
-    """Return the rank's stages, as they are at the start or at the checkpoint to go on from; ``masters`` are theirs."""
-    options = job.options
-    building = _Building(job, rank, meeting, ties, masters)
-    updates = {s: building.update(s) for s in rank.stages}
-    draws, common = Draws(options.seed, rank.device), (building.activations, meeting.recorder.later, rank.model)
-    waits = not options.evaluates and any(x.offloaded for x in job.plan.chain.choices)
-    waiting = waiting_of(rank.device, building.activations) if waits else None
-    runners = {s: runner_of(rank, s, draws, updates[s].gradients, *common, waiting) for s in rank.stages}
-    masters.clear()
-    trial = Trial()
-    torch.manual_seed(options.seed + 1 + rank.number)
-    if job.resume is not None:
-        trial = restore(job.resume, rank, updates, building.scaling)
-    if options.evaluates and options.averaged:
-        take_averages(rank, updates, meeting.groups)
-    for layer in rank.model.layers if options.evaluates else ():
-        layer.module.eval()
-    tied_sums = TiedSums(rank.model, ties, updates, meeting.tied_groups, meeting.recorder, building.scaling)
-    held, clipping = (building.activations, building.states), building.clipping
-    return OwnStages(runners, updates, tied_sums, building.scaling, *held, clipping, trial)
-
-
-class _Building:
-    """What the stages of a rank are built from, and have in common."""
-
     def __init__(self, job: Job, rank: Rank, meeting: Meeting, ties: Sequence[Tie], masters: Masters) -> None:
         options, lowered = job.options, rank.lowered
         self._job, self._rank, self._meeting, self._ties, self._masters = job, rank, meeting, ties, masters
-        self.activations, self.states, self._buffers = HeldBytes(), StateBytes(), bucket_buffers()
-        self.scaling, self.clipping = None, None
+        self.activations, self.states, self._buffers = HeldBytes(), StateBytes(), BucketBuffers()
+        self.scaling, self.clipping, self.trial = None, None, Trial()
         half = half_type(job.plan, options.half)
         if half is not None:
             self.scaling = Scaling(first_scale(job.plan, half, options.half), self._any if lowered.drains else None)
@@ -124,6 +62,28 @@ class _Building:
             self.clipping = Clipping(options.clip_norm, meeting.everybody, home, *about)
         self._borrowing = borrowers({s: rank.modules(s) for s in rank.stages})
         self._gradients: dict[int, Gradients] = {}
+        self.updates: Mapping[int, StageUpdate] = {s: self._update(s) for s in rank.stages}
+        self.runners: Mapping[int, StageModule] = self._made_runners()
+        masters.clear()
+        torch.manual_seed(options.seed + 1 + rank.number)
+        if job.resume is not None:
+            self.trial = restore(job.resume, rank, self.updates, self.scaling)
+        if options.evaluates and options.averaged:
+            take_averages(rank, self.updates, meeting.groups)
+        for layer in rank.model.layers if options.evaluates else ():
+            layer.module.eval()
+        self.tied_sums = TiedSums(rank.model, ties, self.updates, meeting.tied_groups, meeting.recorder, self.scaling)
+
+    def split(self, s: int) -> SplitStage:
+        """Return a stage whose backwards come in two parts."""
+        stage = self.runners[s]
+        assert isinstance(stage, SplitStage), "stages of programs that split backwards do so"
+        return stage
+
+    def measure(self, version: int) -> None:
+        """Begin with the norm of all gradients for ``version``."""
+        assert self.clipping is not None, "only then are norms asked for"
+        self.clipping.begin(version, [x for update in self.updates.values() for x in update.measured()])
 
     def _any(self, flag: bool) -> bool:
         """Whether ``flag`` is set in any process; all ask together."""
@@ -133,7 +93,7 @@ class _Building:
         found = any_rank(together.most([int(flag)]) > [0])
         return together.most([int(found)]) > [0]  # some ranks may have no process at this place
 
-    def update(self, s: int) -> StageUpdate:
+    def _update(self, s: int) -> StageUpdate:
         """Return what updates stage ``s``; earlier ones of the rank come first."""
         rank, meeting, lowered = self._rank, self._meeting, self._rank.lowered
         copies = [(tie, tie.copy_in(s, rank.model)) for tie in self._ties if s in tie.places]
@@ -184,7 +144,7 @@ class _Building:
             tied,
             {owner: found.versions for owner, found in owners.items()},
         )
-        ahead = lowered.puts_aside or (s in lowered.beside and not lowered.drains)
+        ahead = lowered.plan.policy.waits_for_norm or (s in lowered.beside and not lowered.drains)
         return Gradients(versions, self._rank.stage(s).replicas > 1, ahead, bool(tied) and lowered.waits(s), owners)
 
     def _for_delays(self, s: int, gradients: Gradients, places: Sequence[tuple[Tie, int]], how: Stepping) -> Stepping:
@@ -212,6 +172,26 @@ class _Building:
         kind: Callable[..., Stepper] = stepper_kind(versions, how)
         return kind(versions, make, rates, how, self._masters, partial(rank.parted, s))
 
+    def _made_runners(self) -> dict[int, StageModule]:
+        job, rank = self._job, self._rank
+        draws, later = Draws(job.options.seed, rank.device), self._meeting.recorder.later
+        waits = not job.options.evaluates and any(x.offloaded for x in job.plan.chain.choices)
+        waiting = Waiting(rank.device, self.activations) if waits else None
+        about = self.activations, later, rank.model, waiting
+        return {s: runner_of(rank, s, draws, self.updates[s].gradients, *about) for s in rank.stages}
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A rank's part in a run: what it is told, who it is, and what it has when all have met and its stages stand."""
+
+    job: Job
+    rank: Rank
+    launcher: Launcher
+    meeting: Meeting
+    stages: OwnStages
+    reader: Reader
+
 
 def runner_of(
     rank: Rank,
@@ -232,7 +212,7 @@ def runner_of(
         again = (i for i in range(stage.start, stage.stop) if chain.layers[i].again_bytes)
         stage = replace(stage, checkpoint=tuple((i, i + 1) for i in again))
     has_loss = stage.stop == len(lowered.plan.chain)
-    made: StageModule = (splitting if lowered.program.split else StageModule)(
+    return (SplitStage if lowered.program.split else StageModule)(
         index=s,
         pieces=model.pieces(stage, waiting is not None),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
@@ -247,7 +227,6 @@ def runner_of(
         trained=model.trained,
         waiting=waiting,
     )
-    return made
 
 
 def _compensated(make: MakeOptimizer, parameters: Any) -> torch.optim.Optimizer:

@@ -19,6 +19,7 @@ from ...errors import BadInput
 from ...registry import Late
 from ..device import begin_peak, freed_kept, kind_of, label, own_device, peak_bytes
 from ..exchange.collective import gathered
+from ..exchange.layer_group import LayerGroup, handed_on
 from ..exchange.transport import everybodys, exchanging, number_processes
 from ..lowering.instructions import NOBODY
 from ..lowering.lowered_run import LoweredRun
@@ -27,7 +28,7 @@ from ..measure.times import RankMeasurement, straightened
 from ..model.trace.adapted import run_uncompiled
 from .executor import MiniBatchEnd, execute
 from .job import Job, Launcher
-from .own_stages import RankRun, build_stages
+from .own_stages import OwnStages, RankRun
 from .preparation import build_model, compared_clocks, meet
 from .reading import Reader, differing
 
@@ -43,7 +44,6 @@ assembled, averaged, trained_state, wholes = (
 )
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
 threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
-layer_group, handed_on = (Late(f"runtime.exchange.layer_group:{name}") for name in ("LayerGroup", "handed_on"))
 OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
 
 
@@ -60,7 +60,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     if width > 1:
         device = own_device(kind_of(job.options.device, job.plan.chain), launcher.local_rank)
         timeout = timedelta(seconds=job.timeout_s(lowered))
-        together = layer_group(launcher.meet(), of_rank, place, width, device, timeout)
+        together = LayerGroup(launcher.meet(), of_rank, place, width, device, timeout)
         job = replace(job, model=replace(job.model, ranks=width, place=place), place=place)
         job.model.exchanges_by(together.exchange)
     if lowered.chain_of(number).selective:
@@ -72,7 +72,7 @@ def run_rank(job: Job, number: int, launcher: Launcher) -> RunReport | None:
     rank, ties, masters = build_model(job, number, launcher, together)
     reader = Reader(job, rank)
     meeting = meet(job, rank, launcher, ties, masters)
-    stages = build_stages(job, rank, meeting, ties, masters)
+    stages = OwnStages(job, rank, meeting, ties, masters)
     run = RankRun(job, rank, launcher, meeting, stages, reader)
     with freed_kept(), run_uncompiled([module for s in rank.stages for module in rank.modules(s)]):
         times, reading = train(run, held_out)
@@ -126,11 +126,12 @@ def _walk(run: RankRun, end: MiniBatchEnd) -> Times:
 def _inbox(run: RankRun) -> ThreadedTransport:
     lowered, options = run.rank.lowered, run.job.options
     room = 1 if lowered.limit is None else lowered.limit * lowered.plan.allocation.stages[0].replicas
-    timeout_s = run.job.timeout_s(lowered)
+    timeout_s, delay_ns = run.job.timeout_s(lowered), round(options.link_delay_s * 1e9)
     with exchanging("the making of groups"):
         group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
-    instructions = lowered.instructions[run.rank.number].where(lambda x: getattr(x, "peer", 0) != NOBODY)
-    made: ThreadedTransport = threaded(instructions, run.meeting.specs, room, timeout_s, options.link_delay_ns, group)
+    own = lowered.instructions[run.rank.number]
+    instructions = own.changed(lambda some: (x for x in some if getattr(x, "peer", 0) != NOBODY))
+    made: ThreadedTransport = threaded(instructions, run.meeting.specs, room, timeout_s, delay_ns, group)
     return made
 
 
@@ -148,8 +149,7 @@ def report(run: RankRun, times: Times, reading: tuple[int, int] | None) -> RunRe
     if together is not None:
         most = together.most(most)
         if gpu is not None:
-            a, b, c, d = together.most(gpu)
-            gpu = a, b, c, d
+            gpu = tuple(together.most(gpu))
     measurements = gathered(
         rank.number,
         RankMeasurement(

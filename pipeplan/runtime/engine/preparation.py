@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ..exchange.collective import (
     stage_groups,
     this_machine,
 )
+from ..exchange.layer_group import LayerGroup
 from ..exchange.links import Links, open_links
 from ..exchange.transport import Group, everybodys, exchanging, spare_sockets
 from ..lowering.instructions import Edge
@@ -41,9 +42,6 @@ from ..training.rank import Rank, groups_of
 from ..training.update.update import Stages, Tie, check_ties, separated, share_ties, ties_of
 from ..training.weights.versions import read_weights_themselves
 from .job import Job, Launcher
-
-if TYPE_CHECKING:
-    from ..exchange.layer_group import LayerGroup
 
 COMPARED: Final = "compared"  # what the widest rank puts into the store when it has compared the model
 COMPARING: Final = 3  # times the usual patience that others wait for that, as the model may have to be built whole
@@ -186,8 +184,8 @@ def meet(job: Job, rank: Rank, launcher: Launcher, ties: Sequence[Tie], masters:
                 store.wait([COMPARED], COMPARING * timeout)
             words = store.get(COMPARED).decode()
         dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=timeout)
-    cuts = {0, *(stage.start for stage in lowered.plan.allocation.stages)} if job.lowered().uneven else None
-    agree(number, rank.model.boundaries, cuts)
+    cuts = {0, *(stage.start for stage in lowered.plan.allocation.stages)}
+    agree(number, rank.model.boundaries, cuts if len(set(job.lowered().widths)) > 1 else None)
     with exchanging("the comparison of devices at the start"):
         sums = exchange_of(everybodys(gpu_of(device, this_machine())))
     # messages that come in any order, or late, are for threads, which exchange between hosts alone; sums, which come

@@ -89,11 +89,6 @@ class LoweredRun:
         """The first rank that is the most processes."""
         return self.widths.index(max(self.widths))
 
-    @property
-    def uneven(self) -> bool:
-        """Whether ranks are of different :attr:`widths`."""
-        return len(set(self.widths)) > 1
-
     @cached_property
     def processes(self) -> tuple[tuple[int, int], ...]:
         """Of each process that runs it the rank, and which of those that are this rank it is."""
@@ -112,16 +107,11 @@ class LoweredRun:
             return self
         number = {rank: index for index, rank in enumerate(there)}
 
-        def among(x: Instruction) -> Instruction:
-            return replace(x, peer=number.get(x.peer, NOBODY)) if isinstance(x, Message) else x
+        def among(some: Iterable[Instruction]) -> Iterable[Instruction]:
+            return (replace(x, peer=number.get(x.peer, NOBODY)) if isinstance(x, Message) else x for x in some)
 
-        instructions = (
-            Repeated(
-                [replace(x, instructions=tuple(map(among, x.instructions))) for x in self.instructions[rank].parts]
-            )
-            for rank in there
-        )
-        return replace(self, devices=tuple(self.devices[rank] for rank in there), instructions=tuple(instructions))
+        instructions = tuple(self.instructions[rank].changed(among) for rank in there)
+        return replace(self, devices=tuple(self.devices[rank] for rank in there), instructions=instructions)
 
     @property
     def last(self) -> Position:
@@ -245,14 +235,9 @@ class LoweredRun:
         """How many updates the gradients of each stage miss in the steady state."""
         return plan_delays(self.plan, self.graph)
 
-    @property
-    def puts_aside(self) -> bool:
-        """Whether all gradients wait until the norm of all is known, while passes make the next ones."""
-        return self.plan.policy.waits_for_norm
-
     def waits(self, stage: int) -> bool:
         """Whether gradients of weights that ``stage`` shares, alone, wait until an earlier stage's are there."""
-        return not self.drains and not self.puts_aside and any(stage in stages[1:] for stages in self.tied)
+        return not (self.drains or self.plan.policy.waits_for_norm) and any(stage in own[1:] for own in self.tied)
 
     def homes(self, stages: Iterable[int]) -> list[int]:
         """Return of ``stages``, which share weights, those that keep them: the first on each group of devices."""
@@ -321,7 +306,7 @@ def lower_run(
                 parts.append(Repeat((Save(step),)))
     if evaluates:
         one = {"versions": 0, "version": first.step}
-        joined = [[replace(x, instructions=tuple(forwards(x.instructions, 0)), **one) for x in xs] for xs in joined]
+        joined = [[replace(x, instructions=tuple(forwards(x.instructions)), **one) for x in xs] for xs in joined]
     program, timeline, _ = made[max(lengths)]
     return LoweredRun(
         plan=plan,

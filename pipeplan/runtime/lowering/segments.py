@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from math import lcm
@@ -59,12 +59,10 @@ class Segments:
         if not self.policy.drains:
             return self._endless(updates * interval)
         program, timeline, lists = self._listed(interval)
-        finish = with_updates_last if plan.policy.precision == "fp32" else agreed  # all stages skip, or none
-        lists = [finish(instructions) for instructions in lists]
-        if plan.policy.clip:
-            lists = [clipped(instructions) for instructions in lists]
-        on = [[s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices] for d in self.devices]
-        lists = [with_tied_sums(x, self.tied, own) for x, own in zip(lists, on, strict=True)]
+        agrees, clips = plan.policy.precision != "fp32", plan.policy.clip  # all stages skip, or none
+        on = ({s for s, stage in enumerate(plan.allocation.stages) if d in stage.devices} for d in self.devices)
+        tied = ([stages for stages in self.tied if own.intersection(stages)] for own in on)
+        lists = [updates_last(x, agrees, own, clips) for x, own in zip(lists, tied, strict=True)]
         return program, timeline, [Repeated([Repeat(tuple(x), updates, interval, 1)]) for x in lists]
 
     def _listed(self, microbatches: int) -> tuple[Program, Timeline, list[list[Instruction]]]:
@@ -131,56 +129,32 @@ def _repeats(start_ns: Times, first: int, count: int, again: int) -> bool:
 # --- a mini-batch of a drained schedule -------------------------------------------------------------------------------
 
 
-def agreed(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Return one mini-batch of a drained schedule, with all updates at the end, behind one agreement on them."""
-    version = next(x.version for x in instructions if isinstance(x, Update))
-    return with_updates_last([*instructions, Agree(version)])
+def updates_last(
+    instructions: Sequence[Instruction], agrees: bool, tied: Sequence[tuple[int, ...]], clips: bool
+) -> list[Instruction]:
+    """Return one mini-batch of a drained schedule on a rank with all updates at the end, before them what they need.
 
-
-def with_updates_last(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Return one mini-batch of a drained schedule with all updates at the end.
-
-    Sums over replicas stay where they begin, so they go on beside other stages' passes. Updates keep their order, which
-    is the same on all ranks.
-    """
-    return sorted(instructions, key=lambda x: isinstance(x, Update))
-
-
-def clipped(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Return one mini-batch of a drained schedule with all sums and then all updates at the end, between them the norm.
-
-    Sums and updates keep their order, which is the same on all ranks.
+    That is the agreement on them, sums of the weights that the rank has of those that are ``tied``, and if it ``clips``
+    the norm. Sums over replicas stay where they begin, so they go on beside other stages' passes, unless they are to
+    come behind tied ones or before the norm. Sums and updates keep their order, which is the same on all ranks, and
+    tied sums come in the order of ``tied``; the ranks of a device group hold the same stages. So all ranks' lists are
+    parts of one total order: the program's, then these sums, and then the updates. Nothing deadlocks.
     """
     updates = [x for x in instructions if isinstance(x, Update)]
-    sums = [x for x in instructions if isinstance(x, Reduce)]
-    others = [x for x in instructions if not isinstance(x, Reduce | Update)]
-    return [*others, *sums, Norm(updates[0].version), *updates]
+    sums = [x for x in instructions if isinstance(x, Reduce)] if clips or tied else []
+    others = [x for x in instructions if not isinstance(x, (Update, Reduce) if sums else Update)]
+    version = updates[0].version
+    agreement, norm = [Agree(version)] if agrees else [], [Norm(version)] if clips else []
+    return [*others, *agreement, *(ReduceTied(stages, version) for stages in tied), *sums, *norm, *updates]
 
 
-def with_tied_sums(
-    instructions: Sequence[Instruction], tied: Sequence[tuple[int, ...]], own: Sequence[int]
-) -> list[Instruction]:
-    """Return one mini-batch of a drained schedule on a rank with stages ``own``, sums of ``tied`` weights included.
-
-    A rank that holds any of them makes all its updates at the end, behind the sums, which come in the order of
-    ``tied``. The ranks of a device group hold the same stages. So all ranks' lists are parts of one total order: the
-    program's, with these sums, and then these updates in their order, after everything else. Nothing deadlocks.
-    """
-    sums = [stages for stages in tied if set(stages) & set(own)]
-    if not sums:
-        return list(instructions)
-    updates = [x for x in instructions if isinstance(x, Reduce | Norm | Update)]
-    others = [x for x in instructions if not isinstance(x, Reduce | Norm | Update)]
-    return [*others, *(ReduceTied(stages, updates[0].version) for stages in sums), *updates]
-
-
-def forwards(instructions: Sequence[Instruction], version: int) -> list[Instruction]:
-    """Return the forwards and their exchanges alone, all with ``version``: a run that evaluates."""
+def forwards(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Return the forwards and their exchanges alone, all with version 0: a run that evaluates."""
     kept: list[Instruction] = []
     for x in instructions:
         match x:
             case Forward():
-                kept.append(replace(x, version=version, lent=tuple((s, version) for s, _ in x.lent)))
+                kept.append(replace(x, version=0, lent=tuple((s, 0) for s, _ in x.lent)))
             case Send("F") | Receive("F"):
                 kept.append(x)
     return kept
@@ -242,14 +216,6 @@ class Repeated(Sequence[Instruction]):
         number = bisect_right(self._ends, place)
         return self.parts[number].at(place - (self._ends[number - 1] if number else 0))
 
-    def __iter__(self) -> Iterator[Instruction]:
-        for part in self.parts:
-            for turn in range(part.times):
-                microbatch = part.microbatch + turn * part.microbatches
-                version = part.version + turn * part.versions
-                for x in part.instructions:
-                    yield later(x, microbatch, version)
-
     @property
     def longest(self) -> int:
         """The most instructions of a turn."""
@@ -261,9 +227,9 @@ class Repeated(Sequence[Instruction]):
             [replace(x, microbatch=x.microbatch + microbatches, version=x.version + versions) for x in self.parts]
         )
 
-    def where(self, holds: Callable[[Instruction], bool]) -> Repeated:
-        """Return those for which ``holds``, which must not ask for microbatches or versions."""
-        return Repeated([replace(x, instructions=tuple(filter(holds, x.instructions))) for x in self.parts])
+    def changed(self, change: Callable[[Iterable[Instruction]], Iterable[Instruction]]) -> Repeated:
+        """Return what ``change``, which must not ask for microbatches or versions, makes of the instructions."""
+        return Repeated([replace(x, instructions=tuple(change(x.instructions))) for x in self.parts])
 
     def short(self) -> list[Instruction]:
         """Return the instructions with every part at most twice, and what follows counted on by so much less."""

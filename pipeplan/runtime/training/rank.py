@@ -6,24 +6,22 @@ keeps of them fits any other split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import BadInput
 from ...plan import Stage
+from ..exchange.layer_group import LayerGroup
 from ..lowering.lowered_run import LoweredRun
 from ..model.build.spec import find
 from ..model.loaded import LoadedModel, ModelLayer
 from ..model.network import kind_of
 from ..model.user_code import user_code
 from .update.optimizers import MakeOptimizer
-
-if TYPE_CHECKING:
-    from ..exchange.layer_group import LayerGroup
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,13 @@ class Rank:
     def parted(
         self, s: int, leaves: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> list[dict[str, Any]] | None:
-        """Return torch's parameter groups of the ``masters`` of ``leaves``, weights of stage ``s``."""
+        """Return torch's parameter groups of the ``masters`` of ``leaves``, weights of stage ``s``; None for one."""
         if self.groups is None:
             return None
-        names = self.names(s)
-        return self.groups.parted([names[leaf] for leaf in leaves], masters)
+        names, found = self.names(s), [{**options, "params": list[Any]()} for options in self.groups.options]
+        for leaf, master in zip(leaves, masters, strict=True):
+            found[self.groups.place[names[leaf]]]["params"].append(master)
+        return found
 
     def modules(self, s: int) -> list[nn.Module]:
         """Return the modules of stage ``s``."""
@@ -97,13 +97,6 @@ class Groups:
 
     options: tuple[Mapping[str, Any], ...]
     place: Mapping[str, int]
-
-    def parted(self, names: Iterable[str], weights: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups of a stage's ``weights``, which have these ``names``."""
-        found: list[dict[str, Any]] = [{**options, "params": []} for options in self.options]
-        for name, weight in zip(names, weights, strict=True):
-            found[self.place[name]]["params"].append(weight)
-        return found
 
 
 def groups_of(model: LoadedModel, no_decay: Sequence[str], function: str | None) -> Groups | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -90,23 +89,18 @@ class Draws:
 COUNT = "num_batches_tracked"  # of torch's norms, which nothing else reads
 
 Slot = tuple[nn.Module, str]
+Before = Sequence[tuple[Slot, Tensor]]  # what buffers were before a forward
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """What buffers were before a forward."""
-
-    values: Sequence[tuple[Slot, Tensor]] = ()
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within the context they are that again."""
-        present = [((owner, name), owner._buffers[name]) for (owner, name), _ in self.values]
-        _install(self.values)
-        try:
-            yield
-        finally:
-            _install(present)
+@contextmanager
+def installed(values: Before) -> Iterator[None]:
+    """Within the context buffers have these ``values`` again."""
+    present = [((owner, name), owner._buffers[name]) for (owner, name), _ in values]
+    _install(values)
+    try:
+        yield
+    finally:
+        _install(present)
 
 
 class ChangingBuffers:
@@ -126,7 +120,7 @@ class ChangingBuffers:
 
         RunFailed when what will be ``recomputed`` begins to change a buffer late.
         """
-        return self._apart(recomputed) if self._slots else nullcontext(Before())
+        return self._apart(recomputed) if self._slots else nullcontext(())
 
     @contextmanager
     def _apart(self, recomputed: bool) -> Iterator[Before]:
@@ -135,7 +129,7 @@ class ChangingBuffers:
         copies = {id(x): x.clone() for _, x in before}  # what is one buffer stays one
         _install([(slot, copies[id(x)]) for slot, x in before])
         seen = [(slot, x, x._version) for slot in self._slots if (x := _present(slot)) is not None]
-        yield Before([(slot, x) for slot, x in before])
+        yield before
         changed = {slot for slot, x, version in seen if _present(slot) is not x or x._version != version}
         # what has changed uncounted stays as it is now; later forwards write to it
         _install([(slot, x) for slot, x in before if slot not in changed and torch.equal(x, copies[id(x)])])

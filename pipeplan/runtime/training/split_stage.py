@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -23,13 +23,7 @@ from ..model.split_backward import WeightPart, input_part, later_part
 from .held import Entry, Held, InFlight
 from .stage import StageModule
 
-
-@dataclass
-class Later:
-    """The weights' part of a piece's backward of one microbatch."""
-
-    part: WeightPart
-    holding: Holding
+Later = tuple[WeightPart, Holding]  # the weights' part of a piece's backward of one microbatch, and what it keeps
 
 
 class SplitStage(StageModule):
@@ -56,9 +50,9 @@ class SplitStage(StageModule):
         """Add the gradients of the weights to what is there."""
         self.versions.install(version, lent, back=True)
         self.gradients.attach(version)
-        for later in self._waiting.pop(microbatch):
-            later.part.run()
-            self._activations.release(later.holding)
+        for part, holding in self._waiting.pop(microbatch):
+            part.run()
+            self._activations.release(holding)
         self.gradients.detach(version)
         self.versions.released(version)
 
@@ -103,7 +97,7 @@ class SplitStage(StageModule):
                 for tensor in part.saved.tensors():
                     if tensor.untyped_storage()._cdata in held.holding:
                         self._activations.hold(holding, tensor)
-            yield Later(part, holding)
+            yield part, holding
         elif held.saved is not None:
             held.saved.clear()
         self._pass_on(piece, held, known)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from math import isfinite
 from operator import call
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,12 +26,9 @@ from ..measure.recorder import HeldBytes
 from ..model.network import LOSS, TensorSpec
 from ..model.pieces import Cut, Piece, Saved, packed
 from ..model.places import buffers_kept
-from .held import Entry, Held, InFlight, ends_of
-from .repeatable import ChangingBuffers, Draws
+from .held import Entry, Held, InFlight, Waiting, ends_of
+from .repeatable import ChangingBuffers, Draws, installed
 from .weights.gradients import Gradients
-
-if TYPE_CHECKING:
-    from .waiting import Waiting
 
 FromData = Mapping[int, tuple[int, TensorSpec]]
 NO_DATA: FromData = MappingProxyType({})
@@ -280,7 +276,7 @@ class StageModule:
         (entered, before), held.again = held.again, None
         if held.saved is not None:
             entered = [held.saved.unpack(i) for i in range(len(held.saved))]
-        with before.installed(), buffers_kept(piece.modules), self._saving(held, flight.counted):
+        with installed(before), buffers_kept(piece.modules), self._saving(held, flight.counted):
             made = self._draws.run(piece, flight.microbatch, self._entered(piece, entered, held), flight.target)
         held.ends = ends_of(piece, made)
 

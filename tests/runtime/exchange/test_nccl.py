@@ -262,7 +262,7 @@ def test_a_wait_that_is_left_out_is_seen():
 
 
 def test_weights_that_are_stepped_before_their_sum_are_seen():
-    with mock.patch.object(OnStream, "_await", nothing), mock.patch.object(OnStream, "_end", nothing):
+    with mock.patch.object(OnStream, "_await", nothing):
         races = [race for gpu, _ in played(JOBS["2bw, replicas, in chunks"]()) for race in gpu.races]
     assert any("on compute uses what" in race for race in races)
 

@@ -46,7 +46,9 @@ def test_a_listing_is_what_it_lists():
     assert REPEATED[3:5] == LISTED[3:5]
     with pytest.raises(IndexError):
         REPEATED[len(LISTED)]
-    assert list(REPEATED.where(lambda x: isinstance(x, Send))) == [x for x in LISTED if isinstance(x, Send)]
+    assert list(REPEATED.changed(lambda some: (x for x in some if isinstance(x, Send)))) == [
+        x for x in LISTED if isinstance(x, Send)
+    ]
     assert REPEATED.uses(0) == version_uses(LISTED, 0)
     assert list(REPEATED.kinds()) == [BODY[0], *BODY, Save(9)]
     assert REPEATED.short() == [*LISTED[:11], Save(8)]

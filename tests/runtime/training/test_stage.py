@@ -18,10 +18,10 @@ from pipeplan.plan import Stage
 from pipeplan.runtime.device import CPU
 from pipeplan.runtime.measure.recorder import HeldBytes
 from pipeplan.runtime.model.trace.traced import traced_model
+from pipeplan.runtime.training.held import Waiting
 from pipeplan.runtime.training.repeatable import begin_draws
 from pipeplan.runtime.training.split_stage import SplitStage
 from pipeplan.runtime.training.stage import StageModule
-from pipeplan.runtime.training.waiting import Waiting
 from pipeplan.runtime.training.weights.gradients import Gradients
 from pipeplan.runtime.training.weights.versions import Versions
 

@@ -70,7 +70,7 @@ def gather(rank, store, pipe):
         mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
         mock.patch.object(dist, "send", lambda x, *to, **by: (sizes.append((x.dtype, x.numel())), send(x, *to, **by))),
     ):
-        found = gathered(kept, shapes, rows_of, Sharing(rank, 2, None, group))
+        found = gathered(kept, shapes, [rows_of(0), rows_of(1)], Sharing(rank, 2, None, group))
     good = (
         found is None
         if rank

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ....errors import BadInput
 from ...device import random_state, set_random_state
 from ...exchange.collective import share_from
+from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group
 from ...measure.progress import Trial
 from ...model.contract import Batches
@@ -28,9 +29,6 @@ from ..update.update import StageUpdate
 from ..weights.buckets import is_large
 from .checkpoint import Checkpoint
 from .written import TrainingState, check_rates, read
-
-if TYPE_CHECKING:
-    from ...exchange.layer_group import LayerGroup
 
 
 def trained_state(rank: Rank, stages: Sequence[int], updates: Mapping[int, StageUpdate]) -> dict[str, Tensor]:
@@ -121,9 +119,8 @@ def training_state(
             for name in filter(shards.__contains__, optimizer):
                 large = {key: x for key, x in optimizer[name].items() if is_large(x)}
                 optimizer[name] |= wholes(large, dict.fromkeys(large, shards[name]), together)
-    state = TrainingState(model, optimizer, random_state(rank.device), shares=_shares(rank))
-    if trial is not None:
-        state = replace(state, trial=(trial.value, trial.step, trial.since))
+    best = None if trial is None else (trial.value, trial.step, trial.since)
+    state = TrainingState(model, optimizer, random_state(rank.device), shares=_shares(rank), trial=best)
     rates = _own_rates(rank, updates)
     if rates is None:
         return state

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..weights.buckets import Rows, Slice, is_large
+from ..weights.buckets import Slice, is_large
 from .offload import PIECES, Fetched, Piece, host_rooms, in_pieces, region_size
 from .optimizers import delay_of, delayed
 from .stepper import Factor, Stepper, changes
@@ -30,7 +30,6 @@ class BucketedStepper(Stepper):
     def _prepare(self) -> None:
         how = self._how
         self._offload, self._buffers = how.offload, how.buffers
-        self._rows = None if self.chunks is None else Rows(self.chunks)
         own = self.buckets if self.chunks is None else [bucket for chunk in self.chunks for bucket in chunk.own]
         self._pieces = in_pieces(own, how.offload)
         self._order = [piece for pieces in self._pieces for piece in pieces]
@@ -214,12 +213,10 @@ class BucketedStepper(Stepper):
             yield master.data, self._offload and self._mixed
         for state in (*self._state, *self._next.values()):
             yield from ((value, self._offload) for value in state.values() if is_large(value))
-        if (
-            self.rates.optimizer is not None
-        ):  # one bucket of it while it is stepped, in the buffers but for the first time
-            states = self.rates.optimizer.state.values()
-            if self._offload:
-                yield from ((x, False) for state in states for x in state.values() if is_large(x))
+        if self._offload and self.rates.optimizer is not None:
+            # one bucket of it while it is stepped, in the buffers but for the first time
+            for state in self.rates.optimizer.state.values():
+                yield from ((x, False) for x in state.values() if is_large(x))
         yield from ((buffer, False) for buffer in self._buffers.tensors())
 
     def _place(self, span: Slice) -> Slice:

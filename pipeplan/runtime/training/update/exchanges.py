@@ -13,9 +13,10 @@ events tell of each part. What is noted is told when the sum is waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from threading import Event, Thread
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from itertools import accumulate, pairwise
+from threading import Thread
 from typing import Any
 
 import torch
@@ -27,38 +28,11 @@ from ...exchange.collective import ChunkSum
 from ...exchange.transport import Group
 from ...measure.recorder import Recorder
 from ...measure.times import Activity
-from ..weights.buckets import in_runs
+from ..weights.buckets import SharedChunk, Sharing
 from ..weights.gradients import Gradients
 from .stepper import Stepper
 
 Told = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of the gradient that is summed by one exchange, and the optimizer's parts that can be stepped then."""
-
-    gradient: Tensor
-    parts: range
-
-
-def chunks_of(gradients: Gradients, stepper: Stepper, coarsening: int | None) -> list[Chunk]:
-    """Return the chunks of a stage's flat gradient: ``coarsening`` buckets each, None for all of one type.
-
-    A chunk has one type. The parts of an optimizer that steps all at once belong to the last chunk, and so do those of
-    weights that are summed over all stages that have them, which is not done here.
-    """
-    buckets, every = stepper.buckets, stepper.parts(not gradients.waits)
-    runs = in_runs([x for x in buckets if x.slices[0].index < gradients.versions.own], coarsening)
-    chunks = []
-    for place, run in enumerate(runs):
-        first, last = buckets[run[0]], buckets[run[-1]]
-        if place == len(runs) - 1:
-            parts = range(run[0] if stepper.by_bucket else 0, every.stop)
-        else:
-            parts = range(run[0], run[-1] + 1) if stepper.by_bucket else range(0)
-        chunks.append(Chunk(gradients.summed.flats[first.dtype][first.start : last.stop], parts))
-    return chunks
 
 
 class Exchange:
@@ -119,12 +93,8 @@ class Exchange:
             self._recorder.note(*self._ended.popleft())
 
 
-class Summed(Exchange):
-    """Every replica gets all of the sum and steps all of it.
-
-    Of chunk i + 1 the sum is under way while chunk i is stepped: its first exchange has been waited for and its second
-    one begun, and so is the first of chunk i + 2.
-    """
+class _OverReplicas(Exchange):
+    """What is done in ``chunks`` by the replicas in ``group``, each sum begun when the one before is through."""
 
     sums = True
 
@@ -135,30 +105,61 @@ class Summed(Exchange):
         stepper: Stepper,
         recorder: Recorder,
         group: Group,
-        coarsening: int | None,
+        chunks: Iterable[SharedChunk],
     ) -> None:
         super().__init__(stage, gradients, stepper, recorder)
-        self._group = group
-        self._chunks = chunks_of(gradients, stepper, coarsening)
-        self._there = 0  # sums that have been waited for
-        self.parts = [chunk.parts for chunk in self._chunks] or self.parts
+        self._group, self._chunks = group, list(chunks)
+        self._rows = [gradients.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
+        self._there = 0  # chunks whose sums have been waited for
+        ends = accumulate((len(chunk.own) for chunk in self._chunks), initial=0)
+        self._parts = [range(start, stop) for start, stop in pairwise(ends)]
 
     def begin(self, version: int) -> None:
         """Begin with the first chunk."""
         self._version, self._there = version, 0
-        self._sums = [ChunkSum(chunk.gradient, self._group) for chunk in self._chunks]
+        pairs = zip(self._rows, self._chunks, strict=True)
+        self._sums = [ChunkSum(row, self._group, chunk.first) for row, chunk in pairs]
         self._begin(0)
+
+    def drop(self) -> None:
+        """Wait for all sums."""
+        self.complete()
+        self._sums = []
+
+    def _begin(self, index: int) -> None:
+        if index < len(self._sums) and self._chunks[index].summed:
+            self._note_begin(("sum", index))
+            self._sums[index].begin()
+
+
+class Summed(_OverReplicas):
+    """Every replica gets all of the sum and steps all of it.
+
+    Of chunk i + 1 the sum is under way while chunk i is stepped: its first exchange has been waited for and its second
+    one begun, and so is the first of chunk i + 2. The parts of an optimizer that steps all at once belong to the last
+    chunk, and so do those of weights that are summed over all stages that have them, which is not done here.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        gradients: Gradients,
+        stepper: Stepper,
+        recorder: Recorder,
+        group: Group,
+        coarsening: int | None,
+    ) -> None:
+        chunks = (chunk for chunk in stepper.chunks_of(Sharing(0, 1, coarsening)) if chunk.summed)
+        super().__init__(stage, gradients, stepper, recorder, group, chunks)
+        if self._chunks:
+            parts = self._parts if stepper.by_bucket else [range(0) for _ in self._chunks]
+            self.parts = [*parts[:-1], range(parts[-1].start, self.parts[0].stop)]
 
     def complete(self, told: Told = lambda _: None) -> None:
         """Wait for one chunk's sum after the other."""
         for index in range(len(self._sums)):
             self.ready(index)
             told(index)
-
-    def drop(self) -> None:
-        """Wait for all sums."""
-        self.complete()
-        self._sums = []
 
     def answered(self) -> list[Tensor]:
         """Return all of it on the first replica."""
@@ -171,7 +172,7 @@ class Summed(Exchange):
         if index == 0:
             self._turn(0)
         self._sums[index].end()
-        self._note_end(index)
+        self._note_end(("sum", index))
         self._turn(index + 1)
         self._there = index + 1
 
@@ -180,11 +181,6 @@ class Summed(Exchange):
         if index == len(self.parts) - 1:
             self._sums = []
 
-    def _begin(self, index: int) -> None:
-        if index < len(self._sums):
-            self._note_begin(index)
-            self._sums[index].begin()
-
     def _turn(self, index: int) -> None:
         """Send the sum of a chunk to all, and begin the next chunk behind it."""
         if index < len(self._sums):
@@ -192,49 +188,27 @@ class Summed(Exchange):
             self._begin(index + 1)
 
 
-class Shared(Exchange):
+class Shared(_OverReplicas):
     """Every replica gets its share of the sum, steps that, and gives the new weights to all in the gradient's place.
 
     While chunk i is stepped, the gradient of chunk i + 1 and the weights of chunk i - 1 are under way. Tied weights
     that wait are stepped elsewhere.
     """
 
-    sums = True
-
     def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, recorder: Recorder, group: Group) -> None:
-        super().__init__(stage, gradients, stepper, recorder)
-        self._group = group
-        self._chunks = [chunk for chunk in stepper.chunks or () if chunk.summed or not gradients.waits]
-        self._rows = [gradients.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
-        self._completed = False
-        self.parts = []
-        for chunk in self._chunks:
-            stop = self.parts[-1].stop if self.parts else 0
-            self.parts.append(range(stop, stop + len(chunk.own)))
-        self.parts.append(range(0))
-
-    def begin(self, version: int) -> None:
-        """Begin with the first chunk."""
-        self._version = version
-        pairs = zip(self._rows, self._chunks, strict=True)
-        self._sums = [ChunkSum(row, self._group, chunk.first) for row, chunk in pairs]
-        self._begin(0)
+        chunks = (chunk for chunk in stepper.chunks or () if chunk.summed or not gradients.waits)
+        super().__init__(stage, gradients, stepper, recorder, group, chunks)
+        self.parts = [*self._parts, range(0)]
 
     def complete(self, told: Told = lambda _: None) -> None:
         """Wait for the own share of one chunk's sum after the other; steps, which exchange too, come behind the last.
 
         So they keep their order on all ranks.
         """
-        for index in range(len(self._sums) if not self._completed else 0):
+        for index in range(len(self._sums)):
             self.ready(index)
-        self._completed = True
         for index in range(len(self.parts)):
             told(index)
-
-    def drop(self) -> None:
-        """Wait for all sums."""
-        self.complete()
-        self._sums, self._completed = [], False
 
     def answered(self) -> list[Tensor]:
         """Return the own shares."""
@@ -249,15 +223,16 @@ class Shared(Exchange):
 
     def ready(self, index: int) -> None:
         """Begin with the next chunk, and wait for the own share of this one's sum; at last for all weights."""
-        if not self._completed:
+        if index >= self._there:
+            self._there = index + 1
             self._begin(index + 1)
+            if index < len(self._chunks) and self._chunks[index].summed:
+                self._sums[index].add()
+                self._note_end(("sum", index))
         if index == len(self._chunks):
             if index:
                 self._take(index - 1)
-            self._sums, self._completed = [], False
-        elif self._chunks[index].summed and not self._completed:
-            self._sums[index].add()
-            self._note_end(("sum", index))
+            self._sums = []
 
     def stepped(self, index: int) -> None:
         """Give the new weights of the own share to all, and take those of the chunk before."""
@@ -269,11 +244,6 @@ class Shared(Exchange):
         if index:
             self._take(index - 1)
 
-    def _begin(self, index: int) -> None:
-        if index < len(self._sums) and self._chunks[index].summed:
-            self._note_begin(("sum", index))
-            self._sums[index].begin()
-
     def _take(self, index: int) -> None:
         self._sums[index].end()
         self._note_end(("weights", index))
@@ -284,7 +254,10 @@ class Shared(Exchange):
 
 
 class Way:
-    """How the sums of an ``exchange`` are waited for: here where they are needed."""
+    """How the sums of an ``exchange`` are waited for: here where they are needed.
+
+    Others sum while the rank does something else. What goes wrong there is raised where the sum is waited for.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -295,76 +268,48 @@ class Way:
 
     def wait(self, index: int) -> None:
         """Wait until one of the exchange's parts can be stepped."""
+        self._await(index)
         self.exchange.ready(index)
         self.exchange.tell()
 
     def join(self) -> None:
         """Wait for all sums."""
+        for index in range(len(self.exchange.parts)):
+            self._await(index)
         self.exchange.complete()
         self.exchange.tell()
 
-
-class _Beside(Way):
-    """While the rank does something else. What goes wrong there is raised where the sum is waited for."""
-
-    def wait(self, index: int) -> None:
-        self._await(index)
-        if index == len(self.exchange.parts) - 1:
-            self.join()
-        super().wait(index)
-
-    def join(self) -> None:
-        try:
-            self._end()
-        finally:
-            self.exchange.tell()
-
     def _await(self, index: int) -> None:
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        raise NotImplementedError
+        """Wait for what of these parts is summed elsewhere."""
 
 
-class OnThread(_Beside):
+class OnThread(Way):
     """For exchanges between hosts: the host waits."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange)
-        self._there = [Event() for _ in exchange.parts]
-        self._thread: Thread | None = None
-        self._error: Exception | None = None
+        self._there: list[Future[None]] = []
 
     def begin(self, version: int) -> None:
         """Begin, and start the thread."""
-        for event in self._there:
-            event.clear()
+        self._there = [Future() for _ in self.exchange.parts]
         self.exchange.begin(version)
-        self._thread = Thread(target=self._sum, name="sum of gradients", daemon=True)
-        self._thread.start()
+        Thread(target=self._sum, name="sum of gradients", daemon=True).start()
 
     def _sum(self) -> None:
         try:
-            self.exchange.complete(lambda part: self._there[part].set())
+            self.exchange.complete(lambda part: self._there[part].set_result(None))
         except Exception as error:
-            self._error = error
-        for event in self._there:  # if only to say that nothing more will come
-            event.set()
+            for there in self._there:
+                if not there.done():
+                    there.set_exception(error)
 
     def _await(self, index: int) -> None:
-        self._there[index].wait()
-        if self._error is not None:
-            self.join()
-
-    def _end(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
+        if self._there:  # otherwise nothing was begun
+            self._there[index].result()
 
 
-class OnStream(_Beside):
+class OnStream(Way):
     """For exchanges between GPUs: the host waits for nothing, and of the passes' stream what comes behind a wait."""
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
@@ -382,7 +327,3 @@ class OnStream(_Beside):
 
     def _await(self, index: int) -> None:
         self._there[index].wait()
-
-    def _end(self) -> None:
-        for event in self._there:
-            event.wait()

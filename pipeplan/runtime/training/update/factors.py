@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,10 @@ from torch import Tensor
 
 from ....errors import RunFailed
 from ...device import on_host
+from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group, exchanging
 from ...measure.recorder import Recorder
 from .stepper import Factor
-
-if TYPE_CHECKING:
-    from ...exchange.layer_group import LayerGroup
 
 Later = Callable[[Callable[[], None]], None]  # does something when the device has come so far
 

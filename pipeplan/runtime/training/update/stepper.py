@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import catch_warnings
 
 import torch
@@ -24,12 +24,8 @@ from ...device import CPU
 from ...exchange.collective import ChunkSum
 from ..weights.buckets import Kept, Rows, SharedChunk, Sharing, cut_into_buckets, gathered, is_large, shared_chunks
 from ..weights.versions import Versions
+from .offload import BucketBuffers
 from .optimizers import MakeOptimizer, MakeSchedule, delay_of, delayed, predicted
-
-if TYPE_CHECKING:
-    from .offload import BucketBuffers
-
-bucket_buffers = Late("runtime.training.update.offload:BucketBuffers")
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, kind) for row in OPTIMIZERS.values() for kind in row.kinds if row.elementwise
@@ -37,10 +33,6 @@ ELEMENTWISE = tuple(
 
 
 Factor = float | Tensor  # what gradients are multiplied with before a step; a tensor where the host doesn't know it
-
-
-def nothing() -> None:
-    """Observe nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +48,8 @@ class Stepping:
     bucket: int | None = None
     offload: bool = False
     sharing: Sharing | None = None
-    buffers: BucketBuffers = field(default_factory=bucket_buffers)
-    observed: Callable[[], None] = nothing
+    buffers: BucketBuffers = field(default_factory=BucketBuffers)
+    observed: Callable[[], None] = lambda: None
     delays: Sequence[float] = ()
     predicts: bool = False
 
@@ -227,7 +219,8 @@ class Stepper:
             versions.true = self._masters
         self._shapes = [leaf.shape for leaf in leaves]
         self.buckets = cut_into_buckets(leaves, how.bucket, len(leaves) - versions.own)
-        self.chunks = None if how.sharing is None else self._chunks_of(how.sharing)
+        self.chunks = None if how.sharing is None else self.chunks_of(how.sharing)
+        self._rows = None if self.chunks is None else Rows(self.chunks)
         groups = None if parted is None else parted(leaves, self._masters)
         self.rates = Rates(self._masters, make_optimizer, make_schedule, groups)
         self._whole: list[Kept] | None = None  # of all shares, while a checkpoint is written or read
@@ -236,7 +229,8 @@ class Stepper:
     def _prepare(self) -> None:
         """Bring masters and state to where they are kept."""
 
-    def _chunks_of(self, sharing: Sharing) -> tuple[SharedChunk, ...]:
+    def chunks_of(self, sharing: Sharing) -> tuple[SharedChunk, ...]:
+        """Return the chunks in which weights are summed; of each the own part is what is stepped by ``sharing``."""
         apart = sum(bucket.slices[0].index >= self._versions.own for bucket in self.buckets)
         return shared_chunks(self.buckets, apart, sharing, self._how.bucket)
 
@@ -305,12 +299,11 @@ class Stepper:
             return
         self._settle()
         weights = self._versions.weights()
-        rows = None if self.chunks is None else Rows(self.chunks)
         for index, weight in enumerate(weights):
-            if rows is None:
+            if self._rows is None:
                 weight.copy_(self._masters[index].data)
             else:
-                rows.put(index, self._masters[index].data, weight)
+                self._rows.put(index, self._masters[index].data, weight)
         for chunk in self.chunks or ():
             self._spread(chunk, weights)
 
@@ -337,14 +330,14 @@ class Stepper:
     def assemble(self) -> None:
         """Bring what replicas share together on the first of them, until :meth:`part` is called; all do so at once."""
         self._settle()
-        if self._how.sharing is not None:
-            mixed = self._mixed
-            kept = [Kept(x.data if mixed else None, self._kept(i)) for i, x in enumerate(self._masters)]
-            self._whole = gathered(kept, self._shapes, self._rows_of, self._how.sharing)
-
-    def _rows_of(self, rank: int) -> Rows:
-        assert self._how.sharing is not None, "only shares have rows"
-        return Rows(self._chunks_of(replace(self._how.sharing, rank=rank)))
+        sharing = self._how.sharing
+        if sharing is not None:
+            kept = [Kept(x.data if self._mixed else None, self._kept(i)) for i, x in enumerate(self._masters)]
+            rows = [
+                Rows(self.chunks_of(replace(sharing, rank=rank)))
+                for rank in range(0 if sharing.rank else sharing.ranks)
+            ]
+            self._whole = gathered(kept, self._shapes, rows, sharing)
 
     def make_room(self) -> None:
         """Have whole masters to be filled, of which :meth:`take_masters` takes the own share."""
@@ -381,8 +374,8 @@ class Stepper:
         for index, weight in enumerate(self._versions.weights() if self._mixed else ()):
             whole = self.master(index)
             weight.copy_(whole)
-            if self.chunks is not None:
-                self._masters[index].data.copy_(Rows(self.chunks).taken(index, whole))
+            if self._rows is not None:
+                self._masters[index].data.copy_(self._rows.taken(index, whole))
         self.part()
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ....errors import BadInput
 from ....problem import Chain, connected
-from ...exchange.collective import ChunkSum
-from ...exchange.transport import Group, exchanging
+from ...exchange.collective import ChunkSum, share_from
+from ...exchange.transport import Group
 from ...lowering.lowered_run import LoweredRun
 from ...measure.recorder import Recorder
 from ...model.loaded import LoadedModel
@@ -283,8 +282,7 @@ def share_ties(
         if copy is None:
             continue
         value = masters.get(copy, copy.data).to(copy.device)
-        with exchanging("the sharing of initial weights"):
-            dist.broadcast(value, rank.lowered.ranks_of(tie.stages[0])[0], group=groups[tie.stages])
+        share_from(rank.lowered.ranks_of(tie.stages[0])[0], groups[tie.stages], [value])
         masters.get(copy, copy.data).copy_(value)
 
 

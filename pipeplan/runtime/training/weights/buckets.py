@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -223,10 +223,10 @@ class Kept:
 
 
 def gathered(
-    kept: Sequence[Kept], shapes: Sequence[torch.Size], rows_of: Callable[[int], Rows], sharing: Sharing
+    kept: Sequence[Kept], shapes: Sequence[torch.Size], rows: Sequence[Rows], sharing: Sharing
 ) -> list[Kept] | None:
     """Return on the group's first rank what all replicas have ``kept`` of each weight as wholes on the host, elsewhere
-    None; all call it together.
+    None; all call it together. ``rows`` are theirs.
 
     Rows come one after the other between hosts: GPUs have no room for them, and a host but for one beside the wholes.
     """
@@ -244,7 +244,7 @@ def gathered(
             return None
         wholes: list[dict[str, Any]] = [{} for _ in shapes]
         for rank, other in enumerate([first, *others]):
-            rows, theirs = rows_of(rank), specs
+            theirs = specs
             if rank:
                 theirs = torch.load(io.BytesIO(received_words(other, sharing.hosts)), weights_only=True)
             for index, entries in enumerate(theirs):
@@ -252,12 +252,12 @@ def gathered(
                     if not isinstance(value, torch.dtype):
                         wholes[index].setdefault(key, value)
                         continue
-                    row = _on_host(mine[index][key]) if not rank else torch.empty(rows.sizes[index], dtype=value)
+                    row = _on_host(mine[index][key]) if not rank else torch.empty(rows[rank].sizes[index], dtype=value)
                     if rank and row.numel():
                         dist.recv(row, other, group=sharing.hosts)
                     if key not in wholes[index]:
                         wholes[index][key] = row.new_empty(shapes[index])
-                    rows.put(index, row, wholes[index][key])
+                    rows[rank].put(index, row, wholes[index][key])
     return [Kept(entries.pop(MASTER, None), entries) for entries in wholes]
 
 
