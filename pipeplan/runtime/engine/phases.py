@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from .held_out import HeldOut
 
 make_report = Late("runtime.measure.report:make_report")
-save_config, save_model = (Late(f"runtime.training.state.saved_model:save_{what}") for what in ("config", "model"))
-assembled, averaged, trained_state, wholes = (
-    Late(f"runtime.training.state.state:{name}") for name in ("assembled", "averaged", "trained_state", "wholes")
+assembled, averaged, trained_state, wholes, save_config, save_model = (
+    Late(f"runtime.training.state.state:{name}")
+    for name in ("assembled", "averaged", "trained_state", "wholes", "save_config", "save_model")
 )
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
 threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")

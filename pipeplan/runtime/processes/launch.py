@@ -153,13 +153,8 @@ class TorchrunLaunch(Launcher):
         self._job: Job | None = None
         self._stop: StoreStop | None = None
 
-    @property
-    def again(self) -> bool:
-        """Whether ranks had met before."""
-        return self._start.again
-
-    def begin(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
-        """Meet all others in the store."""
+    def begin(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> tuple[Peers, bool]:
+        """Meet all others in the store; return them, and whether ranks had met before."""
         start, devices = self._start, processes_of(plan)
         if start.world != devices:
             raise BadInput(f"the plan uses {devices} devices; torchrun started {start.world} processes")
@@ -170,7 +165,7 @@ class TorchrunLaunch(Launcher):
         if options.max_restarts:
             again = "it is torchrun that starts ranks again: torchrun --max-restarts, with --resume"
             raise BadInput(f"--max-restarts: {again}")
-        return self._peers
+        return self._peers, start.again
 
     def run(self, job: Job, hears: Audience) -> RunReport | None:
         """Be one rank."""
@@ -218,7 +213,7 @@ class TorchrunLaunch(Launcher):
         return self._stop.may_begin(minibatch)
 
 
-Launch = OwnLaunch | TorchrunLaunch  # they begin, say whether that is ``again`` after a failure, and run a job
+Launch = OwnLaunch | TorchrunLaunch  # they begin, and run a job
 
 
 def run_plan(
@@ -247,7 +242,7 @@ def run_plan(
 
 
 def _run(launch: Launch, plan: Plan, model: ModelSpec, options: RunOptions, hears: Audience) -> RunReport | None:
-    peers = launch.begin(plan, options, hears.note)
+    peers, again = launch.begin(plan, options, hears.note)
     options.check()
     model.check()
     job = job_of(plan, model, options)
@@ -257,7 +252,7 @@ def _run(launch: Launch, plan: Plan, model: ModelSpec, options: RunOptions, hear
         _say_where(everybodys, hears.note)
     with writing_to(job.folder, peers):
         for attempt in range(options.max_restarts + 1):
-            if options.resume or launch.again or attempt:
+            if options.resume or again or attempt:
                 job = replace(job, resume=resume_point(job, hears.note, peers))
                 if peers.world > 1:
                     compare(checkpoint_items(job.resume), peers)

@@ -65,10 +65,8 @@ class StorePeers(Peers):
                 return
             if self._store.check([FAILURE]) and not self._store.check(awaited):  # it may have failed by these
                 raise PeerLost(f"{WHERE}: another rank has failed")
-        raise PeerLost(f"{WHERE}: timed out after {timeout_s:g} s", *self._missing(keys))
-
-    def _missing(self, keys: Sequence[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        missing = (rank for rank, key in enumerate(keys) if not self._store.check([key]))
+        raise PeerLost(f"{WHERE}: timed out after {timeout_s:g} s", *missing)
 
 
 def looks(seconds: float) -> Iterator[None]:

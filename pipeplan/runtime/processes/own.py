@@ -47,11 +47,9 @@ END_S: Final = 2.0  # for which a rank that is told to end may take
 class OwnLaunch:
     """Processes of our own, which nobody but this one has to agree with."""
 
-    again = False
-
-    def begin(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> Peers:
-        """Return this process."""
-        return Peers()
+    def begin(self, plan: Plan, options: RunOptions, note: Callable[[str], None] | None) -> tuple[Peers, bool]:
+        """Return this process, which hasn't failed before."""
+        return Peers(), False
 
     def run(self, job: Job, hears: Audience) -> RunReport:
         """Start all ranks on this machine, wait for them, and leave none behind, whatever happens."""

@@ -11,7 +11,7 @@ import torch.export._trace  # modules that are no lists of layers are traced by 
 from ..engine import arrival_order, comparison, held_out  # what rows name as well
 from ..exchange import nearby
 from ..measure import report
-from ..training.state import saved_model
+from ..training.state import state
 from ..training.update import bucketed_stepper
 from . import launch  # ranks run what is in it
 

@@ -19,7 +19,7 @@ from pipeplan.runtime.exchange import collective
 from pipeplan.runtime.model.build.loading import chain_model, load_weights
 from pipeplan.runtime.model.build.state_file import SafetensorsWriter, read_state
 from pipeplan.runtime.processes.agreement import _state_sum
-from pipeplan.runtime.training.state.saved_model import save_model
+from pipeplan.runtime.training.state.state import save_model
 
 STATE = {
     "a": torch.arange(12.0).view(3, 4), "b": torch.arange(5).to(torch.bfloat16), "c": torch.tensor(7),

@@ -1,26 +1,35 @@
 """What has training come to on one rank, to be :mod:`.written`, and what of a checkpoint does a rank take up?
 
 Tensors go by their names in the whole model, whoever holds them, so that a run on any other plan finds them;
-microbatches are functions of their index, so the data's position is a number.
+microbatches are functions of their index, so the data's position is a number. The trained model's state is written
+under these names by rank 0, from what all ranks have.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....errors import BadInput
+from ....files.text import replaced
 from ...device import random_state, set_random_state
-from ...exchange.collective import share_from
+from ...exchange.collective import Specs, Take, handed_over, share_from
 from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group
 from ...measure.progress import Trial
+from ...model.build.hugging_face import CONFIG, HuggingFace
+from ...model.build.spec import ModelSpec, builder_of
+from ...model.build.state_file import SAFETENSORS, SafetensorsWriter
 from ...model.contract import Batches
+from ...model.loaded import LoadedModel
 from ..rank import Rank
 from ..update.factors import Scaling
 from ..update.optimizers import AVERAGE
@@ -207,3 +216,45 @@ def _weights(rank: Rank, s: int, update: StageUpdate) -> Iterator[tuple[str, int
         index = update.versions.place_of(parameter)
         if index is not None:
             yield name, index
+
+
+# --- the trained model ------------------------------------------------------------------------------------------------
+
+
+def save_config(path: Path, spec: ModelSpec) -> None:
+    """Write the config of a transformers model beside a state with the name by which its library looks for one."""
+    build = builder_of(spec) if path.name == f"model{SAFETENSORS}" else None
+    if isinstance(build, HuggingFace):
+        build.config.architectures = [build.kind.__name__]
+        with replaced(str(path.with_name(CONFIG))) as file:
+            file.write(build.config.to_json_string().encode())
+
+
+def save_model(number: int, trained: Mapping[str, Tensor], model: LoadedModel, path: Path, patient: Group) -> None:
+    """Write everybody's ``trained`` to ``path``, all ranks of ``patient`` together; what stands in ``model`` more than
+    once is there by all of its names.
+
+    To a safetensors file each tensor is written when it comes, so that rank ``number`` 0 never has the whole model;
+    for one of torch's all of them are there at once.
+    """
+    names: dict[str, list[str]] = {}
+    for other, first in model.first_names.items():
+        names.setdefault(first, [first]).append(other)
+    whole: dict[str, Tensor] = {}
+
+    def keeping(_: Specs) -> Take:
+        return whole.__setitem__
+
+    def writing(specs: Specs) -> Take:
+        every = {name: spec for first, spec in specs.items() for name in names.get(first, [first])}
+        writer = SafetensorsWriter(stack.enter_context(replaced(str(path))), every)
+        return lambda name, tensor: writer.put(names.get(name, [name]), tensor)
+
+    with ExitStack() as stack:
+        handed_over(number, trained, writing if path.suffix == SAFETENSORS else keeping, patient)
+    if number == 0 and path.suffix != SAFETENSORS:
+        again = {name: whole[first] for name, first in model.first_names.items()}
+        state = OrderedDict(again | whole)
+        state._metadata = model.versions  # type: ignore[attr-defined]  # as torch keeps it
+        with replaced(str(path)) as file:
+            torch.save(state, file)
