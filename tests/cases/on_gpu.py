@@ -20,7 +20,7 @@ from pipeplan.runtime.engine import own_stages, phases, preparation, reading
 from pipeplan.runtime.engine.job import Job, Launcher
 from pipeplan.runtime.exchange import links
 from pipeplan.runtime.measure.recorder import CudaRecorder
-from pipeplan.runtime.training import repeatable, stage
+from pipeplan.runtime.training import held, repeatable, stage
 from pipeplan.runtime.training.update import exchanges, factors, offload
 
 
@@ -55,9 +55,9 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
     gpu = Gpu(rank)
     ranks = Ranks(gpu, world)
     fakes = {name: getattr(ranks, name) for name in dir(Ranks) if not name.startswith("_")}
-    with ExitStack() as held:
-        held.enter_context(mock.patch.multiple("torch.distributed", **fakes))
-        held.enter_context(mock.patch.dict(os.environ))
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.multiple("torch.distributed", **fakes))
+        patches.enter_context(mock.patch.dict(os.environ))
         for owner, name, value in (
             (torch.cuda, "Event", lambda enable_timing=False: Event(gpu)),
             (torch.cuda, "Stream", lambda *_, **__: gpu.new_stream()),
@@ -79,7 +79,7 @@ def gpu_of(rank: int, world: int) -> Iterator[tuple[Gpu, Ranks]]:
             (preparation, "clock_offset", lambda *_: 0),
             (preparation, "recorder_of", lambda _, offset_ns, timeout: CudaRecorder(timeout, offset_ns)),
         ):
-            held.enter_context(mock.patch.object(owner, name, value))
+            patches.enter_context(mock.patch.object(owner, name, value))
         yield gpu, ranks
 
 
