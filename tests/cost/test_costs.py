@@ -232,7 +232,7 @@ def random_stage(rng, **options):
 def test_activations_of_a_chain_equal_a_walk_forward_and_backward(saved):
     """Each storage counts once, whichever parts hold it."""
     recomputed = above = 0
-    for seed in range(600):
+    for seed in range(200):
         chain, start, stop, checkpoint = random_stage(random.Random(seed), saved=saved)
         kept, peak, again = memory_model.activations(chain, start, stop, checkpoint)
         held, most = emulated_activations(chain, start, stop, checkpoint, shared=True)
@@ -364,7 +364,7 @@ def test_gradients_are_half_in_mixed_precision():
     assert memory_model.gradient_bytes(Policy(precision="mixed"), 400, 100) == 200
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_memory_is_the_same_beyond_the_counts_of_replicas_that_are_looked_at(seed):
     """Searches have a table of memory for each of the counts, and read the last one for all beyond: every policy."""
     rng = random.Random(seed)

@@ -24,18 +24,16 @@ from pipeplan.problem import Chain, Checkpointing, Layer, Level, Platform, Polic
 from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_equals_brute_force(block: int) -> None:
+def test_equals_brute_force() -> None:
     """On more instances: scripts/checks/contiguous.py."""
-    for seed in range(60 * block, 60 * block + 60):
+    for seed in range(60):
         assert_brute_force_agrees(seed)
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_stages_that_share_weights_equal_brute_force(block: int) -> None:
+def test_stages_that_share_weights_equal_brute_force() -> None:
     """Sums over stages are no part of the decision, yet the plan is the best and nearly always proved to be."""
     apart = proved = 0
-    for seed in range(25 * block, 25 * block + 25):
+    for seed in range(25):
         rng = random.Random(seed)
         problem = varied_problem(seed)
         count = len(problem.chain)
@@ -114,7 +112,7 @@ def alike(platform: Platform) -> Platform:
     return replace(platform, devices=(platform.devices[0],) * len(platform))
 
 
-@pytest.mark.parametrize("seed", range(0, 400, 10))
+@pytest.mark.parametrize("seed", range(0, 400, 20))
 def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
     problem = varied_problem(seed)
     problem = problem.with_policy(replace(problem.policy, accumulate=problem.policy.accumulate or 4))
@@ -139,7 +137,7 @@ def period_of(problem: Problem) -> float:
     return float("inf") if found is None or found.claimed_period_ns is None else found.claimed_period_ns
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_more_of_anything_never_lengthens_the_period(seed: int) -> None:
     rng = random.Random(seed)
     layers, devices = rng.randint(3, 14), rng.randint(2, 5)
@@ -161,7 +159,7 @@ def test_more_of_anything_never_lengthens_the_period(seed: int) -> None:
     assert period_of(replace(problem, platform=longer)) <= period
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_scaling_all_times_scales_the_period(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randint(2, 12), rng.randint(1, 4), edges=seed % 2 == 0, latency=True)
@@ -330,7 +328,7 @@ def test_replicas_make_room_for_the_versions_between_their_updates() -> None:
         assert [stage.replicas for stage in found.stages] == [devices]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_equals_brute_force_where_replicas_stash_versions(seed: int) -> None:
     problem = varied_problem(seed)
     policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
@@ -366,9 +364,8 @@ def test_the_in_flight_limit_inverts_the_memory_model(
         assert held(limit + 1) > memory
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_where_servers_share_links_it_is_exact_as_if_they_did_not(block: int) -> None:
-    for seed in range(40 * block, 40 * block + 40):
+def test_where_servers_share_links_it_is_exact_as_if_they_did_not() -> None:
+    for seed in range(40):
         problem = varied_problem(seed)
         levels = list(problem.platform.levels)
         levels[seed % len(levels)] = replace(levels[seed % len(levels)], links=1 + seed % 2)
@@ -384,7 +381,7 @@ def test_where_servers_share_links_it_is_exact_as_if_they_did_not(block: int) ->
 @pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
 def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(checkpointing: Checkpointing) -> None:
     slower = 0
-    for seed in range(35):
+    for seed in range(20):
         problem = replace(varied_problem(seed), checkpointing=checkpointing)
         if checkpointing == "segments" and len(problem.chain) > 4:
             continue
@@ -407,11 +404,10 @@ def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(
     assert slower > 1
 
 
-@pytest.mark.parametrize("block", range(3))
-def test_replicas_that_share_bytes_per_parameter_equal_brute_force(block: int) -> None:
+def test_replicas_that_share_bytes_per_parameter_equal_brute_force() -> None:
     """What another engine holds of a parameter may depend on the replicas, whatever the optimizer keeps."""
     replicated = 0
-    for seed in range(40 * block, 40 * block + 40):
+    for seed in range(40):
         problem = varied_problem(seed)
         own, shared = random.Random(seed).choice(((1, 2), (2, 1), (1, 0), (2, 4)))
         policy = replace(

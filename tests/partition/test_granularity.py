@@ -101,7 +101,7 @@ def test_a_tensor_saved_on_both_sides_of_a_cut_counts_once() -> None:
     assert_same_costs(merged, chain)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(50))
 def test_articulation_keeps_every_cost_of_random_dags(seed: int) -> None:
     rng = random.Random(seed)
     chain = random_chain(rng, rng.randint(1, 9), edges=True, saved=seed % 2 == 0, optimizer=True, tied=True)
@@ -143,7 +143,7 @@ def test_zero_time_layers_join_a_neighbour_across_the_larger_cut() -> None:
     assert_same_costs(merged, chain)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(70))
 def test_zero_time_merges_keep_every_cost(seed: int) -> None:
     rng = random.Random(seed)
     chain = random_chain(rng, rng.randint(1, 9), edges=seed % 3 > 0, saved=seed % 2 == 0, zero_times=True)

@@ -77,7 +77,7 @@ def test_training_equals_that_of_the_whole_model(case, chain, tmp_path):
         plan = under(plan, "message-driven")
     if given["bucket"]:
         plan = replace(plan, policy=replace(plan.policy, offload=True, bucket_parameters=given["bucket"]))
-    options = {"steps": 10, "lr": given["lr"], "seed": 2}
+    options = {"steps": 5, "lr": given["lr"], "seed": 2}
     report = run_plan(
         plan,
         ModelSpec(GPT),
