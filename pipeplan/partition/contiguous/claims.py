@@ -301,7 +301,8 @@ def shortest_between(
         return _in_order(tables, least_delay, low, high, best, tolerance)
     most = orders.most if tolerance is None else min(FEW, orders.most)
     seen: set[tuple[Device, ...]] = set()
-    waiting: Iterator[Order] = orders.first(_devices_of(best))
+    used = [] if best is None else [d for stage in best.stages for d in stage.devices]
+    waiting: Iterator[Order] = orders.first(used)
     proved = high + 1
     while len(seen) < most and (order := next(waiting, None)) is not None:
         if (kinds := orders.along_kinds(order)) in seen:
@@ -312,10 +313,6 @@ def shortest_between(
             waiting = chained(orders.near(order), waiting)
         best, proved = found, min(proved, reached)
     return best, proved if len(seen) == orders.count else low
-
-
-def _devices_of(best: Allocation | None) -> list[int]:
-    return [] if best is None else [d for stage in best.stages for d in stage.devices]
 
 
 def _in_order(

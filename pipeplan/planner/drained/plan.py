@@ -221,7 +221,9 @@ def plan_drained(
         phases["by messages"] = partial(_by_arrival, kinds=kinds, propose=widened(propose) if few else None)
         phases["orders of their own"] = _in_own_order
     for phase, search in phases.items():
-        status = status or _with_best(incumbent, phase, search)
+        if status is None:
+            settings.status.phase = phase
+            status = until_ended(problem, partial(search, incumbent), lambda: incumbent.best is not None)
     return incumbent, status
 
 
@@ -352,12 +354,6 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     return Scheduled(choice[0], Allocation(stages), None, schedule=choice[1])
 
 
-def _with_best(incumbent: Incumbent, phase: str, search: Callable[[Incumbent], None]) -> str | None:
-    """Let a search of its own beat the best so far; return why that ended early, or None."""
-    incumbent.settings.status.phase = phase
-    return until_ended(incumbent.problem, partial(search, incumbent), lambda: incumbent.best is not None)
-
-
 def plan_nf1b(
     problem: Problem, propose: Propose, settings: Settings, widen: bool, kind: ScheduleKind, limit: int | None
 ) -> tuple[Incumbent, str | None]:
@@ -418,10 +414,8 @@ def _mini_batches(devices: int) -> list[int]:
     W - 1 is the fewest microbatches whose gradients are taken at weights that miss no more than one update (the paper's
     version difference of 1), for its backward of one time point and vertical sync. Stages hold in proportion to them.
     """
-    sizes = [max(1, devices - 1)]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+    largest = max(1, devices - 1)
+    return [largest >> halved for halved in range(largest.bit_length())]
 
 
 def _drained(microbatches: int, graph: StageGraph, pattern: Pattern, deadline: Deadline) -> int:

@@ -144,10 +144,6 @@ def _try_every(incumbent: Incumbent, every: Iterable[tuple[Stage, ...]], done: C
             incumbent.try_(Allocation(stages))
 
 
-def _walk_start(incumbent: Incumbent) -> Allocation:
-    return next(balance(incumbent.problem)) if incumbent.best is None else incumbent.best.allocation
-
-
 def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
     """Take the best of some walks from the best so far, each of its own chances; return whether it was better.
 
@@ -156,7 +152,7 @@ def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
     misfits = Misfits(incumbent.problem)
     before, settings = incumbent.best, incumbent.settings
     alone = replace(settings, progress=None, status=Status())
-    start = _walk_start(incumbent)
+    start = next(balance(incumbent.problem)) if before is None else before.allocation
     arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
     for found, stopped, unsolved in in_order(settings.jobs, _walk, arguments):
         incumbent.stopped = incumbent.stopped or stopped
