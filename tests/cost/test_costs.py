@@ -232,7 +232,7 @@ def random_stage(rng, **options):
 def test_activations_of_a_chain_equal_a_walk_forward_and_backward(saved):
     """Each storage counts once, whichever parts hold it."""
     recomputed = above = 0
-    for seed in range(200):
+    for seed in range(600):
         chain, start, stop, checkpoint = random_stage(random.Random(seed), saved=saved)
         kept, peak, again = memory_model.activations(chain, start, stop, checkpoint)
         held, most = emulated_activations(chain, start, stop, checkpoint, shared=True)
