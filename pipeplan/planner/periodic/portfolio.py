@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice, pairwise
 from math import ceil
 
 from ...check.bounds import proof, quick_proof
@@ -17,7 +17,7 @@ from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
 from ...partition.moves.every import every_allocation
-from ...partition.moves.wander import Misfits, wander
+from ...partition.moves.wander import Misfits, kept, wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
 from ...registry import Late
@@ -33,6 +33,8 @@ QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 time
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 LESS = 9, 10  # of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
+BESIDE = 2  # plans with a stage on one GPU, from which walks start where the best plan is data-parallel
+NEARLY = 0.01  # of what there is: what such plans may miss
 FEW_PLACES = 2000  # up to which a second search takes about a second
 MOST_PLACES = 5 * 10**6  # above, the exact contiguous search takes about a second, and nothing is searched twice
 
@@ -118,7 +120,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     if done():
         return
     if incumbent.best is not None and evenly_shared(problem, incumbent.best.allocation):
-        return
+        status.phase = "stages beside data parallelism"
+        if not effort.walks or not _walked(incumbent, effort.steps, enumerate(_beside(incumbent))):
+            return
     status.phase = "walks"
     for round_ in range(effort.rounds):
         steps = _steps(effort, problem)
@@ -126,7 +130,9 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
         if done():
             return
-        if not _walked(incumbent, steps, range(round_ * effort.walks, (round_ + 1) * effort.walks)):
+        seeds = range(round_ * effort.walks, (round_ + 1) * effort.walks)
+        start = next(balance(problem)) if incumbent.best is None else incumbent.best.allocation
+        if not _walked(incumbent, steps, ((seed, start) for seed in seeds)):
             break
     few = effort.deep and places(problem) <= FEW_PLACES and not done()
     if few and problem.policy.open and problem.checkpointing == "segments":  # whose steps take apart what is whole
@@ -144,16 +150,33 @@ def _try_every(incumbent: Incumbent, every: Iterable[tuple[Stage, ...]], done: C
             incumbent.try_(Allocation(stages))
 
 
-def _walked(incumbent: Incumbent, steps: int, seeds: Iterable[int]) -> bool:
-    """Take the best of some walks from the best so far, each of its own chances; return whether it was better.
+def _beside(incumbent: Incumbent) -> list[Allocation]:
+    """Return what nearly reaches a shorter period, where one GPU has the last layers and all others have the rest, in
+    stages that end where segments do, if the best plan is data-parallel and recomputes: fewer weights and stages that
+    end earlier save memory, but no small step leads there.
+    """
+    problem, best = incumbent.problem, incumbent.best
+    if best is None or not best.allocation.stages[0].checkpoint:
+        return []
+    stage, misfits, found = best.allocation.stages[0], Misfits(problem), []
+    ends = {0, *chain.from_iterable(stage.checkpoint)}
+    for first in legal_cuts(problem).tolist()[1:-1]:
+        parts = [*sorted(x for x in ends if x < first), first]
+        front = [replace(kept(stage, *part), devices=stage.devices[:-1]) for part in pairwise(parts)]
+        stages = (*front, replace(kept(stage, first, stage.stop), devices=stage.devices[-1:]))
+        found.append((misfits.of(stages, incumbent.to_beat), first, Allocation(stages)))
+    return [allocation for missing, _, allocation in sorted(found, key=lambda x: x[:2])[:BESIDE] if missing <= NEARLY]
+
+
+def _walked(incumbent: Incumbent, steps: int, starts: Iterable[tuple[int, Allocation]]) -> bool:
+    """Take the best of some walks, each with a seed and from its own start; return whether it was better.
 
     They don't see what others find, so they may be made in processes of their own.
     """
     misfits = Misfits(incumbent.problem)
     before, settings = incumbent.best, incumbent.settings
     alone = replace(settings, progress=None, status=Status())
-    start = next(balance(incumbent.problem)) if before is None else before.allocation
-    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed in seeds]
+    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed, start in starts]
     for found, stopped, unsolved in in_order(settings.jobs, _walk, arguments):
         incumbent.stopped = incumbent.stopped or stopped
         settings.status.unsolved += unsolved
