@@ -51,19 +51,17 @@ def test_the_search_builds_a_split_once_and_the_validator_once_more(
     weights: str, schedule: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The validator trusts no search, so it builds its own; nothing after it does. The exact partitioner claims the
-    period of a split by its own graph, and a limit is chosen by runs under two."""
+    period of a split by its own graph, and a run that takes what it must under one limit needs no other."""
     graphs, evaluations = constructions(monkeypatch, StageGraph), constructions(monkeypatch, Evaluation)
     found = make_plan(problem(weights), algorithm, schedule=schedule)
-    runs = 2 if schedule == "message-driven" else 1
-    assert len(evaluations) == runs
-    assert found.evaluation in evaluations
+    assert evaluations == [found.evaluation]
     assert sum(graph == found.evaluation.graph for graph in graphs) == (3 if algorithm == "contiguous" else 2)
     built = len(graphs)
     plan_text(found.plan, found.evaluation)
     print_plan(found.plan, result=found.evaluation)
     assert "period" in capsys.readouterr().out
     assert len(graphs) == built
-    assert len(evaluations) == runs
+    assert len(evaluations) == 1
 
 
 def test_a_grid_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
