@@ -12,11 +12,12 @@ from ..registry import Late
 TARGET_VIOLATIONS = Late("check.targets:target_violations")
 
 
-def bound_violations(plan: Plan, period: int) -> list[str]:
-    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period (ns)."""
+def bound_violations(plan: Plan, period: int | None) -> list[str]:
+    """Return each lower bound whose class doesn't contain the plan, or that is above the plan's own period (ns); None
+    where that means nothing."""
     found = []
     for bound in plan.lower_bounds:
-        if bound.period_ns > period:
+        if period is not None and bound.period_ns > period:
             found.append(f"{_bound_name(bound)} is above the period {period} ns")
         if bound.any_interval and not plan.policy.rules.any_interval:
             found.append(f"{_bound_name(bound)} is for any interval between updates, not for {plan.policy.weights}")

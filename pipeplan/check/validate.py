@@ -98,7 +98,7 @@ def judged(plan: Plan) -> tuple[Evaluation | None, list[str]]:
         if found:
             return None, found
         result = evaluate(plan, graph)
-    return result, [*found, *bound_violations(plan, result.period_ns)]
+    return result, [*found, *bound_violations(plan, None if found else result.period_ns)]  # bounds are of valid plans
 
 
 def simulated_violations(result: Evaluation) -> list[str]:
