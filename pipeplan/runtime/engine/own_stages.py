@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from ..training.half import first_scale, half_type
 from ..training.held import Waiting
 from ..training.rank import Rank
 from ..training.repeatable import Draws
-from ..training.split_stage import SplitStage
 from ..training.stage import StageModule
 from ..training.update.exchanges import OnStream, OnThread, Way
 from ..training.update.factors import Clipping, Later, Scaling
@@ -37,6 +36,10 @@ from .job import Job, Launcher
 from .preparation import Masters, Meeting
 from .reading import Reader
 
+if TYPE_CHECKING:
+    from ..training.split_stage import SplitStage
+
+splitting = Late("runtime.training.split_stage:SplitStage")
 restore, take_averages = (Late(f"runtime.training.state.state:{name}") for name in ("restore", "take_averages"))
 
 
@@ -76,9 +79,7 @@ class OwnStages:
 
     def split(self, s: int) -> SplitStage:
         """Return a stage whose backwards come in two parts."""
-        stage = self.runners[s]
-        assert isinstance(stage, SplitStage), "stages of programs that split backwards do so"
-        return stage
+        return self.runners[s]  # type: ignore[return-value]  # those of programs that split backwards do so
 
     def measure(self, version: int) -> None:
         """Begin with the norm of all gradients for ``version``."""
@@ -212,7 +213,7 @@ def runner_of(
         again = (i for i in range(stage.start, stage.stop) if chain.layers[i].again_bytes)
         stage = replace(stage, checkpoint=tuple((i, i + 1) for i in again))
     has_loss = stage.stop == len(lowered.plan.chain)
-    return (SplitStage if lowered.program.split else StageModule)(
+    found: StageModule = (splitting if lowered.program.split else StageModule)(
         index=s,
         pieces=model.pieces(stage, waiting is not None),
         cuts=(model.cut(stage.start), None if has_loss else model.cut(stage.stop)),
@@ -227,6 +228,7 @@ def runner_of(
         trained=model.trained,
         waiting=waiting,
     )
+    return found
 
 
 def _compensated(make: MakeOptimizer, parameters: Any) -> torch.optim.Optimizer:
