@@ -5,6 +5,7 @@ And which stages have weights of each other: whose copies, and whose gradients, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,8 +182,10 @@ def _several(sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def stages_with(stages: Sequence[Stage], layers: Iterable[int]) -> list[int]:
-    """Return which of ``stages`` have any of ``layers``."""
-    return [s for s, stage in enumerate(stages) if any(stage.start <= layer < stage.stop for layer in layers)]
+    """Return which of ``stages``, in their order, have any of ``layers``."""
+    starts = [stage.start for stage in stages]
+    places = ((bisect_right(starts, layer) - 1, layer) for layer in layers)
+    return sorted({s for s, layer in places if s >= 0 and layer < stages[s].stop})
 
 
 def first_on_devices(stages: Sequence[Stage], chosen: Iterable[int]) -> list[int]:
@@ -265,8 +268,9 @@ def with_tied_sums(
             load, own_load = (_ring_ns(platform, gradient, x, interval) for x in (devices, stages[s].devices))
             rules = policy.sharing  # where replicas share the steps, they still gather the new weights
             own, own_load = own * rules.sums // 2, own_load * rules.sums // 2
-            part = replace(parts[s], update_ns=parts[s].update_ns + whole - own)
-            parts[s] = part if policy.drains else replace(part, sync_period_ns=part.sync_period_ns + load - own_load)
+            period = 0 if policy.drains else load - own_load
+            update_ns, sync_ns = parts[s].update_ns + whole - own, parts[s].sync_period_ns + period
+            parts[s] = replace(parts[s], update_ns=update_ns, sync_period_ns=sync_ns)
     return parts
 
 

@@ -289,7 +289,8 @@ def _parts(
     if not chain.tied and not policy.clip:
         return parts
     waiting, lent = waiting_gradients(chain, policy, stages, parts), lent_gradients(chain, policy, stages)
-    return [replace(x, waiting_bytes=size, lent=y) for x, size, y in zip(parts, waiting, lent, strict=True)]
+    more = zip(parts, waiting, lent, strict=True)
+    return [replace(x, waiting_bytes=size, lent=y) if size or y else x for x, size, y in more]
 
 
 def _exchanging(platform: Platform, policy: Policy, stage: Stage, part: StageCost) -> StageCost:
