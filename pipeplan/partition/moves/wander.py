@@ -20,7 +20,7 @@ from math import inf, lcm
 
 from ...cost import memory_model
 from ...cost.group_bound import device_bytes, group_counts
-from ...cost.stage_cost import Known, StageCost, stage_cost
+from ...cost.stage_cost import Known, StageCost, least_load_ns, stage_cost
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import ceil_div, extend
 from ...plan import Allocation, Stage
@@ -65,6 +65,9 @@ class Misfits:
                 self._near = tuple(stages)
             return missing
         problem = self.problem
+        missing = _over(least_load_ns(problem.chain, problem.platform, stages) - 1, period)
+        if missing > enough:
+            return missing
         graph = stage_graph(problem.chain, problem.platform, problem.policy, stages, known=self._known)
         return _of_graph(graph, period)
 
