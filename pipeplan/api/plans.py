@@ -18,7 +18,7 @@ from ..names import shown
 from ..plan import Plan
 from ..planner.simulated import simulation
 from ..planner.simulated.other_schedules import default_microbatches, mini_batch, own_schedule, schedule_stages
-from ..schedule.runnable import schedules
+from ..schedule.kinds import schedules
 from ..status import Status
 from .given.problems import whole_microbatches
 

@@ -102,7 +102,7 @@ def evaluate(plan: Plan, graph: StageGraph | None = None) -> Evaluation:
     """Return the figures of ``plan``, whose structure and operations must be in order; ``graph`` is of its stages."""
     graph = graph or graph_of(plan)
     kind = kind_of(plan)
-    if kind.simulated is not None:
+    if kind.build is not None:
         return evaluate_simulated(graph, plan.schedule, plan.platform, NEVER)
     assert plan.pattern is not None
     starts, period = starts_of(plan.pattern), plan.pattern.period_ns

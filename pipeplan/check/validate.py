@@ -85,7 +85,7 @@ def judged(plan: Plan) -> tuple[Evaluation | None, list[str]]:
     endless = too_long(len(graph.operations), plan.schedule)
     if endless is not None:
         return None, [f"schedule: {endless}"]
-    if kind_of(plan).simulated is not None:
+    if kind_of(plan).build is not None:
         reason = refused(graph, plan.schedule)
         if reason is not None:
             return None, [reason]
@@ -207,7 +207,7 @@ def schedule_violations(plan: Plan) -> list[str]:
                 f"the schedule {'drains' if kind.drains else 'runs'} mini-batches of {schedule.microbatches} "
                 f"microbatches, but the policy updates weights every {policy.accumulate}"
             )
-    if kind.simulated is not None and plan.pattern is not None:
+    if kind.build is not None and plan.pattern is not None:
         found.append(f"the schedule is {schedule.kind}, which has no pattern, but the plan has one")
     if kind.written != (schedule.order is not None):
         said = "missing" if schedule.order is None else "given"

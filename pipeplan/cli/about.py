@@ -112,10 +112,10 @@ def _profiles() -> Rows:
 
 def _schedules() -> Rows:
     from ..schedule.kinds import KINDS as OF_PLANS
-    from ..schedule.runnable import schedules
+    from ..schedule.kinds import schedules
 
     return [
-        {"name": name, "summary": x.summary, "source": x.source, "weights": x.weights, "plans": name in OF_PLANS}
+        {"name": name, "summary": x.summary, "source": x.source, "weights": x.own_weights, "plans": name in OF_PLANS}
         for name, x in schedules().items()
     ]
 

@@ -58,7 +58,7 @@ def profiles() -> Iterable[str]:
     return (*_models(), *(f"{PREFIX}{name}" for name in examples()))
 
 
-_schedules: Callable[[], Iterable[str]] = Late("schedule.runnable:schedules")
+_schedules: Callable[[], Iterable[str]] = Late("schedule.kinds:schedules")
 
 
 def _algorithms() -> Iterable[str]:

@@ -12,12 +12,10 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from ..cost import memory_model, relaxations
 from ..cost.stage_tables import StageTables
 from ..integers import NEVER, Ints, ceil_div
-from ..plan import Stage
 from ..problem import Chain, Problem
 from .tables.split_paths import extreme_splits, short_splits, soonest_split
 
@@ -74,14 +72,6 @@ class Pipe:
     share: int = 1
     ahead: bool = False
 
-    @property
-    def _cuts(self) -> Ints:
-        return np.asarray(self.tables.stop[0])
-
-    @property
-    def _stage(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.tables.stop > self.tables.start)
-
     def _forward(self, group: tuple[int, ...]) -> Ints:
         """Return F on a group."""
         forward = self.tables.forward(self.tables.problem.platform.slowest(group))
@@ -100,7 +90,7 @@ class Pipe:
                 passes = self.tables.forward(device), self.tables.backward(device, len(group), again)
                 forward, backward = self.tables.exchanging(*passes, count, path)
                 table = forward + backward
-                known[kind] = np.where(self._stage & (table > 0), table, NEVER)
+                known[kind] = np.where((self.tables.stop > self.tables.start) & (table > 0), table, NEVER)
             enters, leaves = (other != (group,) for other in (self.groups[s - 1 : s], self.groups[s + 1 : s + 2]))
             found.append(np.minimum(known[kind] + before * enters + behind * leaves, NEVER))
         return found
@@ -126,7 +116,7 @@ class Pipe:
         relaxed = relaxations.relative(self.tables.problem)
         sums = relaxed.chain.sums
         speed = max(device.speed for device in relaxed.platform.devices)
-        work = (sums.forward_ns + sums.backward_ns)[self._cuts]
+        work = (sums.forward_ns + sums.backward_ns)[self.tables.stop[0]]
         return np.asarray(work * speed.denominator // speed.numerator)
 
     def least(self, fit: bool = True, enough: int | None = None) -> tuple[int, tuple[int, ...]] | None:
@@ -170,11 +160,3 @@ class Pipe:
         for group, table, (i, j) in zip(self.groups, self.times, pairwise(split), strict=True):
             loads[group] += int(table[i, j])
         return self.microbatches * max(loads.values())
-
-    def stages(self, split: Sequence[int], rule: Rule | None) -> tuple[Stage, ...]:
-        """Return the stages of a split."""
-        cuts = self._cuts.tolist()
-        return tuple(
-            Stage(cuts[i], cuts[j], group, () if rule is None else rule(cuts[i], cuts[j]))
-            for (i, j), group in zip(pairwise(split), self.groups, strict=True)
-        )

@@ -9,7 +9,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -26,12 +25,8 @@ AUTO = "auto"  # blocks where there are lists of like ones, else nothing
 
 def merging(text: str = AUTO, blocks: str | None = None) -> Callable[[Chain], Chain]:
     """Return the function on chains that ``--granularity``, or ``--blocks``, names."""
-
-    def same(chain: Chain) -> Chain:
-        return chain
-
     if text == "node" and blocks is None:
-        return same
+        return lambda chain: chain
     if text == AUTO and blocks is None:
 
         def where_alike(chain: Chain) -> Chain:
@@ -55,7 +50,6 @@ def merging(text: str = AUTO, blocks: str | None = None) -> Callable[[Chain], Ch
 
 SavedRule = Literal["distinct", "input"]
 LIKE = 3  # blocks of one kind make a list of them
-_BY_ENDS: Mapping[int, str] = MappingProxyType({})
 
 
 def articulation_cuts(chain: Chain) -> tuple[int, ...]:
@@ -220,13 +214,12 @@ def _bounds(chain: Chain, names: Sequence[str | None]) -> list[int]:
     return [*starts, len(chain)]
 
 
-def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] = _BY_ENDS) -> Chain:
+def _cut(chain: Chain, cuts: Sequence[int], called: Mapping[int, str] | None = None) -> Chain:
     """Return ``chain`` with the layers between ``cuts`` merged; each group must be :func:`_mergeable`.
 
     ``called`` names the groups that begin at a layer; others are called by their first and last layer.
     """
-    layers = []
-    group = _groups(cuts)
+    layers, group, called = list[Layer](), _groups(cuts), called or {}
 
     def maker(tensor: int) -> int:
         return group[tensor - 1] if tensor else -1

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..cost import memory_model
 from ..cost.saved import inner_bytes, saved_bytes
 from ..deadline import NEVER, Deadline
-from ..integers import Ints, ceil_div
+from ..integers import ceil_div
 from ..plan import Allocation, Stage
 from ..problem import Chain, Problem
 
@@ -157,15 +157,12 @@ class Piper:
                             break
         if int(least[0].min()) > most:
             return None
-        return tuple(self._walked(chosen, int(least[0].argmin()), count))
-
-    def _walked(self, chosen: Ints, replicas: int, count: int) -> Iterator[Found]:
-        i = 0
+        found, i, replicas = list[Found](), 0, int(least[0].argmin())
         while i < count:
             j, v, d = map(int, chosen[i, replicas])
-            again = self._again(v, i, j, ceil_div(replicas, d))[1]
-            yield Found(i, j, v, d, again)
+            found.append(Found(i, j, v, d, self._again(v, i, j, ceil_div(replicas, d))[1]))
             i, replicas = j, replicas - d
+        return tuple(found)
 
 
 def piper(problem: Problem) -> Iterator[Allocation]:

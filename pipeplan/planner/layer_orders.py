@@ -94,8 +94,7 @@ def planned_in_best_order(
                 if period is not None and (best_ns is None or period < settings.to_pay(best_ns)):
                     best, best_ns = other, period
     found = plan(best)
-    told = {**found.plan.provenance.options, "layer_order": {"orders": tried}}
-    return replace(found, plan=replace(found.plan, provenance=replace(found.plan.provenance, options=told))), best
+    return replace(found, plan=found.plan.telling(layer_order={"orders": tried})), best
 
 
 def _period_ns(problem: Problem) -> int | None:

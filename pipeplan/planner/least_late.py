@@ -144,7 +144,7 @@ def _delayed(problem: Problem, find: Callable[[Problem], Found], drained: Quickl
     if first is None:
         return second
     one, other = sorted((first, second), key=lambda found: _late(found[0]))
-    if _period(one) > _period(other) * (1 + DEARER):
+    if one[0].evaluation.period_ns > other[0].evaluation.period_ns * (1 + DEARER):
         one, other = other, one
     return _naming(one, other[0])
 
@@ -172,10 +172,6 @@ def _holds_no_more(problem: Problem) -> bool:
     """Whether what fits under 2bw does under ``stash``, in the same time: with no more than two versions of weights."""
     several = problem.replicas and len(problem.platform) > 1
     return not several and not problem.chain.tied and problem.policy.update_interval() >= 2 * len(problem.platform)
-
-
-def _period(found: Found) -> int:
-    return found[0].evaluation.period_ns
 
 
 def _late(planned: Planned) -> float:

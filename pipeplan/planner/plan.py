@@ -19,7 +19,7 @@ from ..deadline import OutOfTime
 from ..errors import BadInput, Infeasible, InvalidPlan
 from ..partition import ALGORITHMS
 from ..partition.contiguous.claims import by_first_use
-from ..plan import Bound, Plan, Provenance, Schedule, ScheduleKind
+from ..plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ..problem import Problem, Weights
 from ..registry import Late
 from ..schedule.kinds import KINDS, kinds_for, too_long
@@ -30,7 +30,9 @@ from .periodic.portfolio import EFFORTS, MOST_PLACES, evenly_shared, places, pro
 
 AUTO = "auto"
 STATED = "stated"
-plan_drained, plan_nf1b = Late("planner.drained.plan:plan_drained"), Late("planner.drained.plan:plan_nf1b")
+Searched = tuple[Incumbent, str | None]  # with why the search ended early, or None
+plan_drained: Callable[..., Searched] = Late("planner.drained.plan:plan_drained")
+plan_nf1b: Callable[..., Searched] = Late("planner.drained.plan:plan_nf1b")
 synced, stated = Late("planner.drained.plan:synced"), Late("planner.periodic.stated:stated")
 claimed = Late("planner.periodic.explain:claimed")
 why_infeasible: Callable[..., str] = Late("planner.periodic.explain:why_infeasible")
@@ -47,6 +49,15 @@ class Planned:
 
     plan: Plan
     evaluation: Evaluation
+
+
+def checked(
+    problem: Problem, stages: Iterable[Stage], bounds: Iterable[Bound], provenance: Provenance, schedule: Schedule
+) -> Planned:
+    """Return the plan of stages without a pattern; InvalidPlan says where it breaks a rule."""
+    given, allocation = (problem.chain, problem.platform, problem.policy), Allocation(tuple(stages))
+    plan = Plan(*given, allocation, None, tuple(bounds), provenance, schedule)
+    return Planned(plan, check(plan))
 
 
 def make_plan(
@@ -76,10 +87,9 @@ def make_plan(
         first = ask(BEFORE[effort], settings=replace(settings, explained=False))
     except Infeasible:
         return ask(effort)
-    plan, period = first.plan, first.evaluation.period_ns
-    told = replace(plan.provenance, options={**plan.provenance.options, "effort": effort})
-    first = replace(first, plan=replace(plan, provenance=told))
-    if told.solver_status == "interrupted" or problem.deadline.passed:
+    plan, period = first.plan.telling(effort=effort), first.evaluation.period_ns
+    first = replace(first, plan=plan)
+    if plan.provenance.solver_status == "interrupted" or problem.deadline.passed:
         return first
     if any(gap(period, bound) <= settings.gap for bound in plan.lower_bounds if bound.allocation == "any"):
         return first
@@ -88,7 +98,7 @@ def make_plan(
     except Infeasible:
         return first
     except KeyboardInterrupt:
-        return replace(first, plan=replace(plan, provenance=replace(told, solver_status="interrupted")))
+        return replace(first, plan=replace(plan, provenance=replace(plan.provenance, solver_status="interrupted")))
     return second if second.evaluation.period_ns < period else first
 
 
@@ -120,24 +130,18 @@ def _planned(
     up_to = (incumbent.bounded_up_to or scheduled.cost) if incumbent.periodic else None
     of_any = any_bound(asked if asked.policy.open else problem, up_to)
     of_class = _class_bounds(incumbent, problem, scheduled, kind)
-    plan = Plan(
-        chain=problem.chain,
-        platform=problem.platform,
-        policy=problem.policy,
-        allocation=allocation,
-        pattern=scheduled.pattern,
-        lower_bounds=(),
-        provenance=Provenance(
-            algorithm,
-            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
-            allocation.claimed_period_ns,
-            solver=None if scheduled.status is None else settings.solver,
-            solver_status=status or scheduled.status,
-            version=__version__,
-            alternatives=() if sooner is None else (sooner,),
-        ),
-        schedule=scheduled.schedule or Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None),
+    provenance = Provenance(
+        algorithm,
+        options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
+        allocation.claimed_period_ns,
+        solver=None if scheduled.status is None else settings.solver,
+        solver_status=status or scheduled.status,
+        version=__version__,
+        alternatives=() if sooner is None else (sooner,),
     )
+    usual = Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None)
+    given = problem.chain, problem.platform, problem.policy
+    plan = Plan(*given, allocation, scheduled.pattern, (), provenance, scheduled.schedule or usual)
     evaluation = check(plan)
     bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
     plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
@@ -155,7 +159,7 @@ def _found(
     kind: ScheduleKind,
     limit: int | None,
     anyhow: bool,
-) -> tuple[Incumbent, str | None]:
+) -> Searched:
     """Search for the best plan under a kind of schedule, or where it drains under ``anyhow`` any that does; return why
     that ended early, or None."""
     row = KINDS[kind]
@@ -164,17 +168,14 @@ def _found(
     if row.drains:
         kinds = kinds_for(problem.policy.weights) if anyhow else ()
         searched = effort if algorithm == AUTO else None
-        found = plan_drained(problem, propose, settings, widen, kind, limit, searched, kinds)
-    elif row.simulated is not None:
-        found = plan_nf1b(problem, propose, settings, widen, kind, limit)
-    else:
-        relaxed = widen and problem.policy.vertical_sync
-        moves = algorithm == AUTO and EFFORTS[effort].rounds > 0
-        again = partial(search, effort=EFFORTS[effort].again) if moves else propose
-        first, again = (synced(one) if relaxed else one for one in (propose, again))
-        found = _plan_pattern(problem, first, again, settings, widen, moves)
-    incumbent, status = found
-    return incumbent, status
+        return plan_drained(problem, propose, settings, widen, kind, limit, searched, kinds)
+    if row.build is not None:
+        return plan_nf1b(problem, propose, settings, widen, kind, limit)
+    moves = algorithm == AUTO and EFFORTS[effort].rounds > 0
+    again = partial(search, effort=EFFORTS[effort].again) if moves else propose
+    if widen and problem.policy.vertical_sync:
+        propose, again = synced(propose), synced(again)
+    return _plan_pattern(problem, propose, again, settings, widen, moves)
 
 
 def _standing(bounds: Iterable[Bound], period: int, notes: list[str]) -> Iterator[Bound]:
@@ -200,7 +201,7 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
     problem = incumbent.problem
     if incumbent.late and algorithm == STATED:
         return "the time limit left no time to schedule the stated stages"
-    if incumbent.problem.chain.variants:
+    if problem.chain.variants:
         return "no plan was found of contiguous stages that fit, whatever tensor degree each has"
     if incumbent.late:
         rest = "; the simplest ones don't" if incumbent.exhausted else ", and left no time for the simplest ones"
@@ -211,18 +212,14 @@ def _reason(incumbent: Incumbent, algorithm: str) -> str:
             if reason is not None:
                 return reason
             limits = incumbent.limits
-            if algorithm == AUTO and limits is not None and (limits.places or not _tells(incumbent)):
+            told = incumbent.rejected is not None or incumbent.broken is None  # of equal pipelines others say nothing
+            if algorithm == AUTO and limits is not None and (limits.places or not told):
                 return why_not_placed(problem, limits.schedule.kind)
-            if incumbent.limits is not None:
-                return why_not_admitted(problem, incumbent.limits.schedule, incumbent.rejected, incumbent.broken)
+            if limits is not None:
+                return why_not_admitted(problem, limits.schedule, incumbent.rejected, incumbent.broken)
             return why_infeasible(problem, incumbent.rejected, incumbent.broken)
     except OutOfTime:
         return "no plan was found that fits; the time limit left no time to say what would help"
-
-
-def _tells(incumbent: Incumbent) -> bool:
-    """Whether what was rejected says why there is no plan: for equal pipelines alone other stages say nothing."""
-    return incumbent.rejected is not None or incumbent.broken is None
 
 
 def _kind(weights: Weights, wanted: ScheduleKind | None, limit: int | None) -> ScheduleKind:
@@ -269,7 +266,7 @@ def _proposer(algorithm: str, options: dict[str, Any], effort: str) -> Propose:
 
 def _plan_pattern(
     problem: Problem, propose: Propose, again: Propose, settings: Settings, widen: bool, moves: bool
-) -> tuple[Incumbent, str | None]:
+) -> Searched:
     """Plan for the shortest period; an open interval is decided by what the best plan of any interval takes.
 
     Where ``again`` makes local ``moves`` it is run with the interval that fills a pipeline over all devices as well, if
@@ -309,7 +306,7 @@ def _ended(status: str | None, incumbent: Incumbent) -> bool:
     return status == "interrupted" or incumbent.expired
 
 
-def _decided(found: Incumbent, widen: bool, ended: bool) -> tuple[Incumbent, str | None]:
+def _decided(found: Incumbent, widen: bool, ended: bool) -> Searched:
     """Return an incumbent with the smallest interval whose best is close to ``found``'s, and what cut that short."""
     intervals, cut = smaller_intervals(found, widen), None
     decided = next(intervals)  # which comes at once; without it there is no plan to go on with

@@ -1,59 +1,31 @@
 """What kinds of schedules can a plan have, and what does each of them mean to planner, validator, reports and runtime?
 
-One table answers, and nothing else asks for a kind by name: a new kind is a row of :data:`KINDS`. Below it, a plan's
-program and simulated run whatever its kind, and what it can be simulated under whether or not it was made for that.
+One table answers, and nothing else asks for a kind by name: a new kind is a row of :data:`KINDS`. Below it, what stages
+can be simulated under whether or not plans are made for that, and a plan's program and simulated run whatever its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any
 
 from ..cost.stage_graph import StageGraph, stage_graph
 from ..deadline import NEVER, Deadline
-from ..errors import BadInput
+from ..errors import BadInput, PipeplanError
 from ..plan import Pattern, Plan, Schedule, ScheduleKind
 from ..problem import WEIGHTS, Weights
 from ..registry import Late
 from .pattern import Group, groups, most_in_flight, starts_of
-from .program import Program, no_pipelines, not_one_each, unroll
-from .registered import Kind, Limit, ProgramSchedule
+from .program import Program, no_pipelines, not_one_each, operations_of, unroll
+from .registered import Kind, Limit
 from .simulate import simulate
 from .timeline import Timeline
 
 MOST_STEPS = 2**22  # of one simulated run: they take 0.8 GB, and up to half a minute
 MOST_SHOWN = 2**20  # of a run of a pattern whose length nobody says
-
-
-def _steady_mini_batches(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
-    batch, limit = schedule.mini_batch, schedule.limit or len(graph.stages)
-    return batch * max(ceil(64 / batch), 8 * limit)
-
-
-def _steady_periods(graph: StageGraph, schedule: Schedule, pattern: Pattern | None) -> int:
-    known = _known(pattern)
-    enough = 16 * most_in_flight(graph, starts_of(known), known.period_ns)
-    return max(64, min(enough, MOST_SHOWN // len(graph.operations)))
-
-
-def _known(pattern: Pattern | None) -> Pattern:
-    if pattern is None:
-        raise BadInput("the plan has no pattern: nothing says when its operations run")
-    return pattern
-
-
-def _drained_run(schedule: Schedule, operations: int) -> tuple[int, str]:
-    count = schedule.mini_batch
-    return count * operations, f"a mini-batch of {count} microbatches"
-
-
-def _shortest_steady_run(schedule: Schedule, operations: int) -> tuple[int, str]:
-    count, limit = schedule.mini_batch, schedule.limit or 1
-    return 4 * limit * (count + 1) * (operations // 2), (
-        f"mini-batches of {count} microbatches, {limit} admitted at once,"
-    )
 
 
 def _mini_batches_to_try(graph: StageGraph) -> tuple[int, ...]:
@@ -74,14 +46,7 @@ def vee(devices: int, chunks: int) -> list[int]:
 
 _DRAINING = tuple(weights for weights, rules in WEIGHTS.items() if rules.drains)
 _DRAINS = "the schedule drains every mini-batch, which is for weights flush; the policy is {weights}"
-_drained = partial(
-    Kind,
-    weights=_DRAINING,
-    refusal=_DRAINS,
-    shown=lambda graph, schedule, pattern: schedule.mini_batch,
-    judged=_drained_run,
-    drains=True,
-)
+_drained = partial(Kind, _DRAINING, refusal=_DRAINS, drains=True)
 _SPLIT = ("weight_keeps",)
 
 
@@ -97,8 +62,7 @@ unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
 def _ordered(program: Callable[..., Program], summary: str, source: str, words: str, **more: Any) -> Kind:
     """Return a drained kind whose order is fixed, by what is said of its schedule and in its headline."""
-    simulated = ProgramSchedule(program, summary, source, **more)
-    return _drained(simulated=simulated, headline=lambda schedule: ("order", f"{words}, drained"))
+    return _drained(program, summary, source, headline=lambda schedule: ("order", f"{words}, drained"), **more)
 
 
 def _within(name: ScheduleKind, program: Callable[..., Program], called: str, memory: str) -> Kind:
@@ -117,20 +81,15 @@ def _within(name: ScheduleKind, program: Callable[..., Program], called: str, me
 KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy the first is the default
     "flush": _drained(),
     "nf1b": Kind(
-        weights=("latest",),
+        ("latest",),
+        _own("deciding:nf1b"),
+        "one backward for a mini-batch of several microbatches, newest weights, no flush",
+        "TiMePReSt section 4.2",
         refusal="nf1b takes the newest weights, which is for weights latest; the policy is {weights}",
-        shown=_steady_mini_batches,
-        judged=_shortest_steady_run,
-        simulated=ProgramSchedule(
-            _own("deciding:nf1b"),
-            "one backward for a mini-batch of several microbatches, newest weights, no flush",
-            "TiMePReSt section 4.2",
-            "latest",
-            refuses=lambda graph: not_one_each(graph, "nf1b"),
-            replicas=False,
-            options=("batch", "limit"),
-            steady=Late("schedule.programs.deciding:steady_nf1b"),
-        ),
+        refuses=lambda graph: not_one_each(graph, "nf1b"),
+        replicas=False,
+        options=("batch", "limit"),
+        steady=_own("deciding:steady_nf1b"),
         limit=Limit("mini-batch", "mini-batches", "", _mini_batches_to_try),
         headline=lambda schedule: (
             "nf1b",
@@ -139,12 +98,10 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         ),
     ),
     "message-driven": _drained(
-        simulated=ProgramSchedule(
-            _own("deciding:message_driven"),
-            "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
-            "Myelin section IV, Algorithm 2",
-            options=("limit",),
-        ),
+        _own("deciding:message_driven"),
+        "every GPU runs what arrives first, at most a limit of microbatches at a time, drained",
+        "Myelin section IV, Algorithm 2",
+        options=("limit",),
         limit=Limit("microbatch", "microbatches", " per pipeline", lambda graph: (default_limit(graph),)),
         by_arrival=True,
         headline=lambda schedule: ("order", f"message-driven, microbatches in a pipeline: {schedule.limit} at most"),
@@ -234,11 +191,46 @@ KINDS: dict[ScheduleKind, Kind] = {  # of those that go with a weights policy th
         options=("order",),
     ),
     "pattern": Kind(
-        weights=tuple(weights for weights in WEIGHTS if weights not in _DRAINING),
+        tuple(weights for weights in WEIGHTS if weights not in _DRAINING),
+        summary="the plan's own periodic pattern, any allocation",
+        source="MadPipe section 3",
         refusal="weights {weights} drain the pipeline after every mini-batch; the schedule is an endless pattern",
-        shown=_steady_periods,
     ),
 }
+OTHERS: dict[str, Kind] = {  # that stages can be simulated under, and no plan has
+    "pipedream": Kind(
+        ("stash",),
+        one_f_one_b,
+        "1F1B without flush, NOAM microbatches in flight, one weight version for each; 1F1B-RR with replicas",
+        "PipeDream section 3.2",
+        options=("depth",),
+    ),
+}
+
+
+def schedules() -> dict[str, Kind]:
+    """Return by name every schedule that stages can be simulated under, the pattern that a plan may have first."""
+    own: dict[str, Kind] = {name: kind for name, kind in KINDS.items() if kind.build is not None and not kind.written}
+    return {"pattern": KINDS["pattern"], **OTHERS, **own}
+
+
+def named(name: str) -> Kind:
+    """Return a schedule, or a kind that plans have, by its name."""
+    return next(row for own, row in (*OTHERS.items(), *KINDS.items()) if own == name)
+
+
+def drained_programs(graph: StageGraph, microbatches: int, weight_keeps: Fraction = Fraction(1)) -> Iterator[Program]:
+    """Yield a mini-batch under every schedule that drains and can run these stages, whose passes are the usual ones."""
+    for kind in schedules().values():
+        if kind.build is None or not kind.drains or kind.refuses(graph) is not None:
+            continue
+        options = {"weight_keeps": weight_keeps} if kind.splits else {}
+        try:
+            program = kind.build(graph, microbatches, **options)
+        except PipeplanError:  # which says more than ``refuses``
+            continue
+        if program.operations == operations_of(graph, 1, program.split):
+            yield program
 
 
 def kind_of(plan: Plan) -> Kind:
@@ -256,7 +248,7 @@ def refused(graph: StageGraph, schedule: Schedule) -> str | None:
     kind = KINDS[schedule.kind]
     if kind.written:
         return unfit(graph, schedule.order or (), schedule.mini_batch)
-    return None if kind.simulated is None else kind.simulated.refuses(graph)
+    return kind.refuses(graph)
 
 
 def too_long(operations: int, schedule: Schedule) -> str | None:
@@ -264,10 +256,12 @@ def too_long(operations: int, schedule: Schedule) -> str | None:
 
     ``operations`` are those on the path of a microbatch.
     """
-    judged = KINDS[schedule.kind].judged
-    if judged is None:
-        return None
-    return endless(*judged(schedule, operations))
+    kind, count, limit = KINDS[schedule.kind], schedule.mini_batch, schedule.limit or 1
+    if kind.drains:
+        return endless(count * operations, f"a mini-batch of {count} microbatches")
+    steps = 4 * limit * (count + 1) * (operations // 2)
+    what = f"mini-batches of {count} microbatches, {limit} admitted at once,"
+    return None if kind.steady is None else endless(steps, what)
 
 
 def endless(steps: int, what: str) -> str | None:
@@ -290,11 +284,11 @@ def program_of_kind(graph: StageGraph, schedule: Schedule, pattern: Pattern | No
 
     ``pattern`` is what the kinds that have one unroll.
     """
-    simulated = KINDS[schedule.kind].simulated
-    if simulated is None or simulated.build is None:
+    kind = KINDS[schedule.kind]
+    if kind.build is None:
         return unroll(graph, _known(pattern), microbatches)
     own = {"batch": schedule.mini_batch, "limit": schedule.limit, "order": schedule.order}
-    return simulated.build(graph, microbatches, **{name: own[name] for name in simulated.options if name in own})
+    return kind.build(graph, microbatches, **{name: own[name] for name in kind.options if name in own})
 
 
 def plan_program(plan: Plan, microbatches: int) -> Program:
@@ -322,4 +316,18 @@ def simulated_run(
 
 def shown_microbatches(plan: Plan) -> int:
     """Return how many microbatches a run of ``plan`` needs to show all that matters: see :func:`plan_timeline`."""
-    return kind_of(plan).shown(graph_of(plan), plan.schedule, plan.pattern)
+    kind, schedule = kind_of(plan), plan.schedule
+    if kind.drains:
+        return schedule.mini_batch
+    graph = graph_of(plan)
+    if kind.steady is not None:
+        return schedule.mini_batch * max(ceil(64 / schedule.mini_batch), 8 * (schedule.limit or len(graph.stages)))
+    pattern = _known(plan.pattern)
+    enough = 16 * most_in_flight(graph, starts_of(pattern), pattern.period_ns)
+    return max(64, min(enough, MOST_SHOWN // len(graph.operations)))
+
+
+def _known(pattern: Pattern | None) -> Pattern:
+    if pattern is None:
+        raise BadInput("the plan has no pattern: nothing says when its operations run")
+    return pattern

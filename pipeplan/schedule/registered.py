@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..choices import DRAINED
 from ..cost.stage_graph import StageGraph
 from ..integers import ceil_div
-from ..plan import Pattern, Schedule
-from ..problem import WEIGHTS, Weights
+from ..plan import Schedule
+from ..problem import Weights
 from .program import Program
 from .timeline import Timeline
 
@@ -37,34 +36,6 @@ class SteadyRun:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramSchedule:
-    """A registered schedule: ``build(graph, microbatches, **options)`` gives its program, None is the plan's pattern.
-
-    ``weights`` is the weight policy that it runs with; under ``flush`` it drains after every mini-batch. ``homes``
-    places its stages where they cannot be the plan's own; ``refuses(graph)`` says why stages cannot run so.
-    ``replicas``: whether stages may have some.
-    ``steady(graph, microbatches of a mini-batch, limit)`` finds the steady state of what plans can be judged by.
-    ``searches``: its program takes a search of many simulated runs.
-    """
-
-    build: Callable[..., Program] | None
-    summary: str
-    source: str
-    weights: Weights | None = DRAINED
-    homes: Homes | None = None
-    refuses: Callable[[StageGraph], str | None] = lambda graph: None
-    replicas: bool = True
-    options: tuple[str, ...] = ()
-    steady: Callable[..., SteadyRun] | None = None
-    searches: bool = False
-
-    @property
-    def drains(self) -> bool:
-        """Whether it empties the pipeline after every mini-batch, whatever a plan says."""
-        return self.weights is not None and WEIGHTS[self.weights].drains
-
-
-@dataclass(frozen=True, slots=True)
 class Limit:
     """What a schedule's ``limit`` counts: ``nouns``, in each ``where``. ``usual(graph)`` are limits to try, from low to
     high.
@@ -80,48 +51,54 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of schedule, as plans have it.
+    """A schedule that stages can be simulated under, and that plans can have if it is a row of :data:`.kinds.KINDS`.
 
-    ``weights`` are the policies that it goes with, ``refusal`` says why no others do. ``shown(graph, schedule,
-    pattern)`` is how many microbatches show all that matters. ``judged(schedule, operations)`` gives the steps of the
-    shortest run that a plan can be judged by, with ``operations`` on the path of a microbatch, and what it runs; None
-    where nothing is simulated. ``drains``: empties the pipeline after every mini-batch.
+    ``weights`` are the policies that it goes with, ``refusal`` says why no others do. ``drains``: empties the pipeline
+    after every mini-batch. ``headline(schedule)`` is what reports say of it: a name and a sentence.
 
-    Without ``simulated`` a plan has a pattern. Otherwise it has none, and is judged by its simulated run under this
-    schedule, which admits no more than ``limit`` at once: one mini-batch if it drains, else its steady state. With
-    ``by_arrival`` the GPUs of a real run decide anew what comes next.
-    ``headline(schedule)`` is what reports say of it: a name and a sentence.
+    Without ``build(graph, microbatches, **options)``, which gives its program, a plan has a pattern. Otherwise it has
+    none, and is judged by its simulated run, which admits no more than ``limit`` at once: one mini-batch if it drains,
+    else its steady state, which ``steady(graph, microbatches of a mini-batch, limit)`` finds. ``homes`` places its
+    stages where they cannot be the plan's own; ``refuses(graph)`` says why stages cannot run so. ``replicas``: whether
+    stages may have some. ``searches``: its program takes a search of many simulated runs. With ``by_arrival`` the GPUs
+    of a real run decide anew what comes next.
     """
 
     weights: tuple[Weights, ...]
-    refusal: str
-    shown: Callable[[StageGraph, Schedule, Pattern | None], int]
-    judged: Callable[[Schedule, int], tuple[int, str]] | None = None
+    build: Callable[..., Program] | None = None
+    summary: str = ""
+    source: str = ""
+    refusal: str = ""
     drains: bool = False
-    simulated: ProgramSchedule | None = None
+    homes: Homes | None = None
+    refuses: Callable[[StageGraph], str | None] = lambda graph: None
+    replicas: bool = True
+    options: tuple[str, ...] = ()
+    steady: Callable[..., SteadyRun] | None = None
+    searches: bool = False
     limit: Limit | None = None
     by_arrival: bool = False
     headline: Callable[[Schedule], tuple[str, str]] | None = None
 
     @property
+    def own_weights(self) -> Weights | None:
+        """The one policy of weights that it runs with; None where plans choose."""
+        return self.weights[0] if len(self.weights) == 1 else None
+
+    @property
     def splits(self) -> bool:
         """Whether the gradients of weights come apart from those of inputs, later."""
-        return self.simulated is not None and "weight_keeps" in self.simulated.options
+        return "weight_keeps" in self.options
 
     @property
     def written(self) -> bool:
         """Whether the order of passes is written in a plan's schedule."""
-        return self.simulated is not None and "order" in self.simulated.options
-
-    @property
-    def steady(self) -> Callable[..., SteadyRun] | None:
-        """What finds the steady state of a simulated schedule that doesn't drain, like ``steady_nf1b``."""
-        return None if self.simulated is None else self.simulated.steady
+        return "order" in self.options
 
     @property
     def joins(self) -> bool:
         """Whether one backward covers all microbatches of a mini-batch."""
-        return self.simulated is not None and "batch" in self.simulated.options
+        return "batch" in self.options
 
     @property
     def in_mini_batches(self) -> bool:

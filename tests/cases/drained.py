@@ -17,11 +17,9 @@ from pipeplan.deadline import NEVER
 from pipeplan.errors import Infeasible, PipeplanError
 from pipeplan.plan import Schedule, ScheduleKind, Stage
 from pipeplan.planner.drained.run import drained_run
-from pipeplan.planner.drained.search import searches
 from pipeplan.planner.plan import make_plan
 from pipeplan.problem import Checkpointing, LayerTimes, Policy, Problem
-from pipeplan.schedule.kinds import kinds_for, refused
-from pipeplan.schedule.runnable import drained_programs
+from pipeplan.schedule.kinds import KINDS, drained_programs, kinds_for, refused
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.problem import NoRoom
 from pipeplan.schedule.synthesis.recomputing import recomputed_early
@@ -69,7 +67,7 @@ def open_and_named(problem: Problem) -> dict[str, int | None]:
     """Return how long the open question's plan takes, under ``{}``, and that of each named algorithm and schedule that
     has one."""
     named: list[dict[str, Any]] = [{"algorithm": name} for name in ("contiguous", "pipedream", "data-parallel")]
-    named += [{"schedule": kind} for kind in kinds_for("flush") if not searches(kind)]
+    named += [{"schedule": kind} for kind in kinds_for("flush") if not KINDS[kind].searches]
     found = {}
     for options in ({}, *named):
         with suppress(Infeasible):

@@ -26,7 +26,7 @@ from pipeplan.schedule.kinds import KINDS, plan_program
 
 BATCH, COUNT, STEPS, LR, CLIP, SCALE = 4, 4, 4, 0.01, 0.05, 2.0**10
 PERIODIC = ("2bw-uniform", "stash")  # patterns that never drain
-DRAINED = tuple(name for name, row in KINDS.items() if row.drains and row.simulated is not None and not row.written)
+DRAINED = tuple(name for name, row in KINDS.items() if row.drains and row.build is not None and not row.written)
 SCHEDULES = (*PERIODIC, "flush", "message-driven", *(x for x in DRAINED if x not in ("flush", "message-driven")))
 FEATURES = ("recompute", "replicas", "zero", "tied", "clip", "fp16", "bf16", "autocast", "loader", "resume")
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -171,7 +171,7 @@ def planned(case: Case, ranks: int = 2) -> Plan:
         plan = plan_of(chain, two, accumulate=COUNT)
     else:
         row = KINDS[case.schedule]
-        homes = row.simulated.homes(ranks, 2) if row.simulated.homes else range(ranks)
+        homes = row.homes(ranks, 2) if row.homes else range(ranks)
         base = Plan(
             chain, Platform.flat(ranks * copies, 10**12), Policy("flush", COUNT),
             Allocation((Stage(0, end, (0,)),)), None, (), Provenance("by hand"), Schedule(),

@@ -16,7 +16,7 @@ from pipeplan.planner.simulated.other_schedules import balanced_stages, drains, 
 from pipeplan.planner.simulated.simulation import simulate_plan
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.runnable import schedules
+from pipeplan.schedule.kinds import schedules
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import activation_steps, in_flight, lane_use
 

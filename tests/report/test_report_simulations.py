@@ -21,10 +21,10 @@ from pipeplan.planner.simulated.simulation import (
     under_jitter,
 )
 from pipeplan.report.gantt import draw, panels, plan_window, timeline_rows
+from pipeplan.schedule.kinds import schedules
 from pipeplan.schedule.programs.deciding import message_driven
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
 from pipeplan.schedule.programs.vees import zbv
-from pipeplan.schedule.runnable import schedules
 from pipeplan.schedule.simulate import simulate
 from pipeplan.status import Status
 

@@ -18,8 +18,8 @@ from pipeplan.problem import Platform, Policy
 from pipeplan.report.traces import ChromeTrace, measured_trace, microseconds, simulated_trace
 from pipeplan.runtime.measure.report import make_report
 from pipeplan.runtime.measure.times import OpTime
+from pipeplan.schedule.kinds import schedules
 from pipeplan.schedule.programs.one_f_one_b import one_f_one_b
-from pipeplan.schedule.runnable import schedules
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.timeline import lane_use
 

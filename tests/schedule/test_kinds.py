@@ -25,7 +25,7 @@ from pipeplan.runtime.lowering.lowered_run import lower_run
 from pipeplan.schedule.deadlock import plan_deadlock
 from pipeplan.schedule.kinds import KINDS, kinds_for, plan_timeline, too_long
 from pipeplan.schedule.programs.one_f_one_b import gpipe
-from pipeplan.schedule.registered import Kind, Limit, ProgramSchedule
+from pipeplan.schedule.registered import Kind, Limit
 from pipeplan.schedule.timeline import flush_makespan_ns
 
 FLUSHED = [
@@ -35,10 +35,11 @@ FLUSHED = [
 TOY = Kind(
     weights=("flush",),
     refusal="the toy drains its toys; the policy is {weights}",
-    shown=lambda graph, schedule, pattern: schedule.microbatches,
-    judged=lambda schedule, operations: (schedule.microbatches * operations, "a box of toys"),
+    build=lambda graph, count, limit: gpipe(graph, count),
+    summary="toys",
+    source="the attic",
     drains=True,
-    simulated=ProgramSchedule(lambda graph, count, limit: gpipe(graph, count), "toys", "the attic", options=("limit",)),
+    options=("limit",),
     limit=Limit("toy", "toys", " per child", lambda graph: (3,)),
     headline=lambda schedule: ("toys", f"{schedule.microbatches} of them"),
 )
@@ -64,7 +65,7 @@ def test_a_kind_that_is_one_row_is_planned_and_judged(toy):
     )
     assert violations(replace(toy, schedule=Schedule("toy", 10**6, 3)))[0].startswith("the schedule drains mini-b")
     much = replace(toy, policy=replace(toy.policy, accumulate=10**7), schedule=Schedule("toy", 10**7, 3))
-    assert violations(much)[0].startswith("schedule: a box of toys would take")
+    assert violations(much)[0].startswith("schedule: a mini-batch of 10000000 microbatches would take")
     assert carried(toy, toy.chain).period_ns == evaluate(toy).period_ns
 
 
@@ -114,18 +115,17 @@ def test_weights_go_with_kinds_and_the_first_is_the_default(weights, kinds):
 
 def test_what_is_simulated_says_how():
     for kind in KINDS.values():
-        assert kind.simulated is not None or kind.limit is None
+        assert kind.build is not None or kind.limit is None
         assert kind.limit is not None or not (kind.by_arrival or kind.joins)
-        assert kind.simulated is None or kind.drains != (kind.steady is not None)
-        assert (kind.judged is not None) == kind.in_mini_batches
+        assert kind.build is None or kind.drains != (kind.steady is not None)
+        assert kind.joins == (kind.steady is not None)
 
 
 def test_a_plan_is_judged_up_to_a_number_of_steps(monkeypatch):
     schedule = Schedule("message-driven", 16, 2)
-    steps, what = KINDS["message-driven"].judged(schedule, 10)
-    monkeypatch.setattr("pipeplan.schedule.kinds.MOST_STEPS", steps)
+    monkeypatch.setattr("pipeplan.schedule.kinds.MOST_STEPS", 160)
     assert too_long(10, schedule) is None
-    assert too_long(11, schedule).startswith(what)
+    assert too_long(11, schedule).startswith("a mini-batch of 16 microbatches would take 176 steps")
 
 
 def test_nothing_asks_for_a_kind_by_its_name():

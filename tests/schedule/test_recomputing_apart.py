@@ -13,7 +13,7 @@ from oracles.orders import best
 from pipeplan.deadline import NEVER
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
-from pipeplan.schedule.runnable import drained_programs
+from pipeplan.schedule.kinds import drained_programs
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.problem import NoRoom, order_problem

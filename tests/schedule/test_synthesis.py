@@ -14,8 +14,8 @@ from oracles.orders import best, value
 from pipeplan.deadline import NEVER, Deadline
 from pipeplan.errors import BadInput
 from pipeplan.schedule.deadlock import program_deadlock
+from pipeplan.schedule.kinds import drained_programs
 from pipeplan.schedule.periodic.ilp import SolverLimits
-from pipeplan.schedule.runnable import drained_programs
 from pipeplan.schedule.simulate import simulate
 from pipeplan.schedule.synthesis import synthesize as searching
 from pipeplan.schedule.synthesis.bounds import floor, raised

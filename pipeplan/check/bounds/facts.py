@@ -82,7 +82,7 @@ class Facts:
                 if layer > tensor:  # behind views, so that a run may receive it before
                     self.kept[layer] = found.facts.private[layer]
         kinds = kinds_for(policy.weights)
-        self.periodic = all(KINDS[kind].simulated is None and not KINDS[kind].drains for kind in kinds)
+        self.periodic = all(KINDS[kind].build is None and not KINDS[kind].drains for kind in kinds)
 
     @cached_property
     def recomputes(self) -> bool:

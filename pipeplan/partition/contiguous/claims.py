@@ -34,7 +34,7 @@ from ...plan import Allocation, Stage
 from ...problem import Device, Level, Platform, Problem
 from ..cuts import legal_cuts
 from ..devices.orders import FEW, Order
-from ..tables.stages import SPREAD, SearchTables, most_cuts, quickest_replicas
+from ..tables.stages import SPREAD, SearchTables, most_cuts
 from .decision import decide
 
 Search = Callable[[Problem], Allocation | None]
@@ -349,7 +349,7 @@ def plain_delays(tables: SearchTables) -> Ints:
     best, policy, cuts = tables.best_device, tables.problem.policy, tables.cuts
     chain = relaxations.extreme(tables.problem.chain, min).timed(best.times)
     end = np.int64(len(chain))
-    replicas = quickest_replicas(tables.problem)
+    replicas = tables.problem.most_replicas if policy.zero else 1  # with which a microbatch pays least for steps
     bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)
     return bare
 

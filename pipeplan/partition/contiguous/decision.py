@@ -236,9 +236,8 @@ class _Sweep:
             take, stop, replicas = self.takes[step.take], int(self.cut[column]), int(self.sizes[size])
             in_flight = int(ceil_div(self.least[i, state, level, size], replicas * self.period))
             options, (tensor, again, offloaded) = self.tables.classes[take.floor].options, self.states.named(step.take)
-            checkpoint = options.checkpoint(i, stop, in_flight, replicas)
-            cores = options.cores(i, stop, in_flight, replicas) if again else ()
-            ranges.append((int(cuts[i]), int(cuts[stop]), checkpoint, (tensor, cores, offloaded)))
+            checkpoint, cores = options.recomputed(i, stop, in_flight, replicas)
+            ranges.append((int(cuts[i]), int(cuts[stop]), checkpoint, (tensor, cores if again else (), offloaded)))
             if stop < last:
                 row = self._row(state)
                 entering, span = int(self.delay[step.take, row, column]), int(take.spans[row, step.found])

@@ -281,13 +281,9 @@ class DeviceStates:
         for step in steps:
             eligible = self.kinds.eligible[self.takes[step.take].floor]
             group = (d for d in self.order[step.leaves : step.found] if self.kinds.of[d] in eligible)
-            found.append(in_their_order(self.kinds.platform, group))
+            one_unit = len(self.kinds.platform.levels) == 1  # else the chain's order keeps units together
+            found.append(tuple(sorted(group) if one_unit else group))
         return found
-
-
-def in_their_order(platform: Platform, group: Iterable[int]) -> tuple[int, ...]:
-    """Return a stage's devices in the chain's order, which keeps units together; sorted where there is one unit."""
-    return tuple(sorted(group)) if len(platform.levels) == 1 else tuple(group)
 
 
 def places(sizes: Ints) -> Ints:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -81,23 +81,11 @@ class MadPipeTables:
     def select(self, starts: list[int]) -> MadPipeTables:
         """Return the same tables with cuts at the layers ``starts`` and at the end alone."""
         index = [*(self.cuts.index(start) for start in starts), len(self.cuts) - 1]
-
-        def pairs(table: list[list[int]]) -> list[list[int]]:
-            return [[table[i][j] for j in index] for i in index]
-
-        return replace(
-            self,
-            cuts=[self.cuts[i] for i in index],
-            work=pairs(self.work),
-            limit=pairs(self.limit),
-            fixed=pairs(self.fixed),
-            version=pairs(self.version),
-            saved=pairs(self.saved),
-            holds=pairs(self.holds),
-            round_trip=[self.round_trip[i] for i in index],
-            buffers=[self.buffers[i] for i in index],
-            least_saved=[self.least_saved[i] for i in index],
-        )
+        pairs = {x: getattr(self, x) for x in ("work", "limit", "fixed", "version", "saved", "holds")}
+        singly = {x: getattr(self, x) for x in ("cuts", "round_trip", "buffers", "least_saved")}
+        found: dict[str, Any] = {x: [[table[i][j] for j in index] for i in index] for x, table in pairs.items()}
+        found |= {x: [row[i] for i in index] for x, row in singly.items()}
+        return replace(self, **found)
 
     def costs(self, i: int, j: int, lent: int = 0) -> StageCosts:
         """Return what the layers between two cuts cost as a stage on a device that has the weights ``lent`` (bits)."""

@@ -182,20 +182,15 @@ def _flat(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     low = 1
     while low < high:
         middle = (low + high) // 2
-        limits = _limits(problem, middle, largest)
         ends = _nothing(problem)
-        for devices in range(1, len(problem.platform) + 1):
-            problem.deadline.check()
-            _extend(limits, ends, ends, devices)
+        _extend(problem, _limits(problem, middle, largest), ends, ends)
         low, high = (low, middle) if ends[:, :, count].any() else (middle + 1, high)
 
     limits = _limits(problem, high, largest)
     by_stages = [_nothing(problem)]  # what one, two, ... stages cover
     while not by_stages[-1][:, :, count].any():
         by_stages.append(np.zeros_like(by_stages[0]))
-        for devices in range(1, len(problem.platform) + 1):
-            problem.deadline.check()
-            _extend(limits, by_stages[-2], by_stages[-1], devices)
+        _extend(problem, limits, *by_stages[-2:])
     return high, _partition(problem, limits, by_stages)
 
 
@@ -260,17 +255,19 @@ def _starts(limits: _Limits, covered: Bools, end: int) -> Bools:
     return starts
 
 
-def _extend(limits: _Limits, covered: Bools, ends: Bools, end: int) -> None:
-    """Add to ``ends[end]`` what one more stage, whose last device is end - 1, covers beyond ``covered``."""
-    sizes = limits.sizes(end)
-    starts = _starts(limits, covered, end).any(axis=1)
-    stops = np.array([limits.furthest(end - m, m) for m in sizes])
-    index = np.arange(starts.shape[1])
-    last = np.maximum.accumulate(np.where(starts, index, -1), axis=1)[:, :-1]  # the last start before each stop
-    fits = (last >= 0) & (np.take_along_axis(stops, np.maximum(last, 0), axis=1) >= index[1:])
-    spans = limits.spans[end - np.array(sizes), end]
-    for v in np.unique(spans):
-        ends[end, v, 1:] |= fits[spans == v].any(axis=0)
+def _extend(problem: Problem, limits: _Limits, covered: Bools, ends: Bools) -> None:
+    """Add to ``ends`` what one more stage covers beyond ``covered``, which may be the same."""
+    for end in range(1, len(problem.platform) + 1):  # behind its last device
+        problem.deadline.check()
+        sizes = limits.sizes(end)
+        starts = _starts(limits, covered, end).any(axis=1)
+        stops = np.array([limits.furthest(end - m, m) for m in sizes])
+        index = np.arange(starts.shape[1])
+        last = np.maximum.accumulate(np.where(starts, index, -1), axis=1)[:, :-1]  # the last start before each stop
+        fits = (last >= 0) & (np.take_along_axis(stops, np.maximum(last, 0), axis=1) >= index[1:])
+        spans = limits.spans[end - np.array(sizes), end]
+        for v in np.unique(spans):
+            ends[end, v, 1:] |= fits[spans == v].any(axis=0)
 
 
 def _partition(problem: Problem, limits: _Limits, by_stages: list[Bools]) -> list[StageRange]:

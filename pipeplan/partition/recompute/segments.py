@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -249,8 +249,7 @@ class _SegmentFinder:
     """
 
     def __init__(self, problem: Problem, labels_of: Callable[[int], AnyLabels]) -> None:
-        self._problem, self._labels_of = problem, labels_of
-        self._known: dict[int, AnyLabels] = {}
+        self._problem, self._labels_from = problem, cache(labels_of)
         self._found: dict[tuple[int, ...], tuple[Ranges, Ranges]] = {}
 
     def find(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> tuple[Ranges, Ranges]:
@@ -270,9 +269,7 @@ class _SegmentFinder:
 
     def _quickest(self, start: int, stop: int, in_flight: int, replicas: int, memory: int) -> tuple[AnyLabels, Ints]:
         """Return the labels from a stage's first layer, and which of them fit, the cheapest first."""
-        if start not in self._known:
-            self._known[start] = self._labels_of(start)
-        labels = self._known[start]
+        labels = self._labels_from(start)
         at = np.flatnonzero(labels.position == stop)
         at = at[_limits(self._problem, labels, at, memory, replicas) >= in_flight]
         return labels, at[np.lexsort((labels.peak[at], labels.kept[at], labels.cost[at]))]
@@ -293,7 +290,7 @@ class SegmentOptions:
     forward: Ints
     backward: tuple[Ints, ...]
     recompute: tuple[Ints, ...]
-    options: tuple[tuple[Ints, Ints], ...]  # what ``relaxed`` returns
+    relaxed: tuple[tuple[Ints, Ints], ...]  # for some ranges of counts the lowest's time, and the highest as the limit
     finder: _SegmentFinder
 
     @property
@@ -306,8 +303,8 @@ class SegmentOptions:
         both = np.ix_(index, index)
         backward, recompute = (tuple(table[both] for table in tables) for tables in (self.backward, self.recompute))
         cuts, forward = self.cuts[index], self.forward[both]
-        options = tuple((time[both], limit[both]) for time, limit in self.options)
-        return SegmentOptions(cuts, self.device, forward, backward, recompute, options, self.finder)
+        relaxed = tuple((time[both], limit[both]) for time, limit in self.relaxed)
+        return SegmentOptions(cuts, self.device, forward, backward, recompute, relaxed, self.finder)
 
     def work(self, start: int, stops: Ints, replicas: Ints) -> Work:
         """Return the least time of stages as a function of what they hold (see ``StageOptions``)."""
@@ -324,25 +321,15 @@ class SegmentOptions:
         speed = self.device.speed
         return lambda in_flight: _time(forward, backward, table[place + np.minimum(in_flight, most)], speed)
 
-    def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
-        """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica."""
-        return self._found(start, stop, in_flight, replicas)[0]
-
-    def cores(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
-        """Return the runs whose cores run again then."""
-        return self._found(start, stop, in_flight, replicas)[1]
-
-    def _found(self, start: int, stop: int, in_flight: int, replicas: int) -> tuple[Ranges, Ranges]:
+    def recomputed(self, start: int, stop: int, in_flight: int, replicas: int) -> tuple[Ranges, Ranges]:
+        """Return the segments of least recomputation while ``in_flight`` microbatches are held by each replica, and the
+        runs whose cores run again then."""
         first, last = int(self.cuts[start]), int(self.cuts[stop])
         return self.finder.find(first, last, in_flight, replicas, self.device.memory_bytes)
 
     def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
         """Return the segments that a stage may recompute, those of least recomputation first."""
         return self.finder.ways(int(self.cuts[start]), int(self.cuts[stop]), replicas, self.device.memory_bytes)
-
-    def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
-        """Return for some ranges of in-flight counts the time that the lowest takes, and the highest as the limit."""
-        return self.options
 
 
 def _time(forward: Ints, backward: Ints, recompute: Ints, speed: Fraction) -> Ints:

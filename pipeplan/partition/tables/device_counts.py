@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...integers import NEVER, Ints, ceil_div
 from ...problem import Problem
-from .stages import SearchTables, closed, largest_synced_gradients, longest_delay
+from .stages import SearchTables, carried, largest_synced_gradients, longest_delay
 
 TOO_MANY = 10**6  # devices; stands for "cannot be placed"
 
@@ -38,9 +38,9 @@ def device_counts(tables: SearchTables, period: int, least_delay: Ints) -> Count
     at its end, ``least_delay[j]`` at cut j. O(n^2) for n cuts.
     """
     problem, size = tables.problem, len(tables.cuts)
-    enter = least_delay + closed(tables, 0, period)
+    enter = least_delay + carried(problem, tables.round_trips[0], 0, period)
     needs = [
-        np.minimum(TOO_MANY, width * stage_needs(own.problem, own.best.relaxed(), own.gradients, enter, period))
+        np.minimum(TOO_MANY, width * stage_needs(own.problem, own.best.relaxed, own.gradients, enter, period))
         for own, width in ((own, own.problem.chain.tensor if tables.uniform else 1) for own in tables.variants)
     ]
     need = np.minimum.reduce(needs)
@@ -62,7 +62,7 @@ def stage_needs(
 ) -> npt.NDArray[np.int32]:
     """Return how many devices each stage needs at least, TOO_MANY where none are enough.
 
-    By its options (:meth:`.options.StageOptions.relaxed`), the gradient bytes that its replicas exchange, and the least
+    By its options (:attr:`.stages.StageOptions.relaxed`), the gradient bytes that its replicas exchange, and the least
     delay that it sees behind it, ``enter`` by last cut.
     """
     most = len(problem.platform) if problem.replicas else 1

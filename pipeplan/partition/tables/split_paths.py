@@ -6,13 +6,15 @@ stands what is paid at each cut between the two, if that is anything. O(p n^2) f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from ...integers import NEVER, Ints, ceil_div, smallest
 
+Flags = npt.NDArray[np.bool_]
 SLACK = (0, 1, 2, 4, 8, 16, 32, 64, 96)  # 256ths by which the longest stage may exceed the shortest possible
 _PRECISION = 4096  # a bound is found to this part
 _PAIRS = 16  # cuts up to which any two move together
@@ -30,16 +32,8 @@ def least_longest(tables: Sequence[Ints], between: Sequence[Ints] = ()) -> int |
 
 def shortest_split(tables: Sequence[Ints], between: Sequence[Ints]) -> tuple[int, ...] | None:
     """Return the cuts (indices) of the split whose stages and what is ``between`` them cost least together."""
-    best = _at_the_first_cut(len(tables[0]))
-    chosen = []
-    for s, table in enumerate(tables):
-        through = table + best[:, None]
-        pick = through.argmin(axis=0)
-        chosen.append(pick)
-        best = np.minimum(through[pick, np.arange(len(best))], NEVER)
-        if s < len(between):
-            best = np.minimum(best + between[s], NEVER)
-    return None if best[-1] >= NEVER else walked(chosen)
+    cost, chosen = _shortest(tables, between, lambda s, path: True)
+    return None if cost >= NEVER else walked(chosen)
 
 
 def short_splits(
@@ -78,17 +72,8 @@ def soonest_split(
     """
 
     def within(total: int) -> tuple[int, ...] | None:
-        path = _at_the_first_cut(len(tables[0]))
-        chosen = []
-        for s, table in enumerate(tables):
-            allowed = (ends[s] + path[:, None] <= total) & (alone[s] <= total)
-            through = np.where(allowed, table + path[:, None], NEVER)
-            pick = through.argmin(axis=0)
-            chosen.append(pick)
-            path = through[pick, np.arange(len(path))]
-            if s < len(between):
-                path = np.minimum(path + between[s], NEVER)
-        return None if path[-1] >= NEVER or rounds * int(path[-1]) > total else walked(chosen)
+        found = _shortest(tables, between, lambda s, path: (ends[s] + path[:, None] <= total) & (alone[s] <= total))
+        return None if found[0] >= NEVER or rounds * found[0] > total else walked(found[1])
 
     if most < low or within(most) is None:
         return None
@@ -152,6 +137,21 @@ def walked(chosen: Sequence[Ints]) -> tuple[int, ...]:
     for pick in reversed(chosen):
         split.append(int(pick[split[-1]]))
     return tuple(reversed(split))
+
+
+def _shortest(
+    tables: Sequence[Ints], between: Sequence[Ints], allowed: Callable[[int, Ints], Flags | bool]
+) -> tuple[int, list[Ints]]:
+    """Return the least cost of all stages and what is ``between`` them, and before each what is chosen for that, of the
+    stages ``allowed``, by number, behind the ways to every cut."""
+    path, chosen = _at_the_first_cut(len(tables[0])), []
+    for s, table in enumerate(tables):
+        through = np.where(allowed(s, path), table + path[:, None], NEVER)
+        chosen.append(through.argmin(axis=0))
+        path = np.minimum(through[chosen[-1], np.arange(len(path))], NEVER)
+        if s < len(between):
+            path = np.minimum(path + between[s], NEVER)
+    return int(path[-1]), chosen
 
 
 def _at_the_first_cut(size: int) -> Ints:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import isqrt
 from typing import Protocol
 
@@ -44,20 +44,18 @@ class StageOptions(Protocol):
         """Return a function from in-flight counts to the least times of the stages from cut ``start`` to ``stops``,
         NEVER where they don't fit; ``replicas`` and the counts have the shape of ``stops`` last."""
 
-    def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
+    def recomputed(self, start: int, stop: int, in_flight: int, replicas: int) -> tuple[Ranges, Ranges]:
         """Return the recomputed segments with which a stage is quickest while each of its replicas holds ``in_flight``
-        microbatches."""
-
-    def cores(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
-        """Return the runs of layers whose cores run again then, where layers may do so."""
+        microbatches, and the runs of layers whose cores run again then, where layers may do so."""
 
     def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
         """Return the ways to recompute a stage that can hold one microbatch, the quickest first, each of which keeps
         less of it than those before."""
 
+    @property
     def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
-        """Return pairs (times, in-flight limits) of tables over pairs of cuts as lower bounds: no stage is quicker, on
-        any number of replicas, than the quickest pair whose limit allows what it holds."""
+        """Pairs (times, in-flight limits) of tables over pairs of cuts as lower bounds: no stage is quicker, on any
+        number of replicas, than the quickest pair whose limit allows what it holds."""
 
 
 @dataclass(frozen=True)
@@ -102,30 +100,26 @@ class FewOptions:
 
         return least
 
-    def checkpoint(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
-        """Return what the quickest option that can hold ``in_flight`` microbatches recomputes: nothing or all."""
-        limits = (tables[min(replicas, len(tables)) - 1] for tables in self.limits)
-        option = next(o for o, limit in enumerate(limits) if in_flight <= limit[start, stop])
-        return self._recomputed(option, start, stop)
-
-    def cores(self, start: int, stop: int, in_flight: int, replicas: int) -> Ranges:
-        """Return all of the stage, of whose layers nothing else is known."""
-        return ((int(self.cuts[start]), int(self.cuts[stop])),)
+    def recomputed(self, start: int, stop: int, in_flight: int, replicas: int) -> tuple[Ranges, Ranges]:
+        """Return what the quickest option that can hold ``in_flight`` microbatches recomputes, nothing or all, and all
+        of the stage, of whose cores nothing else is known."""
+        return self._fitting(start, stop, in_flight, replicas)[0], self._whole(start, stop)
 
     def ways(self, start: int, stop: int, replicas: int) -> Sequence[Ranges]:
         """Return nothing and all, as far as each fits."""
+        return self._fitting(start, stop, 1, replicas)
+
+    def _fitting(self, start: int, stop: int, in_flight: int, replicas: int) -> list[Ranges]:
         limits = (tables[min(replicas, len(tables)) - 1] for tables in self.limits)
-        return [self._recomputed(o, start, stop) for o, limit in enumerate(limits) if limit[start, stop] >= 1]
+        ways = zip(((), self._whole(start, stop)), limits, strict=False)
+        return [way for way, limit in ways if in_flight <= limit[start, stop]]
 
-    def _recomputed(self, option: int, start: int, stop: int) -> Ranges:
-        return ((int(self.cuts[start]), int(self.cuts[stop])),) if option else ()
-
-    def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
-        """Return the options themselves, each with the replicas that take least and with those that hold most."""
-        return self._relaxed
+    def _whole(self, start: int, stop: int) -> Ranges:
+        return ((int(self.cuts[start]), int(self.cuts[stop])),)
 
     @cached_property
-    def _relaxed(self) -> list[tuple[Ints, Ints]]:
+    def relaxed(self) -> Sequence[tuple[Ints, Ints]]:
+        """The options themselves, each with the replicas that take least and with those that hold most."""
         return [
             (np.minimum(times[0], times[-1]), np.maximum.reduce(limits))  # times grow or shrink with the replicas
             for times, limits in zip(self.times, self.limits, strict=True)
@@ -185,11 +179,6 @@ def replica_counts(problem: Problem) -> range:
     else:
         differs = step > 0 if policy.accumulate is not None else step * most > ENDLESS
     return range(1, most + 1) if differs else range(1, 2)
-
-
-def quickest_replicas(problem: Problem) -> int:
-    """Return the number of replicas with which a microbatch pays least for optimizer steps."""
-    return problem.most_replicas if problem.policy.zero else 1
 
 
 def stage_limits(tables: StageTables, memory: int) -> tuple[tuple[Ints, ...], ...]:
@@ -294,13 +283,7 @@ def stage_tables(problem: Problem, some: Ints | None = None) -> SearchTables:
     ]
     best = platform.best_device
 
-    @cache
-    def times_on(pace: Device) -> tuple[tuple[Ints, ...], ...]:
-        return stage_times(stages, pace)
-
-    @cache
-    def limits_of(memory: int) -> tuple[tuple[Ints, ...], ...]:
-        return stage_limits(stages, memory)
+    times_on, limits_of = cache(partial(stage_times, stages)), cache(partial(stage_limits, stages))
 
     def options_of(device: Device) -> StageOptions:
         return FewOptions(cuts, times_on(replace(device, memory_bytes=0)), limits_of(device.memory_bytes))
@@ -376,14 +359,9 @@ def most_cuts(problem: Problem) -> int:
     return isqrt(most // ((2 if problem.checkpointing == "stages" else 1) * tables + 9))
 
 
-def closed(tables: SearchTables, level: int, period: int) -> Ints:
-    """Return the round trips over ``level``, NEVER for those that no links between two groups can carry once per
-    ``period``."""
-    return carried(tables.problem, tables.round_trips[level], level, period)
-
-
 def carried(problem: Problem, round_trips: Ints, level: int, period: int) -> Ints:
-    """Return :func:`closed` for these ``round_trips``."""
+    """Return the ``round_trips`` over ``level``, NEVER for those that no links between two groups can carry once per
+    ``period``."""
     load = round_trips // 2 if problem.platform.both_ways(level) else round_trips
     links = most_in_common(len(problem.platform)) if problem.replicas else 1
     return np.where(load <= min(links * period, NEVER - 1), round_trips, NEVER)

@@ -15,15 +15,13 @@ the number of runs: what an estimate gets wrong it gets wrong in all of them, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...cost.roofline import Constants
 from ...errors import BadInput
-from ...problem import Chain, PassWork
 from .costed import Floats, Passes, Run, critical_passes
 
 PATHS = 3  # times that critical paths are looked for
@@ -131,37 +129,26 @@ class Calibration:
         return round(low, 2), round(high, 2)
 
 
-@dataclass
 class _Group:
-    """Observations of one chain, their counts as rows of matrices, to predict all of them at once."""
+    """Observations of one chain, by their ``rows``; their counts as matrices (runs, L), to predict all of them at
+    once."""
 
-    chain: Chain
-    rows: list[int] = field(default_factory=list)
-    found: list[Passes] = field(default_factory=list)
-
-    @cached_property
-    def counts(self) -> tuple[Floats, Floats, Floats]:
-        """Counts of shape (runs, L) by pass."""
-        return (
-            np.array([x.forward for x in self.found]),
-            np.array([x.backward for x in self.found]),
-            np.array([x.optimizer for x in self.found]),
-        )
-
-    @cached_property
-    def works(self) -> tuple[list[PassWork], list[PassWork], list[PassWork]]:
-        """The layers' work by pass."""
-        known = [x.work for x in self.chain.layers if x.work is not None]
-        return [x.forward for x in known], [x.backward for x in known], [x.optimizer for x in known]
+    def __init__(self, rows: list[int], found: Sequence[Passes]) -> None:
+        self.rows, self.chain = rows, found[0].chain
+        self.rest: Floats = np.array([x.rest_ns for x in found])
+        works = [x.work for x in self.chain.layers if x.work is not None]
+        self.passes = [
+            ([getattr(x, kind) for x in works], np.array([getattr(x, kind) for x in found]))
+            for kind in ("forward", "backward", "optimizer")
+        ]
 
     def predicted_ns(self, constants: Constants) -> Floats:
         """Return the time of each run."""
         ahead = self.chain.edges is not None
-        forward, backward, optimizer = self.works
-        found: Floats = np.array([x.rest_ns for x in self.found])
-        found = found + self.counts[0] @ np.array(constants.passes_ns(forward, False, ahead))
-        found = found + self.counts[1] @ np.array(constants.passes_ns(backward[::-1], True, ahead)[::-1])
-        found += self.counts[2] @ np.array(constants.passes_ns(optimizer, False, False))
+        (forward, forwards), (backward, backwards), (optimizer, steps) = self.passes
+        found: Floats = self.rest + forwards @ np.array(constants.passes_ns(forward, False, ahead))
+        found = found + backwards @ np.array(constants.passes_ns(backward[::-1], True, ahead)[::-1])
+        found += steps @ np.array(constants.passes_ns(optimizer, False, False))
         return found
 
 
@@ -169,17 +156,16 @@ class _Observed:
     """All observations, grouped by chain."""
 
     def __init__(self, found: Sequence[Passes]) -> None:
-        self.groups: dict[int, _Group] = {}
+        rows = dict[int, list[int]]()
         for row, one in enumerate(found):
-            group = self.groups.setdefault(id(one.chain), _Group(one.chain))
-            group.rows.append(row)
-            group.found.append(one)
+            rows.setdefault(id(one.chain), []).append(row)
+        self.groups = [_Group(own, [found[row] for row in own]) for own in rows.values()]
         self.measured: Floats = np.array([x.measured_ns for x in found])
 
     def ratios(self, constants: Constants) -> Floats:
         """Return predicted over measured, of each."""
         predicted = np.zeros(len(self.measured))
-        for group in self.groups.values():
+        for group in self.groups:
             predicted[group.rows] = group.predicted_ns(constants)
         return predicted / self.measured
 

@@ -18,8 +18,8 @@ from ...cost.stage_graph import stage_graph
 from ...errors import BadInput
 from ...plan import Stage
 from ...problem import Chain, Platform, Policy, Problem
-from ...schedule.program import PASSES, Program, Step
-from ...schedule.runnable import schedules
+from ...schedule.kinds import schedules
+from ...schedule.program import PASSES, Step
 from ...schedule.simulate import simulate
 from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns, run_uses
 from ..periodic.stated import replicated, stated
@@ -89,7 +89,7 @@ def costed(chain: Chain, platform: Platform, policy: Policy, asked: Configuratio
     refused = entry.refuses(graph)
     if refused is not None:
         raise BadInput(f"schedule: {refused}")
-    options = {"weight_keeps": asked.weight_keeps} if "weight_keeps" in entry.options else {}
+    options = {"weight_keeps": asked.weight_keeps} if entry.splits else {}
     timeline = simulate(entry.build(graph, microbatches, **options))
     return Costed(allocation.stages, timeline, platform, asked.barrier)
 
@@ -136,59 +136,40 @@ class Passes:
 
 def critical_passes(run: Run, constants: Constants) -> Passes:
     """Return the passes on the critical path of ``run`` as it is predicted with ``constants``."""
-    predicted = run.costed(constants)
-    chain = run.timed(constants)
-    counts = _PathCounts(chain, predicted.stages, predicted.timeline.program)
+    chain, predicted = run.timed(constants), run.costed(constants)
     path = list(_critical_path(predicted.timeline, predicted.barrier))
-    for step in path:
-        counts.add(step)
-    counts.add_steps(path[0])
-    sums = chain.layers
-    known = (
-        counts.forward @ np.array([x.forward_ns for x in sums], dtype=np.float64)
-        + counts.backward @ np.array([x.backward_ns for x in sums], dtype=np.float64)
-        + counts.optimizer @ np.array([x.optimizer_ns for x in sums], dtype=np.float64)
-    )
-    rest = float(predicted.iteration_ns - known)
-    return Passes(run.name, run.chain, counts.forward, counts.backward, counts.optimizer, rest, run.measured_ns)
+    counts = _counts(chain, predicted, path)
+    times = [(x.forward_ns, x.backward_ns, x.optimizer_ns) for x in chain.layers]
+    known = [
+        count @ np.array(own, dtype=np.float64) for count, own in zip(counts, zip(*times, strict=True), strict=True)
+    ]
+    return Passes(run.name, run.chain, *counts, float(predicted.iteration_ns - sum(known)), run.measured_ns)
 
 
-class _PathCounts:
-    """How many passes of each layer stand on a path."""
-
-    def __init__(self, chain: Chain, stages: Sequence[Stage], program: Program) -> None:
-        self.chain, self.stages, self.program = chain, stages, program
-        self.forward, self.backward, self.optimizer = (np.zeros(len(chain)) for _ in range(3))
-        parts = [x.weight_part_ns / x.backward_ns if x.backward_ns else 0.0 for x in chain.layers]
-        self.weight_part = np.array(parts)
-
-    def add(self, step: Step) -> None:
-        """Count one step."""
-        work = self.program.operations[step.position]
+def _counts(chain: Chain, ran: Costed, path: Sequence[Step]) -> tuple[Floats, Floats, Floats]:
+    """Return how many forwards, backwards and optimizer steps of each layer stand on a path, from its end back: steps
+    are those of the device with the last pass."""
+    program, graph = ran.timeline.program, ran.timeline.program.graph
+    forward, backward, optimizer = (np.zeros(len(chain)) for _ in range(3))
+    weights = np.array([x.weight_part_ns / x.backward_ns if x.backward_ns else 0.0 for x in chain.layers])
+    for work in (program.operations[step.position] for step in path):
         if work.kind not in PASSES:
-            return
-        stage = self.stages[work.stage]
+            continue
+        stage = ran.stages[work.stage]
         own = slice(stage.start, stage.stop)
         if work.kind == "F":
-            self.forward[own] += 1
-        elif work.kind == "R":
-            pass
-        elif self.program.split and work.kind == "B":
-            self.backward[own] += 1 - self.weight_part[own]
+            forward[own] += 1
         elif work.kind == "W":
-            self.backward[own] += self.weight_part[own]
-        else:
-            self.backward[own] += 1
-        if work.kind == ("R" if work.stage in self.program.apart else "B"):
+            backward[own] += weights[own]
+        elif work.kind != "R":
+            backward[own] += 1 - weights[own] if program.split and work.kind == "B" else 1
+        if work.kind == ("R" if work.stage in program.apart else "B"):
             for first, last in stage.checkpoint:
-                self.forward[first:last] += 1
-
-    def add_steps(self, last: Step) -> None:
-        """Count the optimizer's steps on the device that makes the ``last`` pass."""
-        graph = self.program.graph
-        for s in graph.stages_on(graph.stages[self.program.operations[last.position].stage].resource):
-            stage = self.stages[s]
-            self.optimizer[stage.start : stage.stop] += 1 / graph.policy.sharers(stage.replicas)
+                forward[first:last] += 1
+    for s in graph.stages_on(graph.stages[program.operations[path[0].position].stage].resource):
+        stage = ran.stages[s]
+        optimizer[stage.start : stage.stop] += 1 / graph.policy.sharers(stage.replicas)
+    return forward, backward, optimizer
 
 
 def _critical_path(timeline: Timeline, barrier: bool) -> Iterable[Step]:

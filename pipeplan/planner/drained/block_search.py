@@ -84,8 +84,7 @@ class BlockSearch:
                     yield Config(self._work_bound(shape), kind, shape)
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterable[int]:
-        simulated = KINDS[kind].simulated
-        if simulated is None or simulated.homes is None:
+        if KINDS[kind].homes is None:
             return (1,)
         most, blocks = (len(self.cuts) - 1) // ranks, sum(unit.block for unit in self.units)
         even = (x for x in range(MOST_CHUNKS + 1, min(most, MOST_EVEN) + 1) if blocks % (ranks * x) == 0)
@@ -243,13 +242,11 @@ class BlockSearch:
         if way not in self._activations:
             self._activations[way] = Activations.of(self.problem, self.cuts, self._rule(way))
         shape = config.shape
-        groups = shape.groups()
-        count = (self.problem.policy.accumulate or 1) // shape.pipelines
-        if config.kind == "1f1b":
-            held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
-            return Pipe(self._tables, self._activations[way], groups, count, held, ahead=True)
-        held = held_at_most(config.kind, shape.ranks, shape.chunks, count)
-        return Pipe(self._tables, self._activations[way], groups, count, held, share=shape.chunks)
+        count, ahead = (self.problem.policy.accumulate or 1) // shape.pipelines, config.kind == "1f1b"
+        held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
+        if not ahead:
+            held = held_at_most(config.kind, shape.ranks, shape.chunks, count)
+        return Pipe(self._tables, self._activations[way], shape.groups(), count, held, shape.chunks, ahead)
 
     def _try_all(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> None:
         for split in splits:
@@ -259,12 +256,7 @@ class BlockSearch:
     def _try_split(self, config: Config, way: Recompute, split: tuple[int, ...]) -> Found | None:
         """Simulate a split; return it if it became the best of its configuration."""
         self.problem.deadline.check()
-        rule, groups = self._rule(way), config.shape.groups()
-        ends = [(self.cuts[i], self.cuts[j]) for i, j in pairwise(split)]
-        stages = tuple(
-            Stage(a, b, group, rule(a, b) if rule else ()) for (a, b), group in zip(ends, groups, strict=True)
-        )
-        known = self.finals.get(config)
+        stages, known = self._stages(config, way, split), self.finals.get(config)
         makespan = self._simulated(config, stages, None if known is None else known.makespan_ns)
         if makespan is None or (known is not None and makespan >= known.makespan_ns):
             return None
@@ -278,6 +270,12 @@ class BlockSearch:
                     f"{config.kind}"
                 )
         return better
+
+    def _stages(self, config: Config, way: Recompute, split: Sequence[int]) -> tuple[Stage, ...]:
+        """Return the stages of a split."""
+        rule, ends = self._rule(way), pairwise(self.cuts[i] for i in split)
+        pairs = zip(ends, config.shape.groups(), strict=True)
+        return tuple(Stage(a, b, group, rule(a, b) if rule else ()) for (a, b), group in pairs)
 
     def _simulated(self, config: Config, stages: tuple[Stage, ...], below_ns: int | None) -> int | None:
         """Return the time of a mini-batch, None where it doesn't fit the memory, or surely isn't over ``below_ns``."""
@@ -313,7 +311,7 @@ class BlockSearch:
         way = list(self._ways(config))[-1]
         pipe = self._pipe(config, way)
         free = pipe.least(fit=False)
-        run = free and any_run(self.problem, pipe.stages(free[1], self._rule(way)), config.kind)
+        run = free and any_run(self.problem, self._stages(config, way, free[1]), config.kind)
         if run is None:
             return
         uses = run.uses
@@ -331,14 +329,12 @@ class BlockSearch:
         if self._lacking is None:
             return f"no split of {len(self.units)} units that {self.name} keeps whole is possible"
         over, needed, where = self._lacking
+        together = ""
+        if self.problem.chain.tied and not self.target.ties:
+            one, other = self.problem.chain.tied[0]
+            together = f"; layers {one} and {other} share weights, which {self.name} has in one stage"
         return (
             f"no plan that {self.name} can express fits: the split that lacks least, {where}, needs "
-            f"{format_bytes(needed)} on a GPU, {format_bytes(over)} more than there is{self._together()}"
+            f"{format_bytes(needed)} on a GPU, {format_bytes(over)} more than there is{together}"
             + ("; it recomputes nothing of models that it traces" if self.target.rules == ("none",) else "")
         )
-
-    def _together(self) -> str:
-        if self.target.ties or not self.problem.chain.tied:
-            return ""
-        one, other = self.problem.chain.tied[0]
-        return f"; layers {one} and {other} share weights, which {self.name} has in one stage"

@@ -36,12 +36,13 @@ from ...schedule.written import order_of_program
 from ..grids.pipelines import Pipelines, held
 from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
+from ..periodic.interval import at_interval
 from ..periodic.limits import ENOUGH, LimitSearch, drained_floor_ns
 from ..periodic.portfolio import on_less_memory
 from ..simulated.other_schedules import schedule_stages
 from ..what_if.best_order import best_order
 from .run import drained_run
-from .search import ALTERNATING, search_stages, searches, until_ended
+from .search import ALTERNATING, search_stages, until_ended
 from .tables import Layout, tables_of_pipelines
 
 PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
@@ -165,20 +166,20 @@ def synced(propose: Propose) -> Propose:
     Partitioners see one stage at a time, but under vertical sync the first one decides how many versions all keep. So
     their split may run only at a long period where others, made for a longer one or with room to spare, fit.
     """
-    return partial(_then_synced, propose)
 
+    def proposed(incumbent: Incumbent) -> None:
+        problem = incumbent.problem
+        propose(incumbent)
+        longest = incumbent.best_ns or longest_period_ns(problem)
+        for period in _longer_periods(any_bound(problem).period_ns, longest, 16):
+            if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
+                return
+            for share in range(16, 8, -2):
+                found = feasible(on_less_memory(problem, share), period)
+                if found is not None:
+                    incumbent.try_(found)
 
-def _then_synced(propose: Propose, incumbent: Incumbent) -> None:
-    problem = incumbent.problem
-    propose(incumbent)
-    longest = incumbent.best_ns or longest_period_ns(problem)
-    for period in _longer_periods(any_bound(problem).period_ns, longest, 16):
-        if incumbent.expired or (incumbent.best_ns is not None and period >= incumbent.best_ns):
-            return
-        for share in range(16, 8, -2):
-            found = feasible(on_less_memory(problem, share), period)
-            if found is not None:
-                incumbent.try_(found)
+    return proposed
 
 
 def plan_drained(
@@ -196,10 +197,9 @@ def plan_drained(
     With an ``effort`` stages are searched for that drain soonest, under any of ``kinds`` (none: ``kind`` alone).
     """
     if problem.policy.accumulate is None:
-        microbatches = MICROBATCHES_PER_DEVICE * len(problem.platform)
-        problem = problem.with_policy(replace(problem.policy, accumulate=microbatches))
+        problem = at_interval(problem, MICROBATCHES_PER_DEVICE * len(problem.platform))
     schedule = Schedule(kind, problem.policy.accumulate, limit)
-    if KINDS[kind].simulated is None:
+    if KINDS[kind].build is None:
         incumbent = Incumbent(problem, settings, partial(_drained, schedule.mini_batch))
     else:
         incumbent = Incumbent(problem, settings, limits=LimitSearch(schedule, problem.platform))
@@ -207,11 +207,17 @@ def plan_drained(
         return incumbent, run_search(propose, incumbent)
     if effort is None or KINDS[kind].limit is not None:
         return incumbent, run_search(widened(propose) if widen else propose, incumbent)
-    searched = [name for name in kinds or (kind,) if KINDS[name].limit is None]
-    searched = [name for name in searched if not kinds or not searches(name)]
+    rows = ((name, KINDS[name]) for name in kinds or (kind,))
+    searched = [name for name, row in rows if row.limit is None and not (kinds and row.searches)]
+
+    def simplest_first(incumbent: Incumbent) -> None:
+        if kind in ALTERNATING:  # heuristics may miss it
+            incumbent.try_all(simplest(problem))
+        propose(incumbent)
+
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
-        status = run_search(_simplest_first(propose) if kind in ALTERNATING else propose, incumbent)
+        status = run_search(simplest_first, incumbent)
     phases: dict[str, Callable[[Incumbent], None]] = {
         "stages that drain soonest": partial(search_stages, kinds=searched, effort=effort)
     }
@@ -225,16 +231,6 @@ def plan_drained(
             settings.status.phase = phase
             status = until_ended(problem, partial(search, incumbent), lambda: incumbent.best is not None)
     return incumbent, status
-
-
-def _simplest_first(propose: Propose) -> Propose:
-    """Let what takes no search be tried before what ``propose`` tries, which are heuristics that may miss it."""
-
-    def proposed(incumbent: Incumbent) -> None:
-        incumbent.try_all(simplest(incumbent.problem))
-        propose(incumbent)
-
-    return proposed
 
 
 def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Propose | None) -> None:
@@ -318,12 +314,11 @@ def _under_others(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:
 
 def _stages_under(problem: Problem, best: Scheduled, kind: ScheduleKind) -> tuple[Stage, ...] | None:
     """Return the stages that a kind of schedule runs on the GPUs of the best; None where it can't."""
-    schedule = best.schedule or Schedule(ALTERNATING[0], problem.policy.accumulate)
-    plan = Plan(
-        problem.chain, problem.platform, problem.policy, best.allocation, best.pattern, (), Provenance(""), schedule
-    )
-    if KINDS[kind].simulated is None:
+    if KINDS[kind].build is None:
         return best.allocation.stages
+    schedule = best.schedule or Schedule(ALTERNATING[0], problem.policy.accumulate)
+    given = problem.chain, problem.platform, problem.policy
+    plan = Plan(*given, best.allocation, best.pattern, (), Provenance(""), schedule)
     with suppress(BadInput):
         stages = schedule_stages(plan, kind)  # what was recomputed whole may be a part of one then
         in_part = any(x.checkpoint not in ((), ((x.start, x.stop),)) for x in stages)
@@ -343,7 +338,7 @@ def _scheduled(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, 
     if limit is None:
         run = drained_run(problem, stages, kind)
         return None if run is None else run.scheduled
-    if searches(kind):
+    if KINDS[kind].searches:
         schedule = replace(schedule, limit=limit.usual(graph)[0])
     limits = LimitSearch(schedule, problem.platform)
     if limits.refuses(graph) is not None:
@@ -369,18 +364,14 @@ def plan_nf1b(
     status = None
     proposals = widened(propose, walks=False) if widen else propose
     for size in sizes:
-        here = problem.with_policy(replace(problem.policy, accumulate=size))
-        incumbent = Incumbent(
-            here, _naming(settings, size), limits=LimitSearch(Schedule(kind, size, limit), here.platform)
-        )
+        limits = LimitSearch(Schedule(kind, size, limit), problem.platform)
+        incumbent = Incumbent(at_interval(problem, size), _naming(settings, size), limits=limits)
         status = run_search(proposals, incumbent, chosen is not None)
         if chosen is None:
-            proposals = _again(incumbent, widen)
-        if incumbent.best_ns is not None and chosen is not None and chosen.best_ns is not None:
-            shorter = incumbent.best_ns < chosen.best_ns - chosen.best_ns // ENOUGH
-        else:
-            shorter = incumbent.best_ns is not None
-        chosen = incumbent if chosen is None or chosen.best is None or shorter else chosen
+            proposals = partial(_again, incumbent, widen)
+        known, found = None if chosen is None else chosen.best_ns, incumbent.best_ns
+        if chosen is None or known is None or (found is not None and found < known - known // ENOUGH):
+            chosen = incumbent
         if status is not None:
             break
     assert chosen is not None
@@ -397,15 +388,11 @@ def _naming(settings: Settings, size: int) -> Settings:
     return replace(settings, progress=lambda line: progress(f"{line}, in mini-batches of {size}"))
 
 
-def _again(earlier: Incumbent, widen: bool) -> Propose:
-    """Return what proposes the allocations that ``earlier`` has tried, and those that hold other mini-batches."""
-
-    def proposed(incumbent: Incumbent) -> None:
-        assert incumbent.limits is not None
-        more = holding(incumbent.problem, incumbent.limits) if widen else ()
-        incumbent.try_all(chain(map(Allocation, earlier.seen), more))
-
-    return proposed
+def _again(earlier: Incumbent, widen: bool, incumbent: Incumbent) -> None:
+    """Try the allocations that ``earlier`` has tried, and those that hold other mini-batches."""
+    assert incumbent.limits is not None
+    more = holding(incumbent.problem, incumbent.limits) if widen else ()
+    incumbent.try_all(chain(map(Allocation, earlier.seen), more))
 
 
 def _mini_batches(devices: int) -> list[int]:

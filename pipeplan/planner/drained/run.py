@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from ...check.validate import structure_violations
 from ...cost.stage_cost import StageCost
@@ -75,7 +75,7 @@ def any_run(problem: Problem, stages: tuple[Stage, ...], kind: ScheduleKind, bel
         return None
     problem.deadline.check(count * len(graph.operations) * STEP_S)
     pattern = None
-    if KINDS[kind].simulated is None:
+    if KINDS[kind].build is None:
         pattern = best_one_f_one_b_star(graph) if graph.separate else None
         if pattern is None:
             return None
@@ -110,78 +110,57 @@ def fitting_run(problem: Problem, known: Run, ways: Sequence[Sequence[Ranges]], 
     first; None where none is found. A heuristic."""
     if not all(ways):
         return None
-    return _Choice(problem, known.stages, ways, run).found(known)
+    stages, rungs = known.stages, [0] * len(ways)
+    ways = [_fewer(own) for own in ways]
 
+    def at(rungs: Sequence[int]) -> tuple[Stage, ...]:
+        return tuple(replace(x, checkpoint=own[rung]) for x, own, rung in zip(stages, ways, rungs, strict=True))
 
-class _Choice:
-    """One of the ways of each stage, by ``rungs``."""
+    @cache
+    def costs(rung: int) -> tuple[StageCost, ...]:
+        """Return what all stages cost so many rungs up, as far as they go."""
+        some = at([min(rung, len(own) - 1) for own in ways])
+        return stage_graph(problem.chain, problem.platform, problem.policy, some).stages
 
-    def __init__(
-        self, problem: Problem, stages: tuple[Stage, ...], ways: Sequence[Sequence[Ranges]], run: Simulate
-    ) -> None:
-        self.stages, self.ways, self.run = stages, [_fewer(own) for own in ways], run
-        self.rungs = [0] * len(stages)
-        self.problem, self._known = problem, dict[int, StageGraph]()
+    def saves(s: int, held: int) -> tuple[int, int]:
+        """Return about how many bytes a stage of which so many microbatches are held takes less a rung higher, and how
+        much longer its backward."""
+        low, high = costs(rungs[s])[s], costs(rungs[s] + 1)[s]
+        more = (low.peak_bytes - low.kept_bytes) - (high.peak_bytes - high.kept_bytes)
+        return held * (low.kept_bytes - high.kept_bytes) + more, high.backward_ns - low.backward_ns
 
-    def _cost(self, s: int, rung: int) -> StageCost:
-        """Return what a stage costs on one of its rungs."""
-        if rung not in self._known:  # of all stages at once, as far as they go
-            stages = self._at([min(rung, len(own) - 1) for own in self.ways])
-            self._known[rung] = stage_graph(self.problem.chain, self.problem.platform, self.problem.policy, stages)
-        return self._known[rung].stages[s]
+    def ratio(s: int, held: int) -> float:
+        fewer, longer = saves(s, held)
+        return fewer / max(1, longer)
 
-    def found(self, known: Run) -> Run | None:
-        """Return the first run that fits; one is ``known``."""
-        for _ in range(_ROUNDS):
-            stages = self._at(self.rungs)
-            run = known if stages == known.stages else self.run(stages)
-            if run is None or run.fits:
-                return run
-            for lane, use in uses_by_group(run):
-                if not self._recompute_more(lane, use):
-                    return None
-        return None
+    def recompute_more(lane: Sequence[int], use: DeviceUse) -> bool:
+        """Recompute more of the stages of a device, about as much as it lacks; return whether anything was left."""
+        before, lacks = list(rungs), use.peak_bytes - use.memory_bytes
+        held = dict(zip(lane, use.in_flight, strict=True))
+        while lacks > 0 and (left := [s for s in lane if rungs[s] + 1 < len(ways[s])]):
+            best = max(left, key=lambda s: (ratio(s, held[s]), -s))
+            lacks -= max(1, saves(best, held[best])[0])
+            rungs[best] += 1
+        return lacks <= 0 or rungs != before
 
-    def _at(self, rungs: Sequence[int]) -> tuple[Stage, ...]:
-        rows = zip(self.stages, self.ways, rungs, strict=True)
-        return tuple(replace(stage, checkpoint=own[rung]) for stage, own, rung in rows)
-
-    def _saves(self, s: int, held: int, rung: int) -> int:
-        """Return about how many bytes a stage of which so many microbatches are held takes less a rung higher."""
-        low, high = self._cost(s, rung), self._cost(s, rung + 1)
-        return (
-            held * (low.kept_bytes - high.kept_bytes)
-            + (low.peak_bytes - low.kept_bytes)
-            - (high.peak_bytes - high.kept_bytes)
-        )
-
-    def _recompute_more(self, stages: Sequence[int], use: DeviceUse) -> bool:
-        """Recompute more of the ``stages`` of a device, about as much as it lacks; return whether anything was left."""
-        before, lacks = list(self.rungs), use.peak_bytes - use.memory_bytes
-        held = dict(zip(stages, use.in_flight, strict=True))
-        while lacks > 0:
-            left = [s for s in stages if self.rungs[s] + 1 < len(self.ways[s])]
-            if not left:
-                break
-            best = max(left, key=lambda s: (self._ratio(s, held[s]), -s))
-            lacks -= max(1, self._saves(best, held[best], self.rungs[best]))
-            self.rungs[best] += 1
-        return lacks <= 0 or self.rungs != before
-
-    def _ratio(self, s: int, held: int) -> float:
-        rung = self.rungs[s]
-        longer = self._cost(s, rung + 1).backward_ns - self._cost(s, rung).backward_ns
-        return self._saves(s, held, rung) / max(1, longer)
+    for _ in range(_ROUNDS):
+        some = at(rungs)
+        found = known if some == stages else run(some)
+        if found is None or found.fits:
+            return found
+        if not all(recompute_more(lane, use) for lane, use in uses_by_group(found)):
+            return None
+    return None
 
 
 def uses_by_group(run: Run) -> list[tuple[list[int], DeviceUse]]:
     """Return the stages of each group of devices, and what its fullest device holds in a run."""
-    graph, found = run.graph, []
-    for index, resource in enumerate(graph.resources):
-        if not resource.is_link:
-            uses = (run.uses[device] for device in resource.devices)
-            found.append((graph.stages_on(index), max(uses, key=lambda x: x.peak_bytes - x.memory_bytes)))
-    return found
+    graph = run.graph
+    return [
+        (graph.stages_on(i), max((run.uses[d] for d in x.devices), key=lambda use: use.peak_bytes - use.memory_bytes))
+        for i, x in enumerate(graph.resources)
+        if not x.is_link
+    ]
 
 
 def _fewer(ways: Sequence[Ranges]) -> Sequence[Ranges]:

@@ -143,12 +143,6 @@ def until_ended(problem: Problem, search: Callable[[], None], found: Callable[[]
     return None
 
 
-def searches(kind: ScheduleKind) -> bool:
-    """Whether a kind of schedule searches for its order, which takes long."""
-    simulated = KINDS[kind].simulated
-    return simulated is not None and simulated.searches
-
-
 def search_stages(incumbent: Incumbent, kinds: Iterable[ScheduleKind], effort: str) -> None:
     """Let the stages that drain soonest under some ``kinds`` of schedules without a limit be the best."""
     _Search(incumbent, tuple(kinds), EFFORTS[effort]).run()
@@ -233,8 +227,7 @@ class _Search:
         count, relaxed = self.microbatches, relaxations.relative(self.problem)
         speed = max(device.speed for device in relaxed.platform.devices)
         for kind in (kind for kind in self.kinds if kind not in ALTERNATING):
-            simulated = KINDS[kind].simulated
-            several = range(2, self.row.chunks + 1) if simulated is not None and simulated.homes is not None else (1,)
+            several = (1,) if KINDS[kind].homes is None else range(2, self.row.chunks + 1)
             for shape in shapes(self.problem, kind, len(self.problem.chain), lambda _, several=several: several):  # type: ignore[misc]
                 hidden = shape.ranks > 1 or shape.pipelines > 1  # where sums of gradients may be
                 if hidden and shape.ranks * shape.chunks > 1 and count % shape.pipelines == 0:
@@ -281,7 +274,7 @@ class _Search:
 
     def _run(self, kind: ScheduleKind, stages: tuple[Stage, ...]) -> Run | None:
         """Return a run, fitting or not; None where there is none, it surely takes too long, or no steps are left."""
-        each = _SEARCH if searches(kind) else 1
+        each = _SEARCH if KINDS[kind].searches else 1
         self.steps += each * (self.microbatches // len(stages[0].devices)) * 4 * len(stages)
         return None if self.steps > self.most else any_run(self.problem, stages, kind, self._below)
 

@@ -216,21 +216,18 @@ class Layout:
 
     def ways(self, split: Split) -> list[Sequence[Ranges]]:
         """Return the ways to recompute each stage of a split, the quickest first, those later keeping less."""
-        found = []
-        for group, (i, j) in zip(self.groups, pairwise(split), strict=True):
-            options = self.tables.options(group)
-            assert options is not None, "its times were asked for"
-            found.append(options.ways(i, j, self.tables.copies(group)))
-        return found
+        pairs = zip(self.groups, pairwise(split), strict=True)
+        return [self._options(group).ways(*pair, self.tables.copies(group)) for group, pair in pairs]
 
     def stages(self, split: Split) -> tuple[Stage, ...]:
         """Return the stages of a split, which recompute what they must."""
-        cuts = self.tables.found.cuts
-        found = []
+        cuts, found = self.tables.found.cuts, []
         for (i, j), group, held in zip(pairwise(split), self.groups, self.held, strict=True):
-            options = self.tables.options(group)
-            assert options is not None, "its times were asked for"
-            found.append(
-                Stage(int(cuts[i]), int(cuts[j]), group, options.checkpoint(i, j, held, self.tables.copies(group)))
-            )
+            recomputed, _ = self._options(group).recomputed(i, j, held, self.tables.copies(group))
+            found.append(Stage(int(cuts[i]), int(cuts[j]), group, recomputed))
         return tuple(found)
+
+    def _options(self, group: tuple[int, ...]) -> StageOptions:
+        options = self.tables.options(group)
+        assert options is not None, "its times were asked for"
+        return options

@@ -12,17 +12,17 @@ from itertools import product
 from typing import Any
 
 from ...check.bounds import any_bound
-from ...check.validate import check
 from ...deadline import OutOfTime
 from ...errors import BadInput, Infeasible
+from ...integers import NEVER
 from ...partition.balance import in_segments, ways_to_recompute
-from ...plan import Allocation, Plan, Provenance, Schedule, Stage
+from ...plan import Provenance, Schedule, Stage
 from ...units import format_ns
 from ...version import __version__
 from ..drained.search import EFFORTS, until_ended
 from ..periodic.explain import grid_shortfall, why_no_grid, why_no_grid_fits, why_not_asked
 from ..periodic.incumbent import GRACE_S, Settings
-from ..plan import Planned
+from ..plan import Planned, checked
 from .pipelines import Pipelines, Proposal, Split, batch_time
 from .space import Found, GridConfig, GridProblem, GridRow, Outcome, configs, work_bound
 
@@ -81,30 +81,25 @@ class _Search:
 
     def probe(self) -> None:
         """Simulate a few splits of every configuration that can become the best, or that of its grid of all GPUs."""
-        count = len(self.asked.problem.platform)
-        of_grid: dict[tuple[int, int], int] = {}
         for config in sorted(self.grids, key=lambda c: (self.grids[c].bound_ns, c.offload, -c.microbatch, c.stages)):
             if self.expired:
                 return
-            shape = config.stages, config.pipelines
-            if not self._hopeful(config, of_grid.get(shape) if config.gpus == count else None):
+            if not self._hopeful(config):
                 continue
             grid = self.opened(config)
             grid.bound(None if self.best is None else self.best.batch_ns)
-            if grid.unfit or not self._hopeful(config, of_grid.get(shape) if config.gpus == count else None):
-                continue
-            self._try(config, grid.probe(_PROBES))
-            if grid.best is not None:
-                time = grid.best.result.batch_ns
-                of_grid[shape] = min(time, of_grid.get(shape, time))
+            if not grid.unfit and self._hopeful(config):
+                self._try(config, grid.probe(_PROBES))
 
-    def _hopeful(self, config: GridConfig, besides: int | None) -> bool:
-        """Whether a configuration may beat the best so far, or ``besides``, the best of its grid."""
+    def _hopeful(self, config: GridConfig) -> bool:
+        """Whether a configuration may beat the best so far or, of all GPUs, that of its grid, which gets a figure."""
         if self.best is None:
             return True
-        if config.gpus == len(self.asked.problem.platform) and besides is None:
-            return True  # a grid of all GPUs without a figure
-        return self.grids[config].bound_ns < max(self.best.batch_ns, besides or 0)
+        to_beat = self.best.batch_ns
+        if config.gpus == len(self.asked.problem.platform):
+            alike = [c for c in self._fitting if (c.stages, c.pipelines) == (config.stages, config.pipelines)]
+            to_beat = max(to_beat, min(map(self._time, alike), default=NEVER))
+        return self.grids[config].bound_ns < to_beat
 
     def deepen(self) -> None:
         """Simulate all splits and limits of the configurations that came close to the best."""
@@ -160,14 +155,10 @@ class _Search:
         """Simulate the best few configurations in full, so that the figure of the best is that of its plan."""
         for config in self._order()[:_FINALISTS]:
             self.grids[config].simulate_in_full()
-        self.best = None
-        for config in self._order()[:1]:
-            self.best = self._found(config)
+        self.best = next(map(self._found, self._order()), None)
 
     def _time(self, config: GridConfig) -> int:
-        best = self.grids[config].best
-        assert best is not None, "one of its splits fits"
-        return best.result.batch_ns
+        return self._found(config).batch_ns
 
     def _order(self) -> list[GridConfig]:
         """Return the configurations of which a split fits, the fastest first."""
@@ -244,19 +235,10 @@ def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort:
         raise Infeasible(why_no_grid_fits(outcome))
     found = outcome.best
     problem = asked.of(found.config)
-    plan = Plan(
-        chain=problem.chain,
-        platform=problem.platform,
-        policy=problem.policy,
-        allocation=Allocation(found.stages),
-        pattern=None,
-        lower_bounds=(any_bound(problem),),
-        provenance=Provenance(
-            ALGORITHM, _options(asked, outcome, effort), solver_status=outcome.stopped, version=__version__
-        ),
-        schedule=Schedule("message-driven", problem.policy.accumulate, found.limit),
-    )
-    return Planned(plan, check(plan))
+    options = _options(asked, outcome, found, effort)
+    told = Provenance(ALGORITHM, options, solver_status=outcome.stopped, version=__version__)
+    schedule = Schedule("message-driven", problem.policy.accumulate, found.limit)
+    return checked(problem, found.stages, (any_bound(problem),), told, schedule)
 
 
 def segment_length(stages: tuple[Stage, ...]) -> int | None:
@@ -264,15 +246,14 @@ def segment_length(stages: tuple[Stage, ...]) -> int | None:
     return max((stop - start for stage in stages for start, stop in stage.checkpoint), default=None)
 
 
-def _options(asked: GridProblem, outcome: Outcome, effort: str) -> dict[str, Any]:
-    assert outcome.best is not None
+def _options(asked: GridProblem, outcome: Outcome, best: Found, effort: str) -> dict[str, Any]:
     return {
         "batch": asked.batch,
         "microbatches": list(asked.sizes),
         "data_parallel": asked.pipelines or "auto",
         "limit": asked.limit,
         "effort": effort,
-        "grid": _figures(GridRow(outcome.best.config.stages, outcome.best.config.pipelines, outcome.best, None)),
+        "grid": _figures(GridRow(best.config.stages, best.config.pipelines, best, None)),
         "bound_ns": outcome.bound_ns,
         "grids": [_figures(row) for row in outcome.rows],
     }

@@ -57,16 +57,16 @@ class BatchTime:
 
 
 def batch_time(
-    problem: Problem, stages: Sequence[Stage], microbatches: int, limit: int, *, whole: bool = True, rounds: int = 4
+    problem: Problem, stages: Sequence[Stage], microbatches: int, limit: int, *, whole: bool = True
 ) -> BatchTime:
     """Return how the grid that ``stages`` make runs a batch of ``microbatches`` microbatches for each pipeline.
 
     Message-driven, at most ``limit`` microbatches in a pipeline. One pipeline is simulated for all, unless they share
-    links: ``whole``, or of a long batch rounds * limit microbatches (at least 32), and the rest goes on at the pace of
+    links: ``whole``, or of a long batch 4 * limit microbatches (at least 32), and the rest goes on at the pace of
     their middle.
     """
     graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
-    count = microbatches if whole else min(microbatches, max(32, rounds * limit))
+    count = microbatches if whole else min(microbatches, max(32, 4 * limit))
     each = side_by_side(graph)
     if all(resource.replicas == each for resource in graph.resources):
         graph, each = graph.first_replicas(), 1

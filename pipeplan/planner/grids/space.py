@@ -50,26 +50,30 @@ class Profiles:
 
     def _made(self, microbatch: int) -> Chain:
         near = sorted(self.measured, key=lambda size: (abs(size - microbatch), size))
-        base = self.measured[near[0]]
-        other = self.measured[near[1]] if len(near) > 1 else None
-        layers = tuple(
-            _at(
-                microbatch,
-                self.fixed_ns,
-                base.microbatch,
-                layer,
-                *(() if other is None else (other.microbatch, other.layers[i])),
-            )
-            for i, layer in enumerate(base.layers)
-        )
-        size = ceil(Fraction(base.input_bytes * microbatch, base.microbatch))
-        if other is None:
-            reading = _in_proportion(base.reading_ns, base.microbatch, microbatch, self.fixed_ns)
-        else:
-            reading = _on_the_line(base.reading_ns, base.microbatch, other.reading_ns, other.microbatch, microbatch)
+        base, *others = (self.measured[size] for size in near[:2])
+        size = base.microbatch
+
+        def number(scale: Scale, value: int, *far: int) -> int:
+            """Return a number by itself, or on the line through the other profile's."""
+            fixed = min(value, self.fixed_ns) if scale == "time" and not far else 0
+            proportional = fixed + Fraction((value - fixed) * microbatch, size)
+            if not far:
+                return ceil(proportional)
+            low, high = min(proportional, Fraction(value)), max(proportional, Fraction(value))
+            slope = Fraction(far[0] - value, others[0].microbatch - size)
+            return ceil(min(high, max(low, value + slope * (microbatch - size))))
+
+        layers = []
+        for layer, *same in zip(base.layers, *(x.layers for x in others), strict=True):
+            found: Layer = scaled(layer, number, *same)
+            part = found.backward_weight_ns  # it and the whole are rounded on their own
+            layers.append(found if part is None else replace(found, backward_weight_ns=min(part, found.backward_ns)))
+        reading = number("time", base.reading_ns, *(x.reading_ns for x in others))
         if not base.reads_beside:
             reading = min(reading, layers[0].forward_ns, layers[-1].forward_ns)
-        return _saving_enough(replace(base, layers=layers, input_bytes=size, microbatch=microbatch, reading_ns=reading))
+        entering = ceil(Fraction(base.input_bytes * microbatch, size))
+        made = replace(base, layers=tuple(layers), input_bytes=entering, microbatch=microbatch, reading_ns=reading)
+        return _saving_enough(made)
 
     def assumption(self, microbatches: Sequence[int]) -> str | None:
         """Return in words how sizes that were not profiled got their numbers; None when all were profiled."""
@@ -107,30 +111,6 @@ def profiles(chains: Sequence[Chain], fixed_ns: int = 0) -> Profiles:
                     )
         measured[chain.microbatch] = chain
     return Profiles(measured, fixed_ns)
-
-
-def _in_proportion(value: int, size: int, wanted: int, most_fixed: int) -> int:
-    fixed = min(value, most_fixed)
-    return fixed + ceil(Fraction((value - fixed) * wanted, size))
-
-
-def _on_the_line(value: int, size: int, far: int, far_size: int, wanted: int) -> int:
-    proportional = Fraction(value * wanted, size)
-    low, high = min(proportional, Fraction(value)), max(proportional, Fraction(value))
-    return ceil(min(high, max(low, value + Fraction(far - value, far_size - size) * (wanted - size))))
-
-
-def _at(wanted: int, fixed_ns: int, size: int, layer: Layer, far_size: int = 0, other: Layer | None = None) -> Layer:
-    """Return ``layer`` at ``wanted`` instead of ``size`` samples, by itself or on the line through the ``other``."""
-
-    def number(scale: Scale, value: int, *far: int) -> int:
-        if far:
-            return _on_the_line(value, size, far[0], far_size, wanted)
-        return _in_proportion(value, size, wanted, fixed_ns if scale == "time" else 0)
-
-    found: Layer = scaled(layer, number, *(() if other is None else (other,)))
-    part = found.backward_weight_ns  # it and the whole are rounded on their own
-    return found if part is None else replace(found, backward_weight_ns=min(part, found.backward_ns))
 
 
 def _saving_enough(chain: Chain) -> Chain:

@@ -165,8 +165,8 @@ def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
 
 def why_not_placed(problem: Problem, kind: ScheduleKind) -> str:
     """Return why there is no plan under a schedule of equal pipelines, with several stages on each GPU or one."""
-    simulated, gpus, layers = KINDS[kind].simulated, len(problem.platform), len(problem.chain)
-    if simulated is None or simulated.homes is None:
+    gpus, layers = len(problem.platform), len(problem.chain)
+    if KINDS[kind].homes is None:
         return f"no equal pipelines were found that fit the memory as {kind} runs them"
     if gpus < 2 or layers < 4:
         return f"{kind} puts at least 2 stages on each of 2 GPUs or more; there are {layers} layers and {gpus} GPUs"

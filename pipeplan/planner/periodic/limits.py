@@ -63,7 +63,7 @@ class LimitSearch:
     @property
     def places(self) -> bool:
         """Whether the schedule says itself which GPU has which stage."""
-        return self.kind.simulated is not None and self.kind.simulated.homes is not None
+        return self.kind.homes is not None
 
     def refuses(self, graph: StageGraph) -> str | None:
         """Return why ``graph`` cannot run under the schedule at all, or None."""

@@ -18,10 +18,9 @@ from ...errors import BadInput
 from ...partition.balance import balance
 from ...plan import Plan, Schedule, Stage
 from ...problem import WEIGHTS, Platform, Policy, Problem
-from ...schedule.kinds import endless, graph_of, kind_of, loop, shown_microbatches, too_long
+from ...schedule.kinds import endless, graph_of, kind_of, loop, named, shown_microbatches, too_long
 from ...schedule.program import Program, pipelines, unroll
 from ...schedule.programs.deciding import DEFAULT_BATCH
-from ...schedule.runnable import named
 from ...schedule.update_sums import shown_with_sums, with_sums
 from ...schedule.written import Written, deadlock, incomplete, order_of, unfit, written_program
 
@@ -30,13 +29,13 @@ def drains(plan: Plan, schedule: str) -> bool:
     """Whether ``schedule`` empties the pipeline before every update."""
     if schedule == BEST:
         return True
-    weights = named(schedule).weights
+    weights = named(schedule).own_weights
     return WEIGHTS[weights or plan.policy.weights].drains
 
 
 def own_schedule(plan: Plan) -> str:
     """Return the name of the schedule that a plan was made for: its pattern, or the kind that needs none."""
-    return "pattern" if kind_of(plan).simulated is None else plan.schedule.kind
+    return "pattern" if kind_of(plan).build is None else plan.schedule.kind
 
 
 def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[str, Any] | None = None) -> Program:
@@ -64,10 +63,10 @@ def program_of(plan: Plan, schedule: str, microbatches: int, options: Mapping[st
         given["batch"] = mini_batch(plan, schedule, options)
     chunks = given.pop("chunks", None)
     graph = schedule_graph(plan, schedule, microbatches, chunks, given.get("batch", 1))
-    _refuse_endless(graph, microbatches)
+    limited = None
     if entry.steady is not None:  # which is found in a run that the limit makes longer
         limited = Schedule(schedule, given["batch"], given.get("limit"))  # type: ignore[arg-type]  # such are kinds
-        _refuse(too_long(len(graph.operations), limited))
+    _refuse_endless(graph, microbatches, limited)
     return entry.build(graph, microbatches, **given)
 
 
@@ -89,13 +88,12 @@ def program_of_written(plan: Plan, written: Written, name: str) -> Program:
     return written_program(graph, count, order)
 
 
-def _refuse_endless(graph: StageGraph, microbatches: int) -> None:
-    """Raise BadInput where a run takes too many steps."""
+def _refuse_endless(graph: StageGraph, microbatches: int, limited: Schedule | None = None) -> None:
+    """Raise BadInput where a run takes too many steps, or one that a ``limited`` schedule is judged by."""
     what = f"{microbatches} microbatches on {len(graph.stages)} stages"
-    _refuse(endless(microbatches * len(graph.operations), what))
-
-
-def _refuse(reason: str | None) -> None:
+    reason = endless(microbatches * len(graph.operations), what)
+    if reason is None and limited is not None:
+        reason = too_long(len(graph.operations), limited)
     if reason is not None:
         raise BadInput(reason)
 
@@ -113,7 +111,7 @@ def schedule_graph(
 ) -> StageGraph:
     """Return the stages that ``schedule`` runs: the plan's own where it can, balanced ones on its GPUs elsewhere."""
     entry = named(schedule)
-    weights = entry.weights or plan.policy.weights
+    weights = entry.own_weights or plan.policy.weights
     drained = WEIGHTS[weights].drains
     accumulate = microbatches if drained else batch
     synced = plan.policy.vertical_sync and schedule == own_schedule(plan)

@@ -17,11 +17,10 @@ from ...choices import BEST, DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...plan import Plan
-from ...schedule.kinds import kind_of, plan_timeline
+from ...schedule.kinds import kind_of, plan_timeline, schedules
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import Program
 from ...schedule.registered import SteadyRun
-from ...schedule.runnable import schedules
 from ...schedule.simulate import simulate
 from ...schedule.synthesis.synthesize import Synthesis
 from ...schedule.timeline import Timeline, Times, flush_makespan_ns, in_flight, longest_span_ns, most_held, run_uses

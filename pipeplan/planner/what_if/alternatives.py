@@ -49,12 +49,10 @@ def with_alternatives(
             if asked and weights not in known and problem.policy.goes_with(weights):
                 found += _alternative(problem, weights, planned, settings)
     found.sort(key=lambda x: COMPARED.index(x.weights) if x.weights in COMPARED else -1)
-    options = dict(plan.provenance.options)
     if plan.allocation.data_parallel:
         with suppress(OutOfTime):
-            options["pipeline_ns"] = _pipeline_ns(problem, plan)
-    provenance = replace(plan.provenance, options=options, alternatives=tuple(found))
-    return replace(planned, plan=replace(plan, provenance=provenance))
+            plan = plan.telling(pipeline_ns=_pipeline_ns(problem, plan))
+    return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, alternatives=tuple(found))))
 
 
 def with_unpipelined(problem: Problem, planned: Planned) -> Planned:
@@ -77,8 +75,7 @@ def with_unpipelined(problem: Problem, planned: Planned) -> Planned:
     least = min(found, default=None)
     if least is None or least > NEARLY * planned.evaluation.period_ns:
         return planned
-    options = {**plan.provenance.options, "unpipelined_ns": least}
-    return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
+    return replace(planned, plan=plan.telling(unpipelined_ns=least))
 
 
 def _pipeline_ns(problem: Problem, plan: Plan) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -14,10 +14,9 @@ from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput, InvalidPlan, PipeplanError
 from ...plan import Allocation, Plan, Schedule, Stage
-from ...schedule.kinds import kind_of, program_of_kind
+from ...schedule.kinds import drained_programs, kind_of, program_of_kind
 from ...schedule.program import Program, unequal
 from ...schedule.programs.slots import shares
-from ...schedule.runnable import drained_programs
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.recomputing import recomputed_early
 from ...schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
@@ -60,18 +59,13 @@ def best_order(graph: StageGraph, microbatches: int, **options: Any) -> Synthesi
             f"{microbatches} microbatches on {len(graph.stages)} stages have {3 * len(graph.stages) * microbatches} "
             f"passes; up to {MOST} are ordered"
         )
-    keeps = Fraction(options.get("weight_keeps", 1))
-    known = partial(_known, keeps=keeps)
+    known = partial(drained_programs, weight_keeps=Fraction(options.get("weight_keeps", 1)))
     try:
         return synthesize(graph, microbatches, known=known, **options)
     except NoRoom:
         if "split" in options:
             raise
     return synthesize(graph, microbatches, known=known, split=False, **options)
-
-
-def _known(graph: StageGraph, microbatches: int, keeps: Fraction) -> Iterable[Program]:
-    return drained_programs(graph, microbatches, keeps)
 
 
 def best_orders(
@@ -154,23 +148,11 @@ def _early(plan: Plan) -> Plan | None:
 
 def _written(plan: Plan, program: Program, stages: tuple[Stage, ...], told: Mapping[str, Any]) -> Plan:
     schedule = Schedule("written", program.microbatches, order=order_of_program(program))
-    policy = plan.policy.drained(program.microbatches)
-    allocation = Allocation(stages)
-    bounds = tuple(
-        bound
-        for bound in plan.lower_bounds
-        if bound.schedule is None and not class_violations(bound, allocation, plan.platform)
-    )
-    provenance = replace(plan.provenance, options={**plan.provenance.options, "order": told})
-    return replace(
-        plan,
-        policy=policy,
-        allocation=allocation,
-        pattern=None,
-        lower_bounds=bounds,
-        provenance=provenance,
-        schedule=schedule,
-    )
+    policy, allocation = plan.policy.drained(program.microbatches), Allocation(stages)
+    found = (x for x in plan.lower_bounds if x.schedule is None)
+    bounds = tuple(x for x in found if not class_violations(x, allocation, plan.platform))
+    given, provenance = (plan.chain, plan.platform, policy), plan.telling(order=told).provenance
+    return Plan(*given, allocation, None, bounds, provenance, schedule)
 
 
 def ordered(planned: Planned, deadline: Deadline = NEVER, placements: Sequence[str] = TRIED) -> Planned:
@@ -204,11 +186,8 @@ def _better(planned: Planned, other: Plan) -> Planned:
         evaluation = check(other)
     except InvalidPlan:  # another engine's buffers need room, too
         return planned
-    return (
-        replace(planned, plan=other, evaluation=evaluation)
-        if evaluation.period_ns < planned.evaluation.period_ns
-        else planned
-    )
+    better = evaluation.period_ns < planned.evaluation.period_ns
+    return replace(planned, plan=other, evaluation=evaluation) if better else planned
 
 
 def _cut(plan: Plan, status: str) -> Plan:

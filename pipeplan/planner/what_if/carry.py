@@ -16,9 +16,9 @@ from ...cost.stage_graph import StageGraph, stage_graph
 from ...errors import BadInput
 from ...names import shown
 from ...partition.granularity import merging
-from ...plan import Bound, Pattern, Plan, Stage
+from ...plan import Pattern, Plan, Stage
 from ...problem import Chain, Layer, Problem
-from ...schedule.kinds import kind_of
+from ...schedule.kinds import graph_of, kind_of
 from ...schedule.pattern import starts_of
 from ...schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 from ...schedule.periodic.retime import order_of, retime
@@ -120,32 +120,25 @@ def carried(plan: Plan, chain: Chain, stages: tuple[Stage, ...] | None = None) -
     the microbatches in flight of that order. Where an operation appears or vanishes (a transfer of no bytes),
     contiguous stages get their best 1F1B* instead. Exact for the order (:func:`..schedule.periodic.retime.retime`).
     """
-    own = plan.allocation.stages
-    stages = stages or own
-    moved = replace(
-        plan, chain=chain, allocation=replace(plan.allocation, stages=stages), pattern=None, lower_bounds=()
-    )
-    if kind_of(plan).simulated is not None:
-        result, found = judged(moved)
-        if result is None or found:
-            return Carried(moved, None, tuple(found))
-        return Carried(replace(moved, lower_bounds=(_any_bound(moved),)), result.period_ns, ())
-    broken = structure_violations(chain, plan.platform, plan.policy, stages)
-    if broken or plan.pattern is None:
-        return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
-    graph = stage_graph(chain, plan.platform, plan.policy, stages)
-    pattern = _pattern(stage_graph(plan.chain, plan.platform, plan.policy, own), graph, plan.pattern)
-    if pattern is None:
-        return Carried(moved, None, ("no period lets the stages run in the order of the plan",), _other_order(graph))
-    moved = replace(moved, pattern=pattern)
+    stages = stages or plan.allocation.stages
+    allocation = replace(plan.allocation, stages=stages)
+    moved = replace(plan, chain=chain, allocation=allocation, pattern=None, lower_bounds=())
+    graph: StageGraph | None = None
+    if kind_of(plan).build is None:
+        broken = structure_violations(chain, plan.platform, plan.policy, stages)
+        if broken or plan.pattern is None:
+            return Carried(moved, None, tuple(broken or ["the plan has no pattern"]))
+        graph = stage_graph(chain, plan.platform, plan.policy, stages)
+        pattern = _pattern(graph_of(plan), graph, plan.pattern)
+        if pattern is None:
+            why = "no period lets the stages run in the order of the plan"
+            return Carried(moved, None, (why,), _other_order(graph))
+        moved = replace(moved, pattern=pattern)
     result, found = judged(moved)
     if result is None or found:
-        return Carried(moved, None, tuple(found), _other_order(graph))
-    return Carried(replace(moved, lower_bounds=(_any_bound(moved),)), result.period_ns, ())
-
-
-def _any_bound(plan: Plan) -> Bound:
-    return any_bound(Problem(plan.chain, plan.platform, plan.policy, True, "segments"))
+        return Carried(moved, None, tuple(found), None if graph is None else _other_order(graph))
+    bound = any_bound(Problem(chain, plan.platform, plan.policy, True, "segments"))
+    return Carried(replace(moved, lower_bounds=(bound,)), result.period_ns, ())
 
 
 def _other_order(graph: StageGraph) -> int | None:

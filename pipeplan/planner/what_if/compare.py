@@ -86,24 +86,17 @@ def compare(
     takes those that :func:`.least_late.least_late` would. ``clock`` gives CPU seconds. ``jobs`` rows are made at a
     time, each in a process.
     """
-    yield from in_order(
-        jobs, _row, _platforms(problem, gpus, memories, batch, algorithms, clock, settings, effort, weights)
-    )
-
-
-def _platforms(
-    problem: Problem, gpus: Sequence[int], memories: Sequence[int], batch: bool, *rest: object
-) -> Iterator[tuple[object, ...]]:
-    """Yield the arguments of :func:`_row` for each number of GPUs and memory."""
     whole, width = problem.platform.whole or problem.platform, problem.platform.width
-    level, reserved = whole.levels[0], whole.reserved_bytes
-    for count in gpus:
-        for memory in memories if count % width == 0 else ():
-            platform = replace(
-                whole, devices=(Device(memory - reserved),) * count, levels=(replace(level, count=count),)
-            ).grouped(width, problem.chain.tensor)
-            every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count // problem.chain.several
-            yield at_interval(replace(problem, platform=platform), every), *rest
+
+    def on(count: int, memory: int) -> Problem:
+        devices, levels = (Device(memory - whole.reserved_bytes),) * count, (replace(whole.levels[0], count=count),)
+        platform = replace(whole, devices=devices, levels=levels).grouped(width, problem.chain.tensor)
+        every = problem.policy.accumulate if batch else MICROBATCHES_PER_DEVICE * count // problem.chain.several
+        return at_interval(replace(problem, platform=platform), every)
+
+    sizes = ((count, memory) for count in gpus if count % width == 0 for memory in memories)
+    rows = ((on(*size), algorithms, clock, settings, effort, weights) for size in sizes)
+    yield from in_order(jobs, _row, rows)
 
 
 def _row(
@@ -146,28 +139,22 @@ def _row(
             if found is not None and found.plan.policy.accumulate != interval:
                 slow = name == AUTO and found.plan.pattern is not None  # its own stages, or a quick search's
                 make(name, "contiguous" if slow else name)
-                plans[name] = _better(plans[name], with_interval(found, interval)) if slow else plans[name]
+                both = plans[name], with_interval(found, interval) if slow else None
+                plans[name] = min(filter(None, both), key=lambda x: x.evaluation.period_ns, default=None)
     cells = []
     for name in algorithms:
-        began = clock()
         if name == GPIPE:
+            began = clock()
             period_ns = gpipe_period_ns(problem, interval)
-            cells.append(
-                Reached(name, period_ns, None, clock() - began, late_updates=None if period_ns is None else 0.0)
-            )
+            late = None if period_ns is None else 0.0
+            cells.append(Reached(name, period_ns, None, clock() - began, late_updates=late))
         else:
             cells.append(_reached(name, plans[name], seconds[name]))
-    count, memory = len(problem.platform.whole or problem.platform), problem.platform.devices[0].memory_bytes
-    samples = interval * problem.chain.microbatch
+    platform, chain = problem.platform, problem.chain
     policies = {problem.policy, *(found.plan.policy for found in plans.values() if found is not None)}
     bound = min(any_bound(problem.with_policy(policy)).period_ns for policy in policies)
-    return OnePlatform(
-        count, memory, interval, samples, bound, tuple(cells), problem.chain.tensor, problem.chain.variant
-    )
-
-
-def _better(one: Planned | None, other: Planned) -> Planned:
-    return one if one is not None and one.evaluation.period_ns <= other.evaluation.period_ns else other
+    size = len(platform.whole or platform), platform.devices[0].memory_bytes, interval, interval * chain.microbatch
+    return OnePlatform(*size, bound, tuple(cells), chain.tensor, chain.variant)
 
 
 def _reached(algorithm: str, found: Planned | None, seconds: float) -> Reached:

@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ...check.bounds import any_bound, bounded, overstated
 from ...check.bounds.drained.proofs import proved
 from ...check.targets import TARGETS, Target, refuse_chain
 from ...check.units import CannotExpress, Unit
-from ...check.validate import check
 from ...choices import DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput, Infeasible, NoBetter
 from ...integers import ceil_div
 from ...names import shown
 from ...partition.contiguous.contiguous import smallest_period
-from ...plan import Allocation, Bound, Plan, Provenance, Schedule, ScheduleKind, Stage
+from ...plan import Bound, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Problem, Weights
 from ...schedule.kinds import kind_of
 from ...status import Status
@@ -31,9 +29,10 @@ from ..drained.block_search import BlockSearch
 from ..drained.search import EFFORTS
 from ..least_late import found_quickly
 from ..periodic.incumbent import Settings
+from ..periodic.interval import at_interval
 from ..periodic.portfolio import MOST_PLACES, places
 from ..periodic.special import proved_special
-from ..plan import Planned
+from ..plan import Planned, checked
 
 PRICED = [weights for weights, rules in WEIGHTS.items() if rules.together and not rules.fresher]
 BINDS_LOOKS = 10**5  # at the clock, while it is sought what binds
@@ -60,8 +59,7 @@ def make_target_plan(
     """
     assert problem.policy.drains, "what others run drains"
     if problem.policy.accumulate is None:
-        every = MICROBATCHES_PER_DEVICE * len(problem.platform)
-        problem = problem.with_policy(replace(problem.policy, accumulate=every))
+        problem = at_interval(problem, MICROBATCHES_PER_DEVICE * len(problem.platform))
     refuse_chain(problem.chain, name)
     problem = as_run_by(problem, name)
     all_kinds = TARGETS[name].kinds
@@ -71,31 +69,19 @@ def make_target_plan(
     def planned(stopped: str | None, of_any: Bound) -> Planned:
         best, count = search.best, problem.policy.accumulate or 1
         assert best is not None
-        one = set(search.kinds) != set(all_kinds)
-        classes = dict.fromkeys((best.config.kind if one else None, best.config.kind))
-        bounds = tuple(
-            Bound(name, problem.replicas, _allowed(problem), ceil_div(search.bound_ns(kind), count), schedule=kind)  # type: ignore[arg-type]  # targets are classes
-            for kind in (classes if len(all_kinds) > 1 else (None,))
-        )
-        plan = Plan(
-            chain=problem.chain,
-            platform=problem.platform,
-            policy=problem.policy,
-            allocation=Allocation(best.stages),
-            pattern=None,
-            lower_bounds=(*bounds, of_any),
-            provenance=Provenance(
-                "target", {"for": name, "effort": effort}, solver_status=stopped, version=__version__
-            ),
-            schedule=Schedule(best.config.kind, count),
-        )
-        return Planned(plan, check(plan))
+        one, kind = set(search.kinds) != set(all_kinds), best.config.kind
+        classes = dict.fromkeys((kind if one else None, kind)) if len(all_kinds) > 1 else (None,)
+        allowed = "none" if problem.checkpointing == "none" else "segments"
+        bounds = [
+            Bound(name, problem.replicas, allowed, ceil_div(search.bound_ns(own), count), schedule=own)  # type: ignore[arg-type]  # targets are classes
+            for own in classes
+        ]
+        told = Provenance("target", {"for": name, "effort": effort}, solver_status=stopped, version=__version__)
+        return checked(problem, best.stages, (*bounds, of_any), told, Schedule(kind, count))
 
     def first() -> None:
-        if found is not None and search.best is not None:
-            found(
-                planned("interrupted", any_bound(problem, up_to=1))
-            )  # at once, by the quick bound, if nothing follows
+        if found is not None and search.best is not None:  # at once, by the quick bound, if nothing follows
+            found(planned("interrupted", any_bound(problem, up_to=1)))
 
     stopped = search.run(EFFORTS[effort].block_steps, first)
     if search.best is None and beat_ns is not None:
@@ -126,15 +112,13 @@ def priced(problem: Problem, planned: Planned, name: str, settings: Settings) ->
 
     Both are looked for quickly; what is not found is left out. A KeyboardInterrupt ends it, too.
     """
-    plan = planned.plan
-    problem = problem.with_policy(replace(problem.policy, accumulate=plan.policy.accumulate))
+    problem = at_interval(problem, planned.plan.policy.accumulate)
     with suppress(KeyboardInterrupt):
         planned = with_price(planned, unrestricted(problem, settings))
-        settings.status.phase, plan = "what binds", planned.plan
+        settings.status.phase = "what binds"
         binds = what_binds(replace(problem, deadline=problem.deadline.of_looks(BINDS_LOOKS)), planned, name)
         if binds is not None:
-            options = {**plan.provenance.options, "binds": binds}
-            planned = replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
+            planned = replace(planned, plan=planned.plan.telling(binds=binds))
     return planned
 
 
@@ -148,7 +132,8 @@ def what_binds(problem: Problem, planned: Planned, name: str) -> str | None:
     price = planned.plan.provenance.options.get("price", {}).get(DRAINED, own)
     if own < MUCH * price:
         return None
-    count, best, sentence = problem.policy.accumulate or 1, own - (own - price) // 2, _only(TARGETS[name])
+    count, best, only = problem.policy.accumulate or 1, own - (own - price) // 2, TARGETS[name]
+    sentence = f"{only.what} runs equal pipelines of whole units under {' or '.join(only.kinds)}, nothing else"
     for text, lifted, target in _lifted(as_run_by(problem, name), name):
         with suppress(BadInput):
             search = BlockSearch(lifted, name, target, target.kinds, Settings())
@@ -157,10 +142,6 @@ def what_binds(problem: Problem, planned: Planned, name: str) -> str | None:
             if found is not None:
                 best, sentence = ceil_div(found.makespan_ns, count), text
     return sentence
-
-
-def _only(target: Target) -> str:
-    return f"{target.what} runs equal pipelines of whole units under {' or '.join(target.kinds)}, nothing else"
 
 
 def _lifted(problem: Problem, name: str) -> Iterator[tuple[str, Problem, Target]]:
@@ -222,13 +203,9 @@ def with_price(planned: Planned, free: Mapping[Weights, int]) -> Planned:
 
     Where that is no shorter it is the plan's own period: all may run it that has no restriction.
     """
-    plan, own = planned.plan, planned.evaluation.period_ns
-    options = {**plan.provenance.options, "price": {weights: min(period, own) for weights, period in free.items()}}
-    return replace(planned, plan=replace(plan, provenance=replace(plan.provenance, options=options)))
-
-
-def _allowed(problem: Problem) -> str:
-    return "none" if problem.checkpointing == "none" else "segments"
+    own = planned.evaluation.period_ns
+    price = {weights: min(period, own) for weights, period in free.items()}
+    return replace(planned, plan=planned.plan.telling(price=price))
 
 
 IMPORTED = "imported"
@@ -257,49 +234,24 @@ def judge(
     Both have the bounds of the target's class. InvalidPlan says where today's breaks a rule, memory first of all.
     """
     problem = as_run_by(problem, name)
-    plan = Plan(
-        chain=problem.chain,
-        platform=problem.platform,
-        policy=problem.policy,
-        allocation=Allocation(tuple(stages)),
-        pattern=None,
-        lower_bounds=(any_bound(problem),),
-        provenance=Provenance(IMPORTED, {"from": name}, version=__version__),
-        schedule=Schedule(kind, problem.policy.accumulate),
+    told, schedule = (
+        Provenance(IMPORTED, {"from": name}, version=__version__),
+        Schedule(kind, problem.policy.accumulate),
     )
-    today = Planned(plan, check(plan))
+    today = checked(problem, stages, (any_bound(problem),), told, schedule)
     try:
         best = make_target_plan(problem, name, settings, effort)
     except Infeasible:  # the time was too short to find any
         return Judged(today, today)
     period = today.evaluation.period_ns
     bounds = [replace(x, period_ns=min(x.period_ns, period)) for x in best.plan.lower_bounds]
-    plan = replace(plan, lower_bounds=tuple(x for x in bounds if x.schedule in (None, kind)))
-    today = Planned(plan, check(plan))
+    today = checked(problem, stages, [x for x in bounds if x.schedule in (None, kind)], told, schedule)
     best = best if best.evaluation.period_ns < period else today
     for other in others:
         with suppress(Infeasible, BadInput):
             beat = best.evaluation.period_ns * other.chain.microbatch // best.plan.chain.microbatch
             best = make_target_plan(other, name, settings, effort, beat_ns=beat)
     return Judged(today, best)
-
-
-def _contiguous(problem: Problem) -> int | None:
-    best = smallest_period(problem)
-    return None if best is None else best.lower_bound_ns
-
-
-def _one_special(problem: Problem) -> int | None:
-    plain = not problem.replicas and problem.checkpointing == "none"
-    return proved_special(problem) if plain else None
-
-
-def _drained(problem: Problem, bound: Bound) -> int | None:
-    found = proved(problem, bound.allocation, bound.schedule)
-    return None if found is None else found.period_ns
-
-
-PROOFS: dict[str, Callable[[Problem], int | None]] = {"contiguous": _contiguous, "one-special": _one_special}
 
 
 def derived(plan: Plan, deadline: Deadline = NEVER, status: Status | None = None) -> tuple[Plan, list[str]]:
@@ -317,17 +269,21 @@ def derived(plan: Plan, deadline: Deadline = NEVER, status: Status | None = None
 
 
 def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
-    kind = kind_of(plan)
+    kind, problem = kind_of(plan), replace(bounded(plan, bound), deadline=deadline)
     claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
-    prove = PROOFS.get(bound.allocation)
+    least_ns: int | None = None
     if bound.allocation in TARGETS:
-        prove = partial(target_bound, name=bound.allocation, kind=bound.schedule)
+        least_ns = target_bound(problem, bound.allocation, bound.schedule)
     elif bound.schedule is not None or (kind.drains and bound.allocation == "contiguous"):
-        prove = partial(_drained, bound=bound)
-    elif kind.simulated is not None or kind.drains:
+        drained = proved(problem, bound.allocation, bound.schedule)
+        least_ns = None if drained is None else drained.period_ns
+    elif kind.build is not None or kind.drains:
         return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
-    assert prove is not None, "bounds of class any under any schedule are never claimed"
-    least_ns = prove(replace(bounded(plan, bound), deadline=deadline))
+    elif bound.allocation == "contiguous":
+        best = smallest_period(problem)
+        least_ns = None if best is None else best.lower_bound_ns
+    elif not problem.replicas and problem.checkpointing == "none":  # one special device
+        least_ns = proved_special(problem)
     if least_ns is None:
         return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
     found = overstated(bound, least_ns)

@@ -15,15 +15,15 @@ from itertools import accumulate, pairwise, product
 
 from ...check.bounds import any_bound
 from ...check.units import Tower, towers
-from ...check.validate import check
 from ...cost.memory_model import held_bytes, weights_bytes
 from ...cost.stage_cost import StageCost, stage_cost
 from ...errors import Infeasible, InvalidPlan, NoBetter
 from ...integers import ceil_div, smallest
-from ...plan import Allocation, Plan, Provenance, Schedule, Stage
+from ...plan import Provenance, Schedule, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
 from ...version import __version__
-from ..plan import Planned
+from ..periodic.interval import at_interval
+from ..plan import Planned, checked
 
 Way = tuple[int, int, int, bool]  # of a module: tensor degree, stages, replicas, whether its blocks run again
 
@@ -35,26 +35,16 @@ def make_towers_plan(problem: Problem, name: str, beat_ns: int | None = None) ->
     CannotExpress where the network isn't several modules.
     """
     if problem.policy.accumulate is None:
-        every = MICROBATCHES_PER_DEVICE * len(problem.platform)
-        problem = problem.with_policy(replace(problem.policy, accumulate=every))
+        problem = at_interval(problem, MICROBATCHES_PER_DEVICE * len(problem.platform))
     best: Planned | None = None
     least = any_bound(problem)
     for bound, stages in _in_order(problem, towers(problem.chain)):
         known = beat_ns if best is None else best.evaluation.period_ns
         if known is not None and (bound >= known or problem.deadline.passed):
             break
-        plan = Plan(
-            chain=problem.chain,
-            platform=problem.platform,
-            policy=problem.policy,
-            allocation=Allocation(stages),
-            pattern=None,
-            lower_bounds=(least,),
-            provenance=Provenance("target", {"for": name}, version=__version__),
-            schedule=Schedule("1f1b", problem.policy.accumulate),
-        )
+        told = Provenance("target", {"for": name}, version=__version__)
         try:
-            found = Planned(plan, check(plan))
+            found = checked(problem, stages, (least,), told, Schedule("1f1b", problem.policy.accumulate))
         except InvalidPlan:
             continue
         if known is None or found.evaluation.period_ns < known:

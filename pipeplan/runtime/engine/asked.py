@@ -16,12 +16,11 @@ from ...files.schedule_csv import read_schedule
 from ...names import shown
 from ...plan import Plan, Schedule
 from ...problem import CLIPPED_TOGETHER, NOT_PREDICTED
-from ...schedule.kinds import KINDS, graph_of, refused
+from ...schedule.kinds import KINDS, OTHERS, graph_of, refused
 from ...schedule.pattern import starts_of
 from ...schedule.periodic.one_f_one_b import one_f_one_b_pattern
 from ...schedule.periodic.retime import order_of, retime
 from ...schedule.program import pipelines
-from ...schedule.runnable import OTHERS
 from ...schedule.written import Written
 from ...schedule.written import order_of as listed_order
 from ..lowering.lowered_run import lower_run
@@ -120,9 +119,9 @@ def run_otherwise(plan: Plan, vertical_sync: bool, schedule: str | None, limit: 
     if schedule is None:
         return plan
     if schedule == PIPEDREAM:
-        if plan.policy.weights != OTHERS[PIPEDREAM].weights:
+        if plan.policy.weights != OTHERS[PIPEDREAM].own_weights:
             raise BadInput(
-                f"plan: {PIPEDREAM} keeps weights {OTHERS[PIPEDREAM].weights}; this plan has {plan.policy.weights}"
+                f"plan: {PIPEDREAM} keeps weights {OTHERS[PIPEDREAM].own_weights}; this plan has {plan.policy.weights}"
             )
         pattern = one_f_one_b_pattern(graph_of(plan), limit)
         bounds = tuple(x for x in plan.lower_bounds if x.schedule is None)
@@ -198,7 +197,7 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
         raise BadInput(f"--schedule: '{shown(name)}' is not one of {known}, {PIPEDREAM}, {BEST}, nor a .csv file")
     if plan.policy.weights not in kind.weights:
         raise BadInput("plan: " + kind.refusal.format(weights=plan.policy.weights))
-    if kind.simulated is None and plan.pattern is None:
+    if kind.build is None and plan.pattern is None:
         raise BadInput(f"plan: has no pattern, in whose order {name} runs")
     microbatches = None
     if kind.in_mini_batches:
@@ -209,7 +208,7 @@ def under(plan: Plan, name: str, limit: int | None = None) -> Plan:
         limit = plan.schedule.limit or kind.limit.usual(graph_of(plan))[0]
     schedule = Schedule(name, microbatches, limit)  # type: ignore[arg-type]  # it is a key of the table
     instead = f"; `pipeplan plan --weights {plan.policy.weights} --schedule {name}` plans for it"
-    return _fitting(replace(plan, schedule=schedule, pattern=None if kind.simulated else plan.pattern), name, instead)
+    return _fitting(replace(plan, schedule=schedule, pattern=None if kind.build else plan.pattern), name, instead)
 
 
 def written_plan(plan: Plan, written: Written, name: str) -> Plan:

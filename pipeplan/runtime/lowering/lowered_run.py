@@ -340,7 +340,7 @@ def _refuse(plan: Plan) -> None:
         if plan.policy.weights not in kind.weights:
             raise BadInput("plan: " + kind.refusal.format(weights=plan.policy.weights))
         _refuse_uneven(plan)
-    elif plan.pattern is None and kind.simulated is None:
+    elif plan.pattern is None and kind.build is None:
         raise BadInput("plan: has no pattern, so nothing says when its operations run")
     if plan.policy.precision == "mixed" and plan.chain.dtype not in HALVES:
         raise BadInput(

@@ -135,16 +135,15 @@ def proved(problem: Problem, allocation: AllocationClass, kind: ScheduleKind | N
     such, that would take too long, or nothing fits. OutOfTime at the problem's deadline."""
     if allocation == "contiguous":
         return drained_bound(problem, kind)
-    simulated = None if kind is None else KINDS[kind].simulated
-    placed = allocation == "any" and simulated is not None and simulated.homes is not None
+    placed = allocation == "any" and kind is not None and KINDS[kind].homes is not None
     return placed_bound(problem, kind) if placed and kind is not None else None
 
 
 def placed_bound(problem: Problem, kind: ScheduleKind) -> Bound | None:
     """Return the bound on all plans under a ``kind`` that places stages, as many on each GPU as there may be; None
     where that would take too long, or nothing fits. Every number of ranks and of pipelines is looked at."""
-    simulated, count, gpus = KINDS[kind].simulated, len(problem.chain), len(problem.platform)
-    like_vee, microbatches = simulated is not None and simulated.homes is vee, problem.policy.accumulate or 1
+    count, gpus = len(problem.chain), len(problem.platform)
+    like_vee, microbatches = KINDS[kind].homes is vee, problem.policy.accumulate or 1
     if count**3 * gpus > (MOST_VEE if like_vee else MOST_LOOP):
         return None
     every = shapes(problem, kind, count, lambda ranks: (2,) if like_vee else range(1, count // ranks + 1))

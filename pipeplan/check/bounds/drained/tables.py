@@ -235,16 +235,14 @@ class Placed:
 
 def homes_of(kind: ScheduleKind, ranks: int, chunks: int) -> list[int]:
     """Return which of ``ranks`` has each stage where they have ``chunks`` each; one each where a kind places none."""
-    simulated = KINDS[kind].simulated
-    homes = None if simulated is None else simulated.homes
+    homes = KINDS[kind].homes
     return list(range(ranks)) if homes is None else homes(ranks, chunks)
 
 
 def shapes(problem: Problem, kind: ScheduleKind, units: int, chunks: Callable[[int], Iterable[int]]) -> Iterator[Shape]:
     """Yield the shapes of pipelines of at most so many ``units`` under a kind that can be simulated, with one of the
     numbers of ``chunks`` (of ranks) on each rank."""
-    simulated, count, gpus = KINDS[kind].simulated, problem.policy.accumulate or 1, len(problem.platform)
-    like_vee = simulated is not None and simulated.homes is vee
+    count, gpus, like_vee = problem.policy.accumulate or 1, len(problem.platform), KINDS[kind].homes is vee
     for ranks in range(1, min(gpus, units) + 1):
         for each in chunks(ranks):
             stages = len(homes_of(kind, ranks, each))
