@@ -208,9 +208,7 @@ def madpipe(problem: Problem, charge: Charge = "full", split: bool = False) -> I
     least speed and the slowest path for all. The claim is nonincreasing in memory and bandwidth.
     Time O(labels * L) per period, tens of periods; MadPipe section 4.2 with the grid and Algorithm 1 replaced.
     """
-    found = smallest_period(problem, charge, split)
-    if found is not None:
-        yield found
+    yield from filter(None, [smallest_period(problem, charge, split)])
 
 
 def smallest_period(problem: Problem, charge: Charge = "full", split: bool = False) -> Allocation | None:

@@ -221,17 +221,9 @@ class _Open:
 
     def add(self, position: int, kept: Ints, peak: Ints, cost: Ints, index: int, kind: Ints, held: Flags) -> None:
         """Append labels at ``position``, numbered from ``index``."""
-        self.kept, self.peak, self.cost, self.index = (
-            np.concatenate(pair)
-            for pair in (
-                (self.kept, kept),
-                (self.peak, peak),
-                (self.cost, cost),
-                (self.index, np.arange(index, index + len(kept))),
-            )
-        )
-        self.kind = np.concatenate([self.kind, kind])
-        self.held = np.concatenate([self.held, held])
+        old: tuple[npt.NDArray[Any], ...] = self.kept, self.peak, self.cost, self.index, self.kind, self.held
+        pairs = zip(old, (kept, peak, cost, np.arange(index, index + len(kept)), kind, held), strict=True)
+        self.kept, self.peak, self.cost, self.index, self.kind, self.held = map(np.concatenate, pairs)
         if len(kept):
             self.starts.append(position)
             self.counts.append(len(kept))
