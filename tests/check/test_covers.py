@@ -1,14 +1,18 @@
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from cases.bounds import instance
 from cases.chains import published
-from oracles.any_class import optimum
+from oracles.any_class import allocations, optimum
 
-from pipeplan.check.bounds import derived_up_to, proof
+from pipeplan.check.bounds import all_contiguous, derived_up_to, proof
 from pipeplan.check.bounds.covers import CELLS, Master, Sets, View
 from pipeplan.check.bounds.strong import Refutations
+from pipeplan.cost.group_bound import group_bound
+from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
@@ -83,3 +87,27 @@ def test_an_expanded_tensor_counts_with_its_storage():
     assert optimum(problem) == 8
     conditions = Refutations(problem)
     assert conditions.refuted(8) is conditions.cover_refuted(8) is conditions.pool_refuted(8) is None
+
+
+def test_where_no_gpu_has_room_for_two_layers_every_plan_is_contiguous():
+    """Of all allocations that may fit; the bound is then that of contiguous plans, and what states it derives it."""
+    said = tighter = 0
+    for seed in range(60):
+        problem, rng = instance(seed, 3), random.Random(seed)
+        layers = tuple(replace(x, weight_bytes=x.weight_bytes + 60) for x in problem.chain.layers)
+        devices = tuple(replace(x, memory_bytes=rng.randint(240, 440)) for x in problem.platform.devices)
+        chain, platform = replace(problem.chain, layers=layers), replace(problem.platform, devices=devices)
+        problem = replace(problem, chain=chain, platform=platform)
+        if not all_contiguous(problem):
+            continue
+        graphs = [stage_graph(chain, platform, problem.policy, stages) for stages in allocations(problem)]
+        assert all(graph.contiguous for graph in graphs if group_bound(graph) is not None)
+        best = optimum(problem)
+        if best is not None:
+            bound = derived_up_to(problem, best)
+            assert bound <= best
+            assert derived_up_to(problem, bound) == bound
+            said += 1
+            tighter += bound > proof(problem).period_ns
+    assert said > 11
+    assert tighter > 2

@@ -20,20 +20,25 @@ of narrower classes come from exact algorithms (``contiguous`` is its own bound)
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
 from ...cost import relaxations
+from ...deadline import OutOfTime
+from ...partition.contiguous.contiguous import contiguous
 from ...plan import Bound, Plan
 from ...problem import Problem
 from .averages import fill_bound, layer_bound, load_bound, work_ns
 from .choosing import choosing_proof
+from .covers import all_contiguous
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, deeper, strong_bound
 
 __all__ = [
     "IMPOSSIBLE",
     "PARTS",
     "Proved",
+    "all_contiguous",
     "any_bound",
     "bounded",
     "derived_up_to",
@@ -68,6 +73,10 @@ def proof(problem: Problem, up_to: int | None = None) -> Proved:
     if up_to is None:
         return strong_bound(problem, quick_proof(problem))
     known = proof(problem)
+    if known.period_ns < up_to and all_contiguous(problem):
+        with suppress(OutOfTime):
+            least = max((best.lower_bound_ns or 0 for best in contiguous(problem)), default=0)
+            known = Proved(least, "alone") if least > known.period_ns else known
     return known if known.period_ns >= up_to else deeper(problem, known, up_to)
 
 

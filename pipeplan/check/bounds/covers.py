@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...cost import relaxations
 from ...integers import NEVER, Ints
+from ...problem import Problem
 from .facts import Facts, Floats
-from .runs import ROUNDING, Runs, Segments
+from .runs import ROUNDING, Runs, Segments, runs_at
 
 MOST_COVERED = 128  # layers
 CELLS = 64  # of work, and of memory
@@ -154,6 +156,22 @@ def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> 
         too_cheap(facts, [Sets(runs.possible[k], work[k], view, k) for k in range(len(work))])
         for view in views(facts, runs, segments, tau)
     )
+
+
+def all_contiguous(problem: Problem) -> bool:
+    """Whether every plan is contiguous, as at no period has any GPU room for two layers; False where it isn't known.
+
+    A group that has two has one run of them, of one stage or more, or two runs: a set of runs that fit together. So if
+    the set of most layers has one, by any view, each layer is a stage alone; on one level these keep units together.
+    """
+    devices, count = len(problem.platform), len(problem.chain)
+    if problem.chain.variants or count > min(devices, MOST_COVERED) or len(problem.platform.levels) > 1:
+        return False
+    facts, place = Facts(relaxations.relative(problem)), np.arange(count + 1.0)
+    runs, layers = runs_at(facts, None), place - place[:, None]
+    found = views(facts, runs, Segments(facts), None)
+    groups = ([Sets(one, 0 * layers, view, k) for view in found] for k, one in enumerate(runs.possible))
+    return facts.periodic and all(any(x.dearest(layers)[0] <= 1 for x in some) for some in groups)
 
 
 def too_cheap(facts: Facts, groups: list[Sets]) -> bool:

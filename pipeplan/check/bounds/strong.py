@@ -19,7 +19,7 @@ from .covers import MOST_COVERED, uncovered
 from .facts import Facts
 from .runs import LONGEST, Segments, runs_at, too_much
 
-Part = Literal["work", "fill", "layer", "averages", "runs", "blocks", "pooled", "covers"]
+Part = Literal["work", "fill", "layer", "averages", "runs", "blocks", "pooled", "covers", "alone"]
 PARTS: dict[Part, str] = {
     "work": "the work of all layers binds, shared perfectly",
     "fill": "the work of all layers binds, with what fills the pipeline before each GPU can begin",
@@ -29,6 +29,7 @@ PARTS: dict[Part, str] = {
     "blocks": "whole layers don't fill the devices evenly",
     "pooled": "memory of stage inputs, weights and buffers binds, averaged over time",
     "covers": "no sets of stages that fit on one GPU together cover all layers",
+    "alone": "no GPU has room for two layers, and stages of one each take so long",
 }
 IMPOSSIBLE: dict[Part, str] = {
     "runs": "however it is cut, some layers fit on no GPU",

@@ -153,6 +153,10 @@ class Incumbent:
         enough = None if self.floor_ns is None else int(self.floor_ns * (1 + self.settings.gap))
         return self.best is not None and enough is not None and self.best.cost <= enough
 
+    def done(self) -> bool:
+        """Whether the best is near the bound, or the caller's time is up."""
+        return self.expired or self.near_bound
+
     @property
     def best_ns(self) -> int | None:
         """Cost that an allocation must beat, or None while nothing fits."""

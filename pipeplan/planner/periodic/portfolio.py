@@ -5,12 +5,12 @@ Never worse than exact contiguous. Budgets count candidates, so equal inputs giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 from math import ceil
 
-from ...check.bounds import proof, quick_proof
+from ...check.bounds import all_contiguous, proof, quick_proof
 from ...cost.stage_graph import stage_graph
 from ...partition.balance import balance
 from ...partition.contiguous.claims import longest_period_ns
@@ -33,6 +33,7 @@ QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 time
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 LESS = 9, 10  # of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
+FAR = 0.1  # of the bound of all plans: from there walks among fewer kinds of plans are worth their time
 BESIDE = 2  # plans with a stage on one GPU, from which walks start where the best plan is data-parallel
 NEARLY = 0.01  # of what there is: what such plans may miss
 FEW_PLACES = 2000  # up to which a second search takes about a second
@@ -86,38 +87,36 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
     if incumbent.periodic:
         bounded(averaged)
 
-    def done() -> bool:
-        return incumbent.expired or incumbent.near_bound
-
     status.phase = "exact contiguous"
     for allocation in propose_contiguous(incumbent):
         incumbent.try_(allocation)
-    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or done():
+    if not incumbent.periodic or len(problem.platform) < 2 or len(problem.chain) < 2 or incumbent.done():
         return
     if problem.chain.variants:  # of which the other searches know nothing
         return
-    proved = proof(problem)
+    proved = proof(problem, incumbent.best_ns if all_contiguous(problem) else None)
     bounded(proved.period_ns)
-    if proved.infeasible or done():
+    if proved.infeasible or incumbent.done():
         return
     status.phase = "one GPU with several stages"
     for allocation in one_special(incumbent, effort.periods) if places(problem) <= MOST_PLACES else ():
         incumbent.try_(allocation)
-        if done():
+        if incumbent.done():
             return
     if incumbent.best_ns is not None and effort.deep:
         incumbent.bounded_up_to = incumbent.best_ns
         bounded(proof(problem, up_to=incumbent.best_ns).period_ns)
-        if done():
+        if incumbent.done():
             return
     every = every_allocation(problem) if effort.rounds else None
     if every is not None:
         status.phase = "all allocations"
-        _try_every(incumbent, every, done)
+        _try_every(incumbent, every)
         return
     status.phase = "where walks start"
     _widen(incumbent, effort)
-    if done():
+    _walk_stored(incumbent, effort)
+    if incumbent.done():
         return
     if incumbent.best is not None and evenly_shared(problem, incumbent.best.allocation):
         status.phase = "stages beside data parallelism"
@@ -128,23 +127,23 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
         steps = _steps(effort, problem)
         if incumbent.best_ns is not None:
             steps = ceil(steps * min(1.0, (incumbent.best_ns / averaged - 1) / MUCH))
-        if done():
+        if incumbent.done():
             return
         seeds = range(round_ * effort.walks, (round_ + 1) * effort.walks)
         start = next(balance(problem)) if incumbent.best is None else incumbent.best.allocation
         if not _walked(incumbent, steps, ((seed, start) for seed in seeds)):
             break
-    few = effort.deep and places(problem) <= FEW_PLACES and not done()
+    few = effort.deep and places(problem) <= FEW_PLACES and not incumbent.done()
     if few and problem.policy.open and problem.checkpointing == "segments":  # whose steps take apart what is whole
         _elsewhere(incumbent, replace(problem, checkpointing="stages"), effort)
 
 
-def _try_every(incumbent: Incumbent, every: Iterable[tuple[Stage, ...]], done: Callable[[], bool]) -> None:
+def _try_every(incumbent: Incumbent, every: Iterable[tuple[Stage, ...]]) -> None:
     """Try all that may reach a shorter period than the best so far."""
     misfits = Misfits(incumbent.problem)
     longest = longest_period_ns(incumbent.problem)
     for stages in every:
-        if done():
+        if incumbent.done():
             return
         if not misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, 0):
             incumbent.try_(Allocation(stages))
@@ -182,7 +181,7 @@ def _walked(incumbent: Incumbent, steps: int, starts: Iterable[tuple[int, Alloca
         settings.status.unsolved += unsolved
         if found is not None and not incumbent.near_bound:
             incumbent.take(found)
-        if incumbent.expired or incumbent.near_bound:
+        if incumbent.done():
             break
     return incumbent.best is not before
 
@@ -206,10 +205,7 @@ def _walk(
     def misfit(stages: tuple[Stage, ...], enough: float) -> float:
         return misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, enough)
 
-    def done() -> bool:
-        return incumbent.expired or incumbent.near_bound
-
-    wander(problem, start, misfit, incumbent.try_, steps, done, seed, times=_times)
+    wander(problem, start, misfit, incumbent.try_, steps, incumbent.done, seed, times=_times)
     unsolved = settings.status.unsolved - before
     return None if incumbent.best is best else incumbent.best, incumbent.stopped, unsolved
 
@@ -253,11 +249,26 @@ def _widen(incumbent: Incumbent, effort: SearchEffort) -> None:
     quick = places(problem) <= MOST_PLACES
     for replicas in (True, False)[: 2 if quick else 1] if problem.replicas else (False,):
         incumbent.try_all(contiguous(replace(problem, checkpointing=whole, replicas=replicas)))
-    if not (quick and effort.deep) or problem.policy.open or incumbent.expired or incumbent.near_bound:
+    if not (quick and effort.deep) or problem.policy.open or incumbent.done():
         return
     if evenly_shared(problem, incumbent.best.allocation):
         return
     _elsewhere(incumbent, on_less_memory(problem, *LESS), effort)
+
+
+def _walk_stored(incumbent: Incumbent, effort: SearchEffort) -> None:
+    """Walk without replicas and recomputation from the contiguous plan of that kind, where its bound says that it can
+    win, and much: no small step leads there from better stages that recompute."""
+    problem, best = incumbent.problem, incumbent.best
+    stored = replace(problem, replicas=False, checkpointing="none")
+    far = best is not None and best.cost >= (incumbent.floor_ns or 0) * (1 + FAR)
+    few = stored != problem and effort.deep and places(problem) <= MOST_PLACES
+    if not (few and far) or proof(stored).period_ns > incumbent.to_beat:
+        return
+    other = Incumbent(stored, replace(incumbent.settings, progress=None), start=best)
+    other.floor_ns = incumbent.floor_ns
+    if _walked(other, _steps(effort, stored), product(range(effort.walks), contiguous(stored))) and other.best:
+        incumbent.take(other.best)
 
 
 def _elsewhere(incumbent: Incumbent, problem: Problem, effort: SearchEffort) -> None:

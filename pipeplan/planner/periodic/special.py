@@ -16,10 +16,8 @@ from .incumbent import Incumbent
 def proved_special(problem: Problem, known_ns: int | None = None) -> int | None:
     """Return the best lower bound (ns) that is known of class one-special, without replicas and recomputation: its own,
     sooner from a period ``known_ns``, or that of all plans; None when no such plan exists."""
-    low, every = (
-        one_special_bound(problem, known_ns=known_ns),
-        proof(replace(problem, replicas=False, checkpointing="none")),
-    )
+    low = one_special_bound(problem, known_ns=known_ns)
+    every = proof(replace(problem, replicas=False, checkpointing="none"))
     return None if low is None or every.infeasible else max(low, every.period_ns)
 
 
@@ -34,8 +32,7 @@ def one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     shorter periods propose allocations that may, and ``tight`` those that only just might.
     """
     problem = incumbent.problem
-    too_many = len(legal_cuts(problem, several=True)) > MOST_CUTS + 1
-    if too_many:
+    if len(legal_cuts(problem, several=True)) > MOST_CUTS + 1:
         return
     wider = problem.replicas or problem.checkpointing != "none"
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
