@@ -69,10 +69,14 @@ class LimitSearch:
         """Return why ``graph`` cannot run under the schedule at all, or None."""
         return refused(graph, self.schedule)
 
+    def load_ns(self, graph: StageGraph) -> int:
+        """Return what the busiest device, link or all-reduce of ``graph`` needs: it costs no less."""
+        return self.schedule.mini_batch * (graph.period_floor_ns - 1) if self.kind.drains else graph.period_floor_ns
+
     def floor_ns(self, graph: StageGraph) -> int:
-        """Return a cost that ``graph`` cannot go below: what its busiest device, link or all-reduce needs."""
+        """Return a cost that ``graph`` cannot go below; of what drains that of :func:`drained_floor_ns`."""
         if not self.kind.drains:
-            return graph.period_floor_ns
+            return self.load_ns(graph)
         return drained_floor_ns(graph, self.schedule.kind, self.schedule.mini_batch)
 
     def choose(self, graph: StageGraph, deadline: Deadline = NEVER, below_ns: int | None = None) -> Choice | None:
