@@ -32,7 +32,7 @@ from .limits import LimitSearch
 
 SPLITS = 20  # of a period's orders for each node of the integer program, which mostly isn't needed then
 MOST_SPLITS = 5000
-SPLIT_WORK = 10**9  # of all splits, in operations to the fourth: some tenths of a second, as more seldom find an order
+SPLIT_WORK = 2 * 10**9  # of all splits, in operations to the fourth: about half a second; more seldom find an order
 NODE_WORK = 26  # operations squared for each node of an integer program, above which so few nodes found no pattern
 GAP = 0.001  # a plan this near to a bound on all plans is good enough
 MOST_KNOWN = 50_000  # stages whose costs are remembered
