@@ -27,6 +27,11 @@ LIFTED = {  # feature -> its files, and the files and the rows that name it
         r' +("synthesize": |from .api.synthesizing ).*\n',
     ),
     "doctor": ("cli/doctor.py", COMMANDS, r'    "doctor": .*\n'),
+    "what other papers and programs publish": (
+        "partition/piper.py partition/madpipe/paper.py",
+        "partition/__init__.py choices.py",
+        r'    "(?:piper|madpipe-paper)": Algorithm\(\n(?:        .*\n)+    \),\n|, "(?:piper|madpipe-paper)"',
+    ),
     "models of images": ("zoo/images", "zoo/__init__.py", r'    "[\w-]+": "images\.\w+",\n'),
 }
 CORE = """
@@ -48,7 +53,10 @@ assert Path(pp.__file__).is_relative_to(package)
 """
 
 
-@pytest.mark.parametrize("features", [("calibrate", "diff", "models of images"), ("synthesize", "doctor")])
+@pytest.mark.parametrize(
+    "features",
+    [("calibrate", "diff", "models of images"), ("synthesize", "doctor", "what other papers and programs publish")],
+)
 def test_features_can_be_lifted_out(features, tmp_path):
     """Each is seen gone where others are there."""
     package = shutil.copytree(PACKAGE, tmp_path / "pipeplan")  # what is compiled already among it
