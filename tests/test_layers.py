@@ -239,9 +239,14 @@ OUTER_OF_RUNS = (  # what a run may need, but not every run: reached by rows alo
 )
 
 
+def reached_from(module):
+    """What a module imports, however far, itself among it."""
+    below = nx.DiGraph((one, name) for one in MODULES for name in imports(one))
+    return {module, *nx.descendants(below, module)}
+
+
 def test_a_run_reaches_what_few_need_by_rows_alone():
-    below = nx.DiGraph((module, name) for module in MODULES for name in imports(module))
-    reached = nx.descendants(below, "runtime.engine.phases")
+    reached = reached_from("runtime.engine.phases")
     assert [name for name in reached if any(inside(name, room) for room in OUTER_OF_RUNS.split())] == []
 
 
@@ -249,8 +254,7 @@ def test_a_run_reaches_what_few_need_by_rows_alone():
     ("module", "most"), [("planner.plan", 16_000), ("runtime.engine.phases", 19_000), ("check.validate", 6_000)]
 )
 def test_what_must_be_read_to_follow_one_thing_is_limited(module, most):
-    below = nx.DiGraph((module, name) for module in MODULES for name in imports(module))
-    reached = {module, *nx.descendants(below, module)} & MODULES.keys()
+    reached = reached_from(module) & MODULES.keys()
     assert sum(len(MODULES[name].read_text().splitlines()) for name in reached) < most
 
 

@@ -13,6 +13,7 @@ last to the first, work and memory counted in cells and rounded down.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -158,8 +159,10 @@ def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> 
     )
 
 
+@lru_cache(maxsize=16)
 def all_contiguous(problem: Problem) -> bool:
     """Whether every plan is contiguous, as at no period has any GPU room for two layers; False where it isn't known.
+    Remembered, as a search asks and then each proof.
 
     A group that has two has one run of them, of one stage or more, or two runs: a set of runs that fit together. So if
     the set of most layers has one, by any view, each layer is a stage alone; on one level these keep units together.
