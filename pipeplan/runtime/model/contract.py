@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +106,14 @@ class Built:
 def built_by(build: Callable[..., Any], batch: int, what: str = "build", **options: Any) -> Built:
     """Call ``build(batch)`` and return what it made; BadInput if that isn't what a build function is to return.
 
-    CodeFailed, starting with ``what``, when it fails.
+    One without parameters is called as it is, and leaves the example to the data. CodeFailed, starting with ``what``,
+    when it fails.
     """
+    if isinstance(build, FunctionType) and not inspect.signature(build).parameters:
+        with user_code(what):
+            built = contract(build())
+        if built.example is None:
+            return built
     _check_takes(build, what, "batch", "the samples of a microbatch")
     with user_code(what):
         result = build(batch, **options)
@@ -150,13 +157,25 @@ def example_of(built: Built, data: Callable[[int, int], Any] | None) -> tuple[An
         _check_takes(data, "data", "index, seed", "the number of a microbatch and a seed")
         with user_code("data"):
             given = data(0, 0)
-        return sample_of(given, built.loss, None if built.example is None else len(tensors_in(built.example)))
+        return sample_of(given, built.loss, _inputs(built, given))
     if built.example is None:
         raise BadInput(
             "build: returned a model and no example input; return (model, example_input), or name a data(index, seed) "
             "by --data"
         )
     return built.example, None
+
+
+def _inputs(built: Built, given: Any) -> int | None:
+    """Return how many tensors go into a model: as many as its example has, else both of a pair that it takes; None:
+    any."""
+    if built.example is not None:
+        return len(tensors_in(built.example))
+    if isinstance(given, tuple | list) and len(given) == 2 and not isinstance(given[0], Mapping):
+        with suppress(AttributeError, TypeError, ValueError):
+            inspect.signature(built.layers.forward).bind(*given)
+            return len(tensors_in(given))
+    return None
 
 
 def _check_takes(function: Callable[..., Any], what: str, arguments: str, meaning: str) -> None:

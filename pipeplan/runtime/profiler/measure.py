@@ -126,7 +126,7 @@ def measured_again(builder: Callable[[], Callable[[int], Any]], batch: int, opti
 def built_network(built: Built, data: Data | None, options: MeasureOptions) -> tuple[Network, Loss, Any, Author]:
     """Return a built model's network without the loss, the loss, the target (None: to be made up), and itself."""
     layers, dtype = built.layers, options.dtype
-    example_input, target = example_of(built, data) if is_whole(layers) or data is not None else (built.example, None)
+    example_input, target = example_of(built, data)
     if dtype is not None:
         whole = layers if isinstance(layers, nn.Module) else nn.Sequential(*(m for _, m in named_layers(layers)))
         made_whole(whole, example_input)

@@ -11,7 +11,10 @@ from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.runtime.model.build.fitting import check_model, fitted
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec, find
-from pipeplan.runtime.model.contract import sample_of
+from pipeplan.runtime.model.contract import built_by, contract, example_of, sample_of
+from pipeplan.runtime.model.trace.exported import loss_in
+from pipeplan.runtime.profiler.measure import built_network
+from pipeplan.runtime.profiler.steps import MeasureOptions
 
 
 def test_a_zoo_model_brings_its_data_and_is_seeded():
@@ -150,3 +153,44 @@ def test_two_inputs_are_no_input_and_its_target():
     assert sample_of((a, b), None, 1) == sample_of((a, b), nn.functional.mse_loss, 2) == (a, b)
     assert sample_of(((a, b), c), None, 2) == ((a, b), c)
     assert sample_of(({"x": a, "y": b}, c), None, 2) == ({"x": a, "y": b}, c)
+
+
+class Labelled(nn.Linear):
+    """A model that takes its labels, or none, and returns its loss behind its output, as many hand-written ones do."""
+
+    def forward(self, x, target=None):
+        y = super().forward(x)
+        return y, None if target is None else nn.functional.mse_loss(y, target)
+
+
+def test_a_build_without_parameters_leaves_the_example_to_the_data():
+    def data(index, seed):
+        return torch.ones(2, 3), torch.zeros(2, 4)
+
+    def with_loss():
+        return [nn.Linear(3, 4)], None, nn.functional.mse_loss
+
+    found = [built_network(built_by(build, 2), data, MeasureOptions()) for build in (lambda: Labelled(3, 4), with_loss)]
+    assert [[tuple(x.shape) for x in network.inputs] for network, *_ in found] == [[(2, 3), (2, 4)], [(2, 3)]]
+    assert [target is None for _, _, target, _ in found] == [True, False]
+    with pytest.raises(BadInput, match=r"is called as <lambda>\(batch\)"):
+        built_by(lambda: ([nn.Linear(3, 4)], torch.ones(2, 3), nn.functional.mse_loss), 2)
+
+
+def test_a_pair_of_data_goes_in_where_the_model_takes_both_and_has_no_other_loss():
+    a, b = torch.ones(2, 3), torch.zeros(2, 4)
+    assert example_of(contract(Labelled(3, 4)), lambda *_: (a, b)) == ((a, b), None)
+    assert example_of(contract((Labelled(3, 4), a)), lambda *_: (a, b)) == (a, b)
+    assert example_of(contract(nn.Bilinear(3, 4, 1)), lambda *_: ({"x": a}, b)) == ({"x": a}, b)
+    assert example_of(contract((Labelled(3, 4), None, nn.functional.mse_loss)), lambda *_: (a, b)) == (a, b)
+
+
+def test_a_loss_is_the_first_or_the_only_number_of_a_tuple():
+    number, other, tensor = torch.tensor(1.0), torch.tensor([2.0]), torch.ones(3)
+    found = [
+        loss_in(nn.Identity(), x) for x in (number, (number, other), (tensor, other), {"loss": other, "x": number})
+    ]
+    assert [(float(x), x.dim()) for x in found] == [(1.0, 0), (1.0, 0), (2.0, 0), (2.0, 0)]
+    for output in (tensor, (tensor, tensor), (tensor, number, other), (), {"x": number}):
+        with pytest.raises(BadInput, match="without a loss, and build gave none"):
+            loss_in(nn.Identity(), output)

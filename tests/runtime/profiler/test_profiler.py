@@ -427,7 +427,10 @@ def stray_loss(output, target):
         (lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), None), "gave no loss; that is for a model as one module"),
         (lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), 3), "loss is a int, which cannot be called"),
         (lambda b: Pair(), "returned a model and no example input; return .model, example_input., or name a data"),
-        (lambda: None, r"build: <lambda>\(\) \(.*test_profiler.py:\d+\) is called as <lambda>\(batch\), with the"),
+        (
+            lambda b, c: None,
+            r"build: <lambda>\(b, c\) \(.*test_profiler.py:\d+\) is called as <lambda>\(batch\), with the",
+        ),
         (lambda b: (Pair(), torch.ones(b, 4)), r"Pair \(.*test_profiler.py:\d+\) returned a tuple without a loss"),
         (
             lambda b: ([nn.Linear(4, 4)], torch.ones(b, 4), stray_loss),

@@ -66,13 +66,13 @@ def load_model(
         modules = modules_in((built.layers, built.loss))
         promised.adopt(modules)
         promised.settle([*tensors_of(modules), *tensors_in(built.example)])
+    example = built.example if built.example is not None else example_of(built, data)[0]
     if is_whole(built.layers):
-        example = built.example if built.example is not None else example_of(built, data)[0]
         model: LoadedModel = traced_model(built.layers, example, built.loss, data, device, training, dtype, autocast)
         model = with_shards(model)
         return model if source is None else _from(source, model, build.dtype)
     assert built.loss is not None, "the contract wants one of layers"
-    return with_shards(chain_model(built.layers, built.example, built.loss, data, device, autocast))
+    return with_shards(chain_model(built.layers, example, built.loss, data, device, autocast))
 
 
 def _from(source: Path, model: LoadedModel, dtype: torch.dtype | None) -> LoadedModel:

@@ -198,16 +198,18 @@ def _refuse_closed(module: nn.Module, output: Any) -> None:
 
 
 def loss_in(module: nn.Module, output: Any) -> Tensor:
-    """Return the loss among what ``module`` returned: itself, ``.loss``, or the first of a tuple; BadInput if none."""
-    found = output
+    """Return the loss among what ``module`` returned: itself, ``.loss``, or of a tuple the first or only number;
+    BadInput if none."""
+    found = [output]
     if isinstance(output, Mapping) and "loss" in output:
-        found = output["loss"]
+        found = [output["loss"]]
     elif hasattr(output, "loss"):
-        found = output.loss
-    elif isinstance(output, tuple | list) and output:
-        found = output[0]
-    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
-        return found if found.dim() == 0 else found.reshape(())
+        found = [output.loss]
+    elif isinstance(output, tuple | list):
+        found = list(output)
+    losses = [x for x in found if isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()]
+    if losses and (len(losses) == 1 or losses[0] is found[0]):
+        return losses[0] if losses[0].dim() == 0 else losses[0].reshape(())
     said = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else kind_of(output)
     raise BadInput(
         f"{type(module).__name__}{defined_at(module.forward)} returned {said} without a loss, and build gave none: put "
