@@ -77,7 +77,7 @@ class Target:
     ``refuses(kind, shape, microbatches)`` are its other rules, for the microbatches of one pipeline. ``ties``: it sums
     the gradients of weights that stages share. ``engine``: whose memory its plans are counted in, if not our own.
     ``tensor``: it runs layers on groups of GPUs, with ``parts_groups`` those alone that divide the heads of keys and
-    values. ``stores_traced``: nothing is recomputed of models that it traces. ``zero`` is the most of
+    values. ``traces``: models that are no lists of layers, of which nothing is recomputed then. ``zero`` is the most of
     :data:`..problem.SHARING` that replicas share, and what they do beside pipelines. ``selective``: it can run the
     cores of attention again, and then nothing else. ``holds`` are its bytes per parameter by optimizer and precision,
     where they aren't ours: docs/reference/memory.md has their sources.
@@ -95,7 +95,7 @@ class Target:
     engine: Engine | None = None
     tensor: bool = False
     parts_groups: bool = False
-    stores_traced: bool = False
+    traces: bool = False
     zero: tuple[Zero, Zero] = (1, 1)
     selective: bool = False
     holds: Mapping[tuple[Optimizer, Precision | None], str] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Target:
 
     def of(self, chain: Chain) -> Target:
         """Return what it can express of a chain."""
-        alone = chain.selective or (self.stores_traced and chain.edges is not None)
+        alone = chain.selective or (self.traces and chain.edges is not None)
         return replace(self, rules=("none",)) if alone else self
 
     def ways(self, most: int, counts: Sequence[int]) -> Iterator[Recompute]:
@@ -168,6 +168,11 @@ def refuse_chain(chain: Chain, name: str) -> None:
     last, target = chain.layers[-1], TARGETS[name]
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
+    if chain.region and target.traces:
+        raise CannotExpress(
+            f"{name}: layer '{shown(chain.region)}' has a region of torch.no_grad or autocast, and there a model "
+            "with one cannot be cut; call detach() instead, or let autocast begin outside of the model"
+        )
     if chain.offloaded:
         how = _WAITING.get(name, "it has no words for")
         raise CannotExpress(f"{name}: activations wait in host memory, which {how}")
@@ -332,7 +337,7 @@ TARGETS: dict[str, Target] = {  # the sources are of August 2026
         recomputes=lambda unit: True,
         refuses=_torch,
         engine="torch",
-        stores_traced=True,
+        traces=True,
     ),
 }
 

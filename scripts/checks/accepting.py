@@ -224,6 +224,7 @@ def torch_split(_: Path, text: str, case: Case) -> str:
     assert len(held) == len(names) + 1, f"{len(held)} stages, not {len(names) + 1}"
     assert all(held), "a stage has no parameters"
     assert sorted(name for part in held for name in part) == sorted(first.values())
+    pipe(*given, **keywords)
     return f"{len(held)} stages, {len(first)} parameters each in one"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...errors import BadInput, CodeFailed
 from ...problem import AUTOCAST, Chain, Layer
@@ -158,6 +158,8 @@ def network_chain(
     dtypes = {str(p.dtype).removeprefix("torch.") for layer in network.layers for p in layer.module.parameters()}
     if autocast := network.layers[0].autocast:
         dtypes = {AUTOCAST + str(autocast.dtype).removeprefix("torch.")}
+    traced = [code for code in network.layers if isinstance(code.module, fx.GraphModule)]
+    regions = [code.name for code in traced if any(isinstance(x, fx.GraphModule) for x in code.module.children())]
     return Chain(
         name=name,
         layers=tuple(x.layer for x in measurements),
@@ -170,6 +172,7 @@ def network_chain(
         dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
         device=device,
         source=source,
+        region=next(iter(regions), ""),
     )
 
 

@@ -1,6 +1,7 @@
 """What its author's model does beyond layers: types, recomputation, compilation, state; and what is said of it."""
 
 import re
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -10,8 +11,11 @@ torch = pytest.importorskip("torch")
 
 from cases.runtime import Whole
 from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
+from pipeplan.check.targets import refuse_chain
+from pipeplan.check.units import CannotExpress
 from pipeplan.errors import BadInput
 from pipeplan.partition.granularity import merge_blocks
 from pipeplan.planner.periodic.stated import stated
@@ -231,3 +235,40 @@ def test_lazy_parts_get_their_weights_from_the_example_and_tables_dense_gradient
 def test_a_model_that_is_a_script_is_refused_with_what_to_give():
     with pytest.raises(BadInput, match=r"torch\.jit has compiled the whole model; give it"):
         trace_module(torch.jit.script(nn.Sequential(nn.Linear(4, 4))), torch.ones(2, 4))
+
+
+class Centred(nn.Module):
+    def __init__(self, means):
+        super().__init__()
+        self.linear, self.means = nn.Linear(4, 4), means
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x - self.means(x)
+
+
+def means(x):
+    with torch.no_grad():
+        return x.mean(0)
+
+
+@pytest.mark.parametrize(("way", "region"), [(means, "middle.mean"), (lambda x: x.mean(0).detach(), "")])
+def test_plans_for_torch_are_refused_just_where_it_cannot_cut_the_model(way, region):
+    x, names = torch.zeros(4, 4), ("first", "middle", "last")
+    module = nn.Sequential(OrderedDict(zip(names, (nn.Linear(4, 4), Centred(way), nn.Linear(4, 4)), strict=True)))
+    whole = Whole(module)
+    chain = measured(whole, x).chain
+    assert chain.region.removeprefix("layers.") == region
+
+    def cut():
+        return pipeline(Whole(module), (x,), {}, {"layers.last": SplitPoint.BEGINNING})(x)[0]
+
+    if region:
+        with pytest.raises(CannotExpress, match="has a region of"):
+            refuse_chain(chain, "torch")
+        with pytest.raises(Exception, match="submod"):
+            cut()
+    else:
+        refuse_chain(chain, "torch")
+        assert torch.equal(cut(), whole(x))
+    refuse_chain(chain, "torchtitan")
