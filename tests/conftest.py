@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -131,5 +132,5 @@ def command_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torch")
     from cases.printed import files
 
-    files(made := tmp_path_factory.mktemp("printed"))
-    return made
+    own = tmp_path_factory.mktemp("printed")  # a command writes beside them, which others must not see
+    return shutil.copytree(made_once(tmp_path_factory, "command-files", files), own, dirs_exist_ok=True)

@@ -10,7 +10,7 @@ from cases.fuzz.readers import SHARES, Readers
 
 pytest.importorskip("torch")  # it reads checkpoints, and estimates profiles
 SEED = 13
-FILES = 10  # for each share of a kind
+FILES = 6  # for each share of a kind
 LINES = range(60)
 
 

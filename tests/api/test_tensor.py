@@ -34,7 +34,7 @@ def profiled():
     return estimated(tensor="1,2,4", sequence_parallel=True)
 
 
-@pytest.mark.parametrize(("tensor", "parted"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
+@pytest.mark.parametrize(("tensor", "parted"), [(1, False), (4, False), (2, True)])
 def test_a_rank_saves_what_korthikanti_counts(tensor, parted):
     """Reducing Activation Recomputation, Table 2: attention not fused, dropout, 16 bits."""
     found = estimated(f",tensor={tensor}" + (",sequence_parallel=true" if parted else "")).layers[2]
@@ -200,7 +200,7 @@ def test_exports_name_the_degree_or_say_that_they_cannot(profiled):
 
 def test_transformers_models_are_parted_by_their_own_plan():
     sizes = (
-        "num_hidden_layers=2,hidden_size=256,intermediate_size=512,num_attention_heads=8,num_key_value_heads=4,"
+        "num_hidden_layers=1,hidden_size=256,intermediate_size=512,num_attention_heads=8,num_key_value_heads=4,"
         "vocab_size=1000"
     )
     asked = {"gpu": "h100", "microbatch": 2, "dtype": "bfloat16", "tensor": "1,4", "granularity": "block"}
@@ -208,15 +208,15 @@ def test_transformers_models_are_parted_by_their_own_plan():
     own, part = (
         found.part(found.variants[0]),
         pp.profile(
-            "zoo:llama3-8b,blocks=2,hidden=256,heads=8,groups=4,feed_forward=512,vocabulary=1000,sequence=64",
+            "zoo:llama3-8b,blocks=1,hidden=256,heads=8,groups=4,feed_forward=512,vocabulary=1000,sequence=64",
             **asked | {"granularity": "node"},
         ).chain.variants[0],
     )
     assert int(own.sums.parameters[-1]) == sum(x.parameter_count for x in part.layers)
-    block = next(x for x in own.layers if x.name == "model.layers.1")
-    assert set(block.exchanges) == set(part.layers[2].exchanges)
+    block = next(x for x in own.layers if x.name == "model.layers.0")
+    assert set(block.exchanges) == set(part.layers[1].exchanges)
     with pytest.raises(BadInput, match="8 ranks don't divide 4 key value heads"):
-        pp.profile(f"hf:LlamaForCausalLM,{sizes},num_hidden_layers=1", **asked | {"tensor": 8})
+        pp.profile(f"hf:LlamaForCausalLM,{sizes}", **asked | {"tensor": 8})
 
 
 def test_degrees_that_divide_no_heads_are_for_targets_that_share_them(tmp_path):

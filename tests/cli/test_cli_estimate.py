@@ -9,7 +9,7 @@ from conftest import Command
 
 pytest.importorskip("torch")
 
-TINY = ("estimate", "zoo:gpt-tiny", "--gpus", "2")
+TINY = ("estimate", "zoo:gpt-tiny,blocks=2", "--gpus", "2")
 
 
 def test_it_says_what_fits_and_how_long_training_takes(pipeplan: Command) -> None:

@@ -19,7 +19,7 @@ def test_an_order_of_a_plan_is_written_and_simulates_to_the_same(tmp_path: Path,
     asked = ["--gpus", "2", "--mem", "1GB", "--bandwidth", "1GB/s", "--no-replicas", "--algorithm", "balance"]
     assert pipeplan("plan", profile, *asked, "-o", plan)[0] == 0
     code, out, err = pipeplan(
-        "synthesize", plan, "--microbatches", "4", "--moves", "200", "--limit", "2", "--json", "-o", order
+        "synthesize", plan, "--microbatches", "4", "--moves", "50", "--limit", "2", "--json", "-o", order
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -29,7 +29,7 @@ def test_an_order_of_a_plan_is_written_and_simulates_to_the_same(tmp_path: Path,
     assert (code, err) == (0, "")
     assert json.loads(out)["makespan_ns"] == found["makespan_ns"]
     code, out, err = pipeplan(
-        "simulate", plan, "--schedule", "best", "--schedule", "1f1b", "--microbatches", "4", "--json"
+        "simulate", plan, "--schedule", "best", "--schedule", "1f1b", "--microbatches", "2", "--json"
     )
     assert (code, err) == (0, "")
     assert next(run["schedule"] for run in json.loads(out)["schedules"]) == "best"

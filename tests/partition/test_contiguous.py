@@ -26,7 +26,7 @@ from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 def test_equals_brute_force() -> None:
     """On more instances: scripts/checks/contiguous.py."""
-    for seed in range(60):
+    for seed in range(30):
         assert_brute_force_agrees(seed)
 
 
@@ -70,7 +70,7 @@ def test_stages_that_share_weights_equal_brute_force() -> None:
     assert proved > 8
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_long_chains_equal_the_plain_recursion(seed: int) -> None:
     rng = random.Random(seed)
     layers, devices = rng.randint(45, 60), rng.choice((2, 3, 4))
@@ -124,7 +124,7 @@ def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
 def test_platforms_of_servers_and_unequal_devices_stay_exact_on_longer_chains() -> None:
     for seed in range(3):
         rng = random.Random(seed)
-        problem = random_problem(rng, 28, 5, levels=True, speeds=True, latency=True, saved=True)
+        problem = random_problem(rng, 20, 5, levels=True, speeds=True, latency=True, saved=True)
         found = smallest_period(problem)
         if found is not None:
             assert_attains(problem, found)
@@ -381,7 +381,7 @@ def test_where_servers_share_links_it_is_exact_as_if_they_did_not() -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
 def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(checkpointing: Checkpointing) -> None:
     slower = 0
-    for seed in range(20):
+    for seed in range(10):
         problem = replace(varied_problem(seed), checkpointing=checkpointing)
         if checkpointing == "segments" and len(problem.chain) > 4:
             continue
@@ -401,7 +401,7 @@ def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(
             assert pattern is not None
             assert pattern.period_ns == truth[0]
             assert pattern_violations(graph, pattern) == []
-    assert slower > 1
+    assert slower
 
 
 def test_replicas_that_share_bytes_per_parameter_equal_brute_force() -> None:

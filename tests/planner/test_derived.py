@@ -155,14 +155,14 @@ def test_what_the_planner_proves_can_be_derived_from_the_file(tmp_path):
     given = replace(problem, policy=Policy(accumulate=4), replicas=False, checkpointing="none")
     plans = [make_plan(given).plan, make_plan(replace(given, policy=Policy("flush", 4)), schedule="flush").plan]
     assert [bound.allocation for bound in plans[0].lower_bounds] == ["contiguous", "one-special", "any"]
-    for seed in range(40):
+    for seed in range(18):
         rng = random.Random(seed)
         chain, platform = random_chain(rng, 6, edges=seed % 2 == 0, optimizer=True), random_platform(rng, 3)
         weights, checkpointing = rng.choice(("2bw", "stash")), rng.choice(("none", "stages", "segments"))
         problem = Problem(chain, platform, Policy(weights), rng.random() < 0.5, checkpointing)
         with suppress(Infeasible):
             plans.append(make_plan(problem, effort="quick").plan)
-    assert sum(plan.lower_bounds[0].allocation == "contiguous" for plan in plans) > 10
+    assert sum(plan.lower_bounds[0].allocation == "contiguous" for plan in plans) > 4
     for plan in plans:
         proved, found = derived(load_plan(written(tmp_path, plan_text(plan))))
         assert found == []

@@ -227,7 +227,7 @@ def test_steps_of_one_lane_never_overlap_and_none_is_missing():
 def test_peaks_of_the_simulation_are_the_predicted_ones():
     """After the fill every device reaches exactly what the circular computation says, and never more."""
     kinds = {"replicas": 0, "recomputed": 0, "shared": 0, "synchronised": 0}
-    for seed in range(350):
+    for seed in range(120):
         rng = random.Random(seed)
         plan = random_plan(rng)
         graph, starts, period = graph_of(plan), starts_of(plan.pattern), plan.pattern.period_ns
@@ -250,7 +250,7 @@ def test_peaks_of_the_simulation_are_the_predicted_ones():
             kinds["recomputed"] += any(graph.stages[s].peak_bytes > graph.stages[s].kept_bytes for s in stages)
             kinds["shared"] += len(stages) > 1
         kinds["synchronised"] += graph.period_floor_ns == max(graph.sync_periods_ns)
-    assert min(kinds.values()) > 10, kinds
+    assert min(kinds.values()) > 2, kinds
 
 
 def test_all_memory_is_given_back():
@@ -265,7 +265,7 @@ def test_all_memory_is_given_back():
 def test_the_steady_period_is_the_patterns_up_to_the_ceiling():
     """The best period T is the ceiling of what its order can do: the simulation ends between T - 1 and T."""
     exact = below = 0
-    for seed in range(200):
+    for seed in range(80):
         rng = random.Random(seed)
         plan = random_plan(rng, shared=False)
         graph = graph_of(plan)
@@ -278,14 +278,14 @@ def test_the_steady_period_is_the_patterns_up_to_the_ceiling():
         assert pattern.period_ns - 1 - slack <= steady <= pattern.period_ns + slack
         exact += steady == pattern.period_ns
         below += steady < pattern.period_ns
-    assert exact > 100
-    assert below > 5
+    assert exact > 40
+    assert below > 1
 
 
 def test_the_order_alone_decides_the_steady_period():
     """Any pattern runs at the rate of its order's smallest period, however loose its own was."""
     shared = 0
-    for seed in range(120):
+    for seed in range(50):
         rng = random.Random(seed)
         plan = random_plan(rng, weights=("stash", "latest"), shared=True)
         graph = graph_of(plan)
@@ -299,7 +299,7 @@ def test_the_order_alone_decides_the_steady_period():
         slack = 2 * (starts_of(loose)[-1] + graph.operations[-1].duration_ns + loose.period_ns) / (count / 2)
         assert tight.period_ns - 1 - slack <= timeline.steady_period_ns() <= tight.period_ns + slack
         shared += not graph.contiguous
-    assert shared > 50
+    assert shared > 20
 
 
 def test_planned_times_can_be_replaced():

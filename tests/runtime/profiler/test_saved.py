@@ -236,7 +236,7 @@ def test_ranges_of_a_dag_keep_what_autograd_keeps(which):
     check_chain(timed(dag), "p")
     rng = random.Random(5)
     pairs = [(i, j) for i in range(len(dag)) for j in range(i + 1, len(dag) + 1)]
-    for start, stop in pairs if len(pairs) < 400 else rng.sample(pairs, 6):
+    for start, stop in rng.sample(pairs, min(len(pairs), 60)) if len(dag) < 40 else rng.sample(pairs, 4):
         assert saved_bytes(dag, start, stop) == dag_range(network, start, stop), (start, stop)
 
 
