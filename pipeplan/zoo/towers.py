@@ -8,8 +8,7 @@ before the text (Liu et al., Improved Baselines with Visual Instruction Tuning, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,7 +91,7 @@ class Compared(nn.Module):
 
     def __init__(self, config: TowersConfig, seed: int) -> None:
         super().__init__()
-        self.images, self.text = _tower(config, seed, _of_pictures), _tower(config, mixed_seed(seed, 1), _of_text)
+        self.images, self.text = _tower(_of_pictures(config), seed), _tower(_of_text(config), mixed_seed(seed, 1))
         self.scale = nn.Parameter(torch.tensor(2.6593))  # the logarithm of 1 / 0.07
 
     def forward(self, given: Tensor, tokens: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ def network(config: TowersConfig, seed: int) -> tuple[nn.Module, Loss]:
     if not config.groups:
         return Compared(config, seed), likeness_loss
     language, loss = llama(config.of_language, mixed_seed(seed, 1))
-    return Reading(_tower(config, seed, _of_pictures), _with_list(language)), loss
+    return Reading(_tower(_of_pictures(config), seed), _with_list(language)), loss
 
 
 def _of_pictures(config: TowersConfig) -> list[tuple[str, Factory]]:
@@ -157,14 +156,8 @@ def _blocks(config: GPTConfig) -> list[tuple[str, Factory]]:
     return [*found, ("norm", partial(nn.LayerNorm, config.hidden))]
 
 
-def _tower(
-    config: TowersConfig, seed: int, parts: Callable[[TowersConfig], list[tuple[str, Factory]]]
-) -> nn.Sequential:
-    """Return a tower; of a rank in a run its part of a whole one."""
-    found = chain(parts(config), seed)
-    if config.group.place is not None:
-        config.group.take(found, chain(parts(replace(config, tensor=1)), seed))
-    return _with_list(found)
+def _tower(layers: list[tuple[str, Factory]], seed: int) -> nn.Sequential:
+    return _with_list(chain(layers, seed))
 
 
 def _with_list(tower: nn.Sequential) -> nn.Sequential:

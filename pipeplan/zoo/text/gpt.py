@@ -104,6 +104,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=0.02)
+        config.group.parted(self.tokens, 0, config.group.rows(config.vocabulary))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed ``tokens``."""
@@ -132,18 +133,21 @@ class Block(nn.Module):
         width, inner = self.heads * (config.hidden // config.heads), self.group.share(4 * config.hidden, "columns")
         self.how, self.causal = config.attention, config.causal
         self.norm1 = nn.LayerNorm(config.hidden)
-        self.attention = nn.Linear(config.hidden, 3 * width)
-        self.attention.blocks = 3  # type: ignore[assignment]  # no module
-        self.project = nn.Linear(width, config.hidden)
+        self.attention = nn.Linear(config.hidden, 3 * config.hidden)
+        self.project = nn.Linear(config.hidden, config.hidden)
         self.norm2 = nn.LayerNorm(config.hidden)
-        self.widen = nn.Linear(config.hidden, inner)
-        self.narrow = nn.Linear(inner, config.hidden)
+        self.widen = nn.Linear(config.hidden, 4 * config.hidden)
+        self.narrow = nn.Linear(4 * config.hidden, config.hidden)
         self.dropout = nn.Dropout(config.dropout)
         residual_std = 0.02 / (2 * config.blocks) ** 0.5
         for linear in (self.attention, self.project, self.widen, self.narrow):
             into_residual = linear in (self.project, self.narrow)
             nn.init.normal_(linear.weight, std=residual_std if into_residual else 0.02)
             nn.init.zeros_(linear.bias)
+        self.group.parted(self.attention, 0, 3 * width, blocks=3)
+        self.group.parted(self.project, 1, width)
+        self.group.parted(self.widen, 0, inner)
+        self.group.parted(self.narrow, 1, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` (batch, sequence, hidden) after the block."""
@@ -176,8 +180,8 @@ class Block(nn.Module):
 
 def network(config: GPTConfig, seed: int) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss."""
-    parts = partial(Embedding, config), lambda _: Block(config), partial(nn.LayerNorm, config.hidden)
-    return decoder(config, seed, parts, network)
+    norm = partial(nn.LayerNorm, config.hidden)
+    return decoder(config, seed, partial(Embedding, config), lambda _: Block(config), norm)
 
 
 def _model(name: str) -> Model[GPTConfig]:

@@ -94,18 +94,19 @@ class Block(nn.Module):
         heads = self.group.share(config.heads, "heads")
         groups = max(1, config.groups // config.tensor)  # of more ranks than groups each has one of its own
         self.group.share(config.groups if self.group.place is not None else max(config.groups, config.tensor), GROUPS)
-        self.query = linear(config.hidden, heads * width)
-        self.key = linear(config.hidden, groups * width)
-        self.value = linear(config.hidden, groups * width)
-        self.project = linear(heads * width, config.hidden)
+        part, whole = self.group.parted, config.groups * width
+        self.query = part(linear(config.hidden, config.heads * width), 0, heads * width)
+        self.key = part(linear(config.hidden, whole), 0, groups * width)
+        self.value = part(linear(config.hidden, whole), 0, groups * width)
+        self.project = part(linear(config.heads * width, config.hidden), 1, heads * width)
         self.add_angles(config, width)
 
     def add_feed_forward(self, hidden: int, width: int) -> None:
         """Add the weights of a gated feed-forward part of so many columns in all."""
         inner = self.group.share(width, "columns")
-        self.gate = linear(hidden, inner)
-        self.up = linear(hidden, inner)
-        self.down = linear(inner, hidden)
+        self.gate = self.group.parted(linear(hidden, width), 0, inner)
+        self.up = self.group.parted(linear(hidden, width), 0, inner)
+        self.down = self.group.parted(linear(width, hidden), 1, inner)
 
     def add_angles(self, config: Any, width: int) -> None:
         """Add the angles by which positions turn ``width`` numbers."""
@@ -162,6 +163,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 def _embedding(config: LlamaConfig) -> nn.Embedding:
     table = PartEmbedding(config.vocabulary, config.hidden, config.group)
     nn.init.normal_(table.weight, std=0.02)
+    config.group.parted(table, 0, config.group.rows(config.vocabulary))
     return table
 
 
@@ -169,12 +171,8 @@ def network(
     config: LlamaConfig, seed: int, block: Callable[[int], nn.Module] | None = None
 ) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss; ``block`` makes others than Llama's."""
-    parts = (
-        partial(_embedding, config),
-        block or (lambda _: Block(config)),
-        partial(nn.RMSNorm, config.hidden, eps=config.epsilon),
-    )
-    return decoder(config, seed, parts, network)
+    norm = partial(nn.RMSNorm, config.hidden, eps=config.epsilon)
+    return decoder(config, seed, partial(_embedding, config), block or (lambda _: Block(config)), norm)
 
 
 def _model(name: str) -> Model[LlamaConfig]:

@@ -130,11 +130,12 @@ class Mixed(Block):
         heads, self.width = self.group.share(config.heads, "heads"), config.width + config.rotary
         self.query_down = linear(config.hidden, config.query_latent)
         self.query_norm = nn.RMSNorm(config.query_latent, eps=config.epsilon)
-        self.query_up = linear(config.query_latent, heads * self.width)
+        part, every = self.group.parted, config.heads
+        self.query_up = part(linear(config.query_latent, every * self.width), 0, heads * self.width)
         self.key_down = linear(config.hidden, config.latent + config.rotary)
         self.key_norm = nn.RMSNorm(config.latent, eps=config.epsilon)
-        self.key_up = linear(config.latent, heads * 2 * config.width)
-        self.project = linear(heads * config.width, config.hidden)
+        self.key_up = part(linear(config.latent, every * 2 * config.width), 0, heads * 2 * config.width)
+        self.project = part(linear(every * config.width, config.hidden), 1, heads * config.width)
         self.add_angles(config, config.rotary)
 
     def add_feed_forward(self, hidden: int, width: int) -> None:

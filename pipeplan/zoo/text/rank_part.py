@@ -11,7 +11,7 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from torch.nn import functional
 from ...errors import BadInput
 from ..model import Factory, Loss, chain
 from .exchanges import Exchanged, GatheredProducts, Traded, exchange
+from .ring import ring_attention
 from .token_losses import token_loss_named
-
-IGNORED = -100  # the target of a token that has no loss, as torch has it
+from .vocabulary import looked_up, of_part, part_loss
 
 
 class Shard(NamedTuple):
@@ -56,109 +56,6 @@ class Shard(NamedTuple):
         """Return what all ranks have the ``parts`` of."""
         split = torch.cat([torch.unflatten(x, self.axis, (self.blocks, -1)) for x in parts], self.axis + 1)
         return split.narrow(self.axis + 1, 0, self.length // self.blocks).flatten(self.axis, self.axis + 1)
-
-
-class _LookedUp(torch.autograd.Function):
-    """The rows of tokens in a part of a table that begins at row ``first``, zeros for the tokens of others."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first: int, unused: int) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.first, ctx.rows, ctx.unused = first, len(weight), unused
-        own, others = _of_part(tokens, first, len(weight))
-        return functional.embedding(own, weight).masked_fill_(others.unsqueeze(-1), 0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (tokens,) = ctx.saved_tensors
-        own, others = _of_part(tokens, ctx.first, ctx.rows)
-        gradient = gradients[0].masked_fill(others.unsqueeze(-1), 0)
-        made = torch.ops.aten.embedding_dense_backward(gradient, own, ctx.rows, ctx.unused, False)
-        return None, made, None, None
-
-
-class _PartLoss(torch.autograd.Function):
-    """The mean cross-entropy of a rank's columns of logits, of which ``first`` is the first and ``count`` are tokens'.
-
-    The softmax is kept. Source: Megatron-LM, tensor_parallel/cross_entropy.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ranks: int, first: int, count: int) -> Tensor:
-        ctx.save_for_backward(softmax := logits.float().clone(), target)
-        ctx.first, ctx.dtype = first, logits.dtype
-        softmax[:, count:] = float("-inf")
-        softmax -= exchange(softmax.amax(-1), "greatest", ranks).unsqueeze(-1)
-        own, others = _of_part(target, first, softmax.shape[1])
-        chosen = softmax.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(others, 0)
-        chosen = exchange(chosen, "all-reduce", ranks)
-        whole = exchange(softmax.exp_().sum(-1), "all-reduce", ranks)
-        softmax /= whole.unsqueeze(-1)
-        counted = target != IGNORED
-        loss: Tensor = ((whole.log() - chosen) * counted).sum() / counted.sum()
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        softmax, target = ctx.saved_tensors
-        own, others = _of_part(target, ctx.first, softmax.shape[1])
-        counted = target != IGNORED
-        softmax.scatter_add_(-1, own.unsqueeze(-1), others.to(softmax.dtype).unsqueeze(-1) - 1)
-        softmax *= (counted * (gradients[0] / counted.sum())).unsqueeze(-1)
-        return softmax.to(ctx.dtype), None, None, None, None
-
-
-_PartLoss.__name__ = "cross_entropy_loss"  # as traces have torch's, by which a plan's layers are known
-
-
-def _of_part(numbers: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the places of ``numbers`` in a part of so many ``rows``, and which of them are others' (at place 0)."""
-    own = numbers - first
-    others = (own < 0) | (own >= rows)
-    return own.masked_fill(others, 0), others
-
-
-class _Ring(torch.autograd.Function):
-    """Attention of a rank's part of the sequence to all of it: keys and values go round, backward with the gradients.
-
-    Of causal attention each rank has the first and the last of its parts alike, so that all have as much: its own in a
-    triangle, and of every other's half. Saved is its own part. Source: TransformerEngine's context_parallel.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Group, causal: bool) -> Any:
-        out, ctx.group, ctx.causal = None, group, causal
-        for step in range(group.context):
-            if step < group.context - 1:
-                group.sent(key, value, 1)
-            own = causal and not step
-            part, statistics = _FLASH(query, *_seen(key, value, causal and not own), 0.0, own)
-            out = part if out is None else torch.addcmul(out, part, statistics.unsqueeze(-1).to(part.dtype))
-        ctx.save_for_backward(query, key, value, out, statistics)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, out, statistics = ctx.saved_tensors
-        made = [torch.zeros_like(x) for x in (query, key, value)]
-        for step in range(ctx.group.context):
-            if step < ctx.group.context - 1:
-                ctx.group.sent(key, value, 2)
-            own = ctx.causal and not step
-            seen = _seen(key, value, ctx.causal and not own)
-            for x, more in zip(made, _FLASH_BACKWARD(*gradients, query, *seen, out, statistics, 0.0, own), strict=True):
-                x[:, :, : more.shape[2]].add_(more)
-        return *made, None, None
-
-
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _seen(key: Tensor, value: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """Return what queries see of another rank's keys and values."""
-    rows = key.shape[2] // 2 if half else key.shape[2]
-    return key[:, :, :rows], value[:, :, :rows]
 
 
 class Group(NamedTuple):
@@ -196,8 +93,7 @@ class Group(NamedTuple):
         """Return what ``attention`` makes of queries, keys and values (batch, heads, sequence, width) of a part of the
         sequence."""
         if not self.by_heads:
-            out: Tensor = _Ring.apply(query, key, value, self, how["is_causal"])  # type: ignore[no-untyped-call]  # torch's
-            return out
+            return ring_attention(query, key, value, self, how["is_causal"])
         if key.shape[1] % self.context:
             raise BadInput(f"context: {self.context} ranks don't share {key.shape[1]} heads of keys evenly")
         made = attention(*(self._turned(x, self.context) for x in (query, key, value)), **how)
@@ -270,11 +166,10 @@ class Group(NamedTuple):
             return self.summed(find(tokens))
         first, rows = self.place * len(table.weight), len(table.weight)
         if type(table).__mro__[1] is not nn.Embedding:
-            own, others = _of_part(tokens, first, rows)
+            own, others = of_part(tokens, first, rows)
             return self.summed(find(own).masked_fill(others.unsqueeze(-1), 0))
         unused = -1 if table.padding_idx is None else table.padding_idx - first
-        found = _LookedUp.apply(tokens, table.weight, first, unused if 0 <= unused < rows else -1)  # type: ignore[no-untyped-call]
-        return self.summed(found)
+        return self.summed(looked_up(tokens, table.weight, first, unused if 0 <= unused < rows else -1))
 
     def loss(self, loss: Loss, vocabulary: int) -> Loss:
         """Return the loss on a rank's columns of the logits: the greatest, the sum and the target's are exchanged."""
@@ -294,40 +189,30 @@ class Group(NamedTuple):
     def token_loss(self, logits: Tensor, target: Tensor, vocabulary: int) -> Tensor:
         """Return the mean cross-entropy of all ranks' columns of logits (tokens, columns); of a ``vocabulary``."""
         assert self.place is not None, "only in a run are there values"
-        first, columns = self.place * logits.shape[1], logits.shape[1]
-        count = max(0, min(columns, vocabulary - first))
-        loss: Tensor = _PartLoss.apply(logits, target, self.ranks, first, count)  # type: ignore[no-untyped-call]  # torch's
-        return loss
+        return part_loss(logits, target, self.ranks, self.place * logits.shape[1], vocabulary)
 
-    def take(self, part: nn.Module, whole: nn.Module) -> None:
-        """Give ``part`` its own of the weights of ``whole``, and say in ``shards`` of its modules which that is.
+    def parted(self, layer: Any, axis: int, own: int, blocks: int = 1) -> Any:
+        """Leave of a product or a table what the rank has: ``own`` columns, or rows with ``axis`` 1, or rows of a
+        table; as much of each of ``blocks`` that lie in a row."""
+        if self.ranks == 1:
+            return layer
+        size = "num_embeddings" if isinstance(layer, nn.Embedding) else ("out_features", "in_features")[axis]
+        setattr(layer, size, own)
+        self.part_weight(layer, "weight", axis, own, blocks)
+        if axis == 0 and getattr(layer, "bias", None) is not None:
+            self.part_weight(layer, "bias", 0, own, blocks)
+        return layer
 
-        Of a module whose ``blocks`` lie in a row it is as much of each.
-        """
-        wholes = dict(whole.named_modules(remove_duplicate=False))
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for path, module in part.named_modules(remove_duplicate=False):
-            shards: dict[str, Shard] = {}
-            for name, own in list(module._parameters.items()):
-                given = wholes[path]._parameters[name]
-                if own is None or given is None:
-                    continue
-                padded = 0 if isinstance(module, PartEmbedding | PartHead) else None  # perhaps to as many as there are
-                axis = next((i for i, size in enumerate(own.shape) if size != given.shape[i]), padded)
-                if axis is not None:
-                    blocks: Any = getattr(module, "blocks", 1)
-                    size = own.shape[axis] // blocks
-                    shards[name] = self.shard(given, axis, size, blocks)
-                if given not in made and axis is not None:
-                    made[given] = nn.Parameter(shards[name].of(given), given.requires_grad)
-                module._parameters[name] = made.setdefault(given, given)
-            if shards:
-                module.__dict__["shards"] = shards
-
-    def shard(self, whole: Tensor, axis: int, own: int, blocks: int = 1) -> Shard:
-        """Return which part of ``whole`` the rank has that has ``own`` of each block along ``axis``."""
-        assert self.place is not None, "only in a run are there values"
-        return Shard(axis, whole.shape[axis], own, blocks, self.ranks, self.place)
+    def part_weight(self, module: Any, name: str, axis: int, own: int, blocks: int = 1) -> None:
+        """Leave ``own`` of a parameter along ``axis``; in a run the rank's, and ``shards`` of the module say which."""
+        whole = getattr(module, name)
+        if self.place is None:
+            part = whole.new_empty([own if i == axis else size for i, size in enumerate(whole.shape)])
+        else:
+            shard = Shard(axis, whole.shape[axis], own // blocks, blocks, self.ranks, self.place)
+            module.shards = {**getattr(module, "shards", {}), name: shard}
+            part = shard.of(whole)
+        setattr(module, name, nn.Parameter(part, whole.requires_grad))
 
     def _exchanged(self, x: Tensor, forward: str, backward: str) -> Tensor:
         if self.ranks == 1:
@@ -360,7 +245,7 @@ class PartEmbedding(nn.Embedding):
     """A rank's rows of a table: the others' tokens are looked up as zeros."""
 
     def __init__(self, vocabulary: int, hidden: int, group: Group) -> None:
-        super().__init__(group.rows(vocabulary), hidden)
+        super().__init__(vocabulary, hidden)
         self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -372,8 +257,10 @@ class PartHead(nn.Linear):
     """A rank's columns of the logits."""
 
     def __init__(self, hidden: int, vocabulary: int, group: Group) -> None:
-        super().__init__(hidden, group.rows(vocabulary), bias=False)
+        super().__init__(hidden, vocabulary, bias=False)
         self.group = group
+        nn.init.normal_(self.weight, std=0.02)
+        group.parted(self, 0, group.rows(vocabulary))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the columns (batch, sequence, columns)."""
@@ -383,26 +270,17 @@ class PartHead(nn.Linear):
 def decoder(
     config: Any,
     seed: int,
-    parts: tuple[Factory, Callable[[int], nn.Module], Factory],
-    network: Callable[[Any, int], Any],
+    embedding: Factory,
+    block: Callable[[int], nn.Module],
+    norm: Factory,
 ) -> tuple[nn.Sequential, Loss]:
-    """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration.
+    """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration, of
+    which ``block`` makes one by its number."""
 
-    ``parts`` make an embedding, a block by its number and a norm; of a rank in a run they get its part of a whole
-    ``network``.
-    """
-    embedding, block, norm = parts
-
-    def head() -> PartHead:
-        linear = PartHead(config.hidden, config.vocabulary, config.group)
-        nn.init.normal_(linear.weight, std=0.02)
-        return linear
-
+    head = partial(PartHead, config.hidden, config.vocabulary, config.group)
     blocks = [(f"block{index}", partial(block, index)) for index in range(config.blocks)]
     layers: Any = chain([("embedding", embedding), *blocks, ("norm", norm), ("head", head)], seed)
     if config.tied:
         layers.head.weight = getattr(layers.embedding, "tokens", layers.embedding).weight
-    if config.group.place is not None:
-        config.group.take(layers, network(replace(config, tensor=1), seed)[0])
     config.group.mark(layers)
     return layers, config.group.loss(token_loss_named(config.loss), config.vocabulary)

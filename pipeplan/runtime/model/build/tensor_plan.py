@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....errors import BadInput
-from ....zoo.text.rank_part import IGNORED, Group
+from ....zoo.text.rank_part import Group
+from ....zoo.text.vocabulary import IGNORED
 from ..network import kind_of
 
 COLUMNS = ("colwise", "packed_colwise")
@@ -52,7 +53,7 @@ def spread(model: Any, group: Group) -> None:
             raise BadInput(f"experts: {group.experts} ranks don't share {module.num_experts} evenly")
         for name, weight in list(module._parameters.items()):
             if weight is not None and len(weight) == module.num_experts:
-                _shrink(module, name, count, 0, Group())
+                Group().part_weight(module, name, 0, count)
         kind: Any = type(module)
         module.num_experts, module.__class__ = count, _parted(kind, group, Role(trades=True))
 
@@ -86,7 +87,7 @@ def part_of(model: Any, group: Group) -> None:
         columns = style in COLUMNS
         if isinstance(part, nn.Parameter):  # of experts: (experts, rows, columns)
             axis = part.dim() - (2 if columns else 1)
-            _shrink(parent, name, group.share(part.shape[axis], f"of {name}"), axis, group)
+            group.part_weight(parent, name, axis, group.share(part.shape[axis], f"of {name}"))
         elif style == SUMMED:
             roles[part] = Role(reads=True, sums=True)
         else:
@@ -123,8 +124,7 @@ def part_by(layers: Any, plan: Any, what: str, group: Group) -> None:
             _take_role(part, group, Role(copied=group.place is not None))
             continue
         if isinstance(part, nn.Embedding) and not columns:
-            part.num_embeddings = group.share(part.num_embeddings, f"rows of {path}")
-            _shrink(part, "weight", part.num_embeddings, 0, group)
+            group.parted(part, 0, group.share(part.num_embeddings, f"rows of {path}"))
         elif isinstance(part, nn.Linear):
             _part_linear(part, path, columns, group)
         else:
@@ -154,11 +154,8 @@ def refuse_dropout(modules: Iterable[nn.Module], more: float = 0) -> None:
 
 
 def _part_linear(part: Any, name: str, columns: bool, group: Group, blocks: int = 1) -> None:
-    size = "out_features" if columns else "in_features"
-    setattr(part, size, group.share(getattr(part, size), f"of {name}"))
-    _shrink(part, "weight", getattr(part, size), 0 if columns else 1, group, blocks)
-    if columns and part.bias is not None:
-        _shrink(part, "bias", part.out_features, 0, group, blocks)
+    whole = part.out_features if columns else part.in_features
+    group.parted(part, 0 if columns else 1, group.share(whole, f"of {name}"), blocks)
 
 
 def _part_loss(model: Any, vocabulary: int, group: Group) -> None:
@@ -180,15 +177,14 @@ def _part_vocabulary(model: Any, text: Any, table: Any, group: Group, roles: dic
     """Part embedding and head; whether they are one weight stays as it was."""
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
-    text.vocab_size = table.num_embeddings = group.rows(table.num_embeddings)
+    text.vocab_size = group.rows(table.num_embeddings)
     if hasattr(model, "vocab_size"):  # by which some models count their logits
         model.vocab_size = text.vocab_size
-    _shrink(table, "weight", table.num_embeddings, 0, group)
+    group.parted(table, 0, text.vocab_size)
     roles[table] = Role(sums=True)
     if head is None:
         return
-    head.out_features = table.num_embeddings
-    _shrink(head, "weight", head.out_features, 0, group)
+    group.parted(head, 0, text.vocab_size)
     if tied:
         head.weight = table.weight
     roles[head] = Role(reads=True)
@@ -206,20 +202,6 @@ def _named(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 def _rule(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
-
-
-def _shrink(module: Any, name: str, length: int, axis: int, group: Group, blocks: int = 1) -> None:
-    """Leave so much of a parameter along ``axis``, as much of each of its ``blocks``."""
-    whole = getattr(module, name)
-    if group.place is None:
-        shape = list(whole.shape)
-        shape[axis] = length
-        part = whole.new_empty(shape)
-    else:
-        shard = group.shard(whole, axis, length // blocks, blocks)
-        module.shards = {**getattr(module, "shards", {}), name: shard}
-        part = shard.of(whole)
-    setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 def _take_role(module: nn.Module, group: Group, role: Role) -> None:
