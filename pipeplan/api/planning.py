@@ -38,13 +38,21 @@ SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nob
 
 @dataclass(frozen=True)
 class Question:
-    """A question for one plan with all its words, and who hears of the search."""
+    """A question for one plan with all that is ``said``, and who hears of the search, which ``began`` at some time.
+
+    ``words`` are asked of every part of a profile until the ``deadline``; ``orders`` are problems with their layers in
+    the order of the plan, by variant and sharing.
+    """
 
     said: Planning
     settings: Settings
     kind: ScheduleKind | None
     stated: dict[str, str] | None
     deadline: Deadline
+    words: Asked
+    began: float = 0.0
+    on_plan: Callable[[PlanResult], None] | None = None
+    orders: dict[tuple[str, int], Problem] = field(default_factory=dict)
 
     @property
     def effort(self) -> Effort:
@@ -70,6 +78,153 @@ class Question:
             found, problem = planned_in_best_order(problem, self.settings, self.made)
         found = found or self.made(problem)
         return fresher(found, problem) if self.said["algorithm"] == AUTO else found, problem
+
+    @property
+    def uniform_alone(self) -> str | None:
+        """Return which option knows stages of one variant alone; None where none does."""
+        said, kind = self.said, self.kind
+        others = {
+            f"--for {said['for_']}": said["for_"] not in (None, "megatron"),
+            f"--algorithm {said['algorithm']}": said["algorithm"] not in (AUTO, "contiguous", "piper"),
+            "--split": self.stated is not None,
+            f"--schedule {said['schedule']}": kind is not None and kind not in ("pattern", "1f1b", "message-driven"),
+        }
+        return next((words for words, there in others.items() if there), None)
+
+    @property
+    def free(self) -> bool:
+        """Whether any schedule will do, and any stages."""
+        return self.kind is None and self.said["limit"] is None and self.stated is None
+
+    def profiles(self, given: Profile) -> list[Profile]:
+        """Return the parts of a profile that are asked for, behind which is one where stages, or layers, choose."""
+        said = self.said
+        again = False if said["checkpointing"] == "none" else None
+        if said["tensor"] == EACH:
+            each = for_each(given, said["offload_activations"])
+            if not each.chain.variants:
+                raise BadInput(
+                    "--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others"
+                )
+            return [*parts(given, {**said, "tensor": None}, again), each]
+        found = parts(given, said, again)
+        if said["for_"] is None and self.uniform_alone is None:
+            found += [by_layer(given)] * any(x.chain.selective and x.chain.width == 1 for x in found)
+        return found
+
+    def problem(self, part: Profile) -> OfDegree:
+        """Return the problem of a part; BadInput for one that it can't have."""
+        from ..planner.what_if.best_order import WHY_NOT
+
+        said = self.said
+        segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
+        problem, assumptions = problem_of(part, **self.words, segments=segments, each=each, deadline=self.deadline)
+        if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
+            raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
+        if said["schedule"] == BEST and not problem.policy.drains:
+            raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
+        held = [] if said["for_"] is None else as_held(problem, said["for_"])[1]
+        return OfDegree(problem, [*assumptions, *held])
+
+    def plan(self, part: OfDegree, beat_ns: int | None) -> Planned:
+        """Return the best plan of a part, however replicas share where that is open, and what no pipeline takes."""
+        from ..planner.what_if.alternatives import with_unpipelined
+
+        problem, find = part.problem, partial(self._found, part.assumptions)
+        if self.said["zero"] == ANY:
+            return self._best_sharing(problem, find, beat_ns)
+        found, policy = find(problem, beat_ns), problem.policy
+        counted = policy.bytes_per_parameter is not None
+        if problem.chain.variants or counted or not OPTIMIZERS[policy.optimizer].elementwise:
+            return found
+        return with_unpipelined(problem.with_policy(with_zero(policy, problem.chain, 3)), found)
+
+    def _best_sharing(
+        self, problem: Problem, find: Callable[[Problem, int | None], Planned], beat_ns: int | None
+    ) -> Planned:
+        """Return the best of the plans that ``find`` makes where replicas share more and more, which says what each
+        takes; Infeasible where there is none."""
+        size = bytes_per_parameter(self.words["bytes_per_parameter"])
+        taken, best, why = dict[str, int | None](), list[Planned](), list[PipeplanError]()
+        for zero in list(SHARING)[: None if problem.replicas else 1]:
+            policy = with_zero(problem.policy, problem.chain, zero)
+            part = problem.with_policy(policy if size is None else holding(policy, *size))
+            if not part.policy.goes_with(part.policy.weights):
+                continue
+            taken[str(zero)] = None
+            try:
+                found = find(replace(part, deadline=problem.deadline.part(len(SHARING) - zero)), beat_ns)
+            except (CannotExpress, Infeasible, NoBetter) as error:
+                why.append(error)
+                continue
+            taken[str(zero)] = beat_ns = found.evaluation.period_ns
+            if not best or found.evaluation.period_ns < best[0].evaluation.period_ns:
+                best = [found]
+        if not best:
+            raise why[0]
+        return replace(best[0], plan=best[0].plan.telling(zero=taken))
+
+    def _found(self, assumptions: list[str], problem: Problem, beat_ns: int | None) -> Planned:
+        def tell(found: Planned) -> None:
+            if self.on_plan is not None:
+                self.on_plan(timed(found, assumptions, self.began))
+
+        target = self.said["for_"]
+        if target is not None:
+            return self._for_target(as_held(problem, target)[0], tell, beat_ns)
+        found, self.orders[problem.chain.variant, problem.policy.zero] = self._searched(problem)
+        return found
+
+    def least(self, problem: Problem) -> int:
+        """Return what no plan of a problem takes less than, quickly, whatever weights it may choose."""
+        from ..check.bounds import load_bound, quick_proof
+        from ..cost.relaxations import relative
+        from ..planner.what_if.target import as_run_by
+
+        target = self.said["for_"]
+        if target is not None:
+            problem = as_run_by(problem, target)
+        elif self.said["weights"] is None:
+            return load_bound(relative(problem) if problem.chain.variants else problem)
+        return quick_proof(problem).period_ns
+
+    def proved(self, found: Planned) -> int:
+        """Return what no plan of the degree of one that was found takes less than, of what is asked."""
+        plan, asked = found.plan, ("any", self.said["for_"])
+        if plan.policy.drains and self.said["weights"] is None:  # its bounds are of what drains
+            return self.least(Problem(plan.chain, plan.platform, plan.policy))
+        return max(x.period_ns for x in plan.lower_bounds if x.allocation in asked and x.schedule in (None, self.kind))
+
+    def _for_target(self, problem: Problem, tell: Callable[[Planned], None], beat_ns: int | None) -> Planned:
+        """Return the best plan that a target can express."""
+        from ..planner.what_if.target import make_target_plan
+
+        target, kinds = self.said["for_"], () if self.kind is None else (self.kind,)
+        assert target is not None, "else it is searched for without"
+        if problem.chain.variants:
+            from ..planner.what_if.towers import make_towers_plan
+
+            found = make_towers_plan(problem, target, beat_ns)
+        else:
+            found = make_target_plan(problem, target, self.settings, self.effort, kinds, tell, beat_ns)
+        tell(found)
+        return found
+
+    def _searched(self, problem: Problem) -> tuple[Planned, Problem]:
+        """Return the plan that is found, or stated, under the weights that are asked for or that are less late, and the
+        problem in the order of its layers."""
+        from ..planner.least_late import drained_quickly, found_quickly, least_late
+
+        @cache
+        def drained(interval: int) -> Planned | None:
+            return drained_quickly(problem, interval, self.settings)
+
+        if self.said["weights"] is not None:
+            return self.found(problem)
+        if not self.free:
+            return least_late(problem, self.found)
+        hint = partial(found_quickly, settings=self.settings) if self.said["algorithm"] == AUTO else None
+        return least_late(problem, self.found, drained, hint)
 
 
 def plan(
@@ -112,23 +267,19 @@ def plan(
     said, best = question.said, question.said["schedule"] == BEST
     merging(said["granularity"], said["blocks"])  # refuses before anything is read
     if said["tensor"] == EACH:
-        other = _uniform_alone(said, question)
+        other = question.uniform_alone
         if other is not None:
             raise BadInput(f"--tensor each: {other} gives all stages one degree; say degrees such as --tensor 2,4")
-    words: Asked = part_of(Asked, said)
-    words["zero"] = 0 if isinstance(said["zero"], str) else said["zero"]
     (given,), words, deadline = given_profiles(
-        profile, words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
+        profile, question.words, [said["microbatch"]], status, question.deadline, _parts_of(profile, said)
     )
     until, began = deadline.part(2) if best else deadline, time.perf_counter()
-    asking_each = _OfParts(question, words, until, began, on_plan)
-    worth = Worth(
-        "period_ns", lambda found: found.evaluation.period_ns, partial(_least, question), partial(_proved, question)
-    )
-    found, degree = best_degree(_profiles(given, question), asking_each.problem, asking_each.plan, worth, until, status)
+    question = replace(question, words=words, deadline=until, began=began, on_plan=on_plan)
+    worth = Worth("period_ns", lambda found: found.evaluation.period_ns, question.least, question.proved)
+    found, degree = best_degree(question.profiles(given), question.problem, question.plan, worth, until, status)
     if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
-        here = asking_each.orders[found.plan.chain.variant, found.plan.policy.zero]
-        drained = said["weights"] is not None or not _free(question)  # else it was looked for
+        here = question.orders[found.plan.chain.variant, found.plan.policy.zero]
+        drained = said["weights"] is not None or not question.free  # else it was looked for
         found = with_alternatives(found, replace(here, deadline=until), question.settings, drained)
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
@@ -145,101 +296,6 @@ def plan(
     return timed(found, degree.assumptions, began)
 
 
-@dataclass(frozen=True)
-class _OfParts:
-    """What is asked of every part of a profile ``until`` some time; ``orders`` are problems with their layers in the
-    order of the plan, by variant and sharing."""
-
-    question: Question
-    words: Asked
-    until: Deadline
-    began: float
-    on_plan: Callable[[PlanResult], None] | None
-    orders: dict[tuple[str, int], Problem] = field(default_factory=dict)
-
-    def problem(self, part: Profile) -> OfDegree:
-        """Return the problem of a part; BadInput for one that it can't have."""
-        from ..planner.what_if.best_order import WHY_NOT
-
-        said = self.question.said
-        segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
-        problem, assumptions = problem_of(part, **self.words, segments=segments, each=each, deadline=self.until)
-        if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
-            raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
-        if said["schedule"] == BEST and not problem.policy.drains:
-            raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
-        held = [] if said["for_"] is None else as_held(problem, said["for_"])[1]
-        return OfDegree(problem, [*assumptions, *held])
-
-    def plan(self, part: OfDegree, beat_ns: int | None) -> Planned:
-        """Return the best plan of a part, however replicas share where that is open, and what no pipeline takes."""
-        from ..planner.what_if.alternatives import with_unpipelined
-
-        problem, find = part.problem, partial(self._found, part.assumptions)
-        if self.question.said["zero"] == ANY:
-            return _best_sharing(problem, bytes_per_parameter(self.words["bytes_per_parameter"]), find, beat_ns)
-        found, policy = find(problem, beat_ns), problem.policy
-        counted = policy.bytes_per_parameter is not None
-        if problem.chain.variants or counted or not OPTIMIZERS[policy.optimizer].elementwise:
-            return found
-        return with_unpipelined(problem.with_policy(with_zero(policy, problem.chain, 3)), found)
-
-    def _found(self, assumptions: list[str], problem: Problem, beat_ns: int | None) -> Planned:
-        def tell(found: Planned) -> None:
-            if self.on_plan is not None:
-                self.on_plan(timed(found, assumptions, self.began))
-
-        target = self.question.said["for_"]
-        if target is not None:
-            return _for_target(self.question, as_held(problem, target)[0], tell, beat_ns)
-        found, self.orders[problem.chain.variant, problem.policy.zero] = _searched(self.question, problem)
-        return found
-
-
-def _profiles(given: Profile, question: Question) -> list[Profile]:
-    """Return the parts of a profile that are asked for, behind which is one where stages, or layers, choose."""
-    said = question.said
-    again = False if said["checkpointing"] == "none" else None
-    if said["tensor"] == EACH:
-        each = for_each(given, said["offload_activations"])
-        if not each.chain.variants:
-            raise BadInput(
-                "--tensor each: the profile has one degree alone; profile --tensor 1,2,4 makes one with others"
-            )
-        return [*parts(given, {**said, "tensor": None}, again), each]
-    found = parts(given, said, again)
-    free = said["for_"] is None and _uniform_alone(said, question) is None
-    return [*found, by_layer(given)] if free and any(x.chain.selective and x.chain.width == 1 for x in found) else found
-
-
-def _best_sharing(
-    problem: Problem,
-    size: tuple[int, int | None] | None,
-    plan: Callable[[Problem, int | None], Planned],
-    beat_ns: int | None,
-) -> Planned:
-    """Return the best of the plans that ``plan`` makes where replicas share more and more, of as many bytes per
-    parameter as ``size`` says, which says what each takes; Infeasible where there is none."""
-    taken, best, why = dict[str, int | None](), list[Planned](), list[PipeplanError]()
-    for zero in list(SHARING)[: None if problem.replicas else 1]:
-        policy = with_zero(problem.policy, problem.chain, zero)
-        part = problem.with_policy(policy if size is None else holding(policy, *size))
-        if not part.policy.goes_with(part.policy.weights):
-            continue
-        taken[str(zero)] = None
-        try:
-            found = plan(replace(part, deadline=problem.deadline.part(len(SHARING) - zero)), beat_ns)
-        except (CannotExpress, Infeasible, NoBetter) as error:
-            why.append(error)
-            continue
-        taken[str(zero)] = beat_ns = found.evaluation.period_ns
-        if not best or found.evaluation.period_ns < best[0].evaluation.period_ns:
-            best = [found]
-    if not best:
-        raise why[0]
-    return replace(best[0], plan=best[0].plan.telling(zero=taken))
-
-
 def _refuse_small_matrices(plan: Plan) -> None:
     """Raise BadInput where an optimizer of whole matrices keeps more of a stage's weights than ``plan`` counts."""
     name, layers = plan.policy.optimizer, plan.chain.layers
@@ -252,18 +308,6 @@ def _refuse_small_matrices(plan: Plan) -> None:
             raise BadInput(why)
 
 
-def _uniform_alone(said: Planning, question: Question) -> str | None:
-    """Return which option knows stages of one variant alone; None where none does."""
-    kind = question.kind
-    others = {
-        f"--for {said['for_']}": said["for_"] not in (None, "megatron"),
-        f"--algorithm {said['algorithm']}": said["algorithm"] not in (AUTO, "contiguous", "piper"),
-        "--split": question.stated is not None,
-        f"--schedule {said['schedule']}": kind is not None and kind not in ("pattern", "1f1b", "message-driven"),
-    }
-    return next((words for words, there in others.items() if there), None)
-
-
 def _parts_of(profile: Given, said: Planning) -> Parts:
     """Return in which degrees a model that is named is estimated: where nobody says, in all for a target that can run
     them, and all are split along the sequence, too."""
@@ -274,28 +318,6 @@ def _parts_of(profile: Given, said: Planning) -> Parts:
     if is_name(profile) and said["tensor"] in (None, ANY) and target is not None and target.tensor:
         return {**parted, "tensor": ANY, "sequence_parallel": True}
     return parted
-
-
-def _least(question: Question, problem: Problem) -> int:
-    """Return what no plan of a problem takes less than, quickly, whatever weights it may choose."""
-    from ..check.bounds import load_bound, quick_proof
-    from ..cost.relaxations import relative
-    from ..planner.what_if.target import as_run_by
-
-    target = question.said["for_"]
-    if target is not None:
-        problem = as_run_by(problem, target)
-    elif question.said["weights"] is None:
-        return load_bound(relative(problem) if problem.chain.variants else problem)
-    return quick_proof(problem).period_ns
-
-
-def _proved(question: Question, found: Planned) -> int:
-    """Return what no plan of the degree of one that was found takes less than, of what is asked."""
-    plan, asked = found.plan, ("any", question.said["for_"])
-    if plan.policy.drains and question.said["weights"] is None:  # its bounds are of what drains
-        return _least(question, Problem(plan.chain, plan.platform, plan.policy))
-    return max(x.period_ns for x in plan.lower_bounds if x.allocation in asked and x.schedule in (None, question.kind))
 
 
 def _question(said: Planning, progress: Callable[[str], None] | None, status: Status) -> Question:
@@ -321,45 +343,9 @@ def _question(said: Planning, progress: Callable[[str], None] | None, status: St
     settings = Settings(
         said["solver"], gap=GAP if gap is None else gap, jobs=said["jobs"], progress=progress, status=status
     )
-    return Question(said, settings, None if schedule == BEST else schedule, stated, deadline)
-
-
-def _for_target(question: Question, problem: Problem, tell: Callable[[Planned], None], beat_ns: int | None) -> Planned:
-    """Return the best plan that a target can express."""
-    from ..planner.what_if.target import make_target_plan
-
-    target, kinds = question.said["for_"], () if question.kind is None else (question.kind,)
-    assert target is not None, "else it is searched for without"
-    if problem.chain.variants:
-        from ..planner.what_if.towers import make_towers_plan
-
-        found = make_towers_plan(problem, target, beat_ns)
-    else:
-        found = make_target_plan(problem, target, question.settings, question.effort, kinds, tell, beat_ns)
-    tell(found)
-    return found
-
-
-def _searched(question: Question, problem: Problem) -> tuple[Planned, Problem]:
-    """Return the plan that is found, or stated, under the weights that are asked for or that are less late, and the
-    problem in the order of its layers."""
-    from ..planner.least_late import drained_quickly, found_quickly, least_late
-
-    @cache
-    def drained(interval: int) -> Planned | None:
-        return drained_quickly(problem, interval, question.settings)
-
-    if question.said["weights"] is not None:
-        return question.found(problem)
-    if not _free(question):
-        return least_late(problem, question.found)
-    hint = partial(found_quickly, settings=question.settings) if question.said["algorithm"] == AUTO else None
-    return least_late(problem, question.found, drained, hint)
-
-
-def _free(question: Question) -> bool:
-    """Whether any schedule will do, and any stages."""
-    return question.kind is None and question.said["limit"] is None and question.stated is None
+    words: Asked = part_of(Asked, said)
+    words["zero"] = 0 if isinstance(said["zero"], str) else said["zero"]
+    return Question(said, settings, None if schedule == BEST else schedule, stated, deadline, words)
 
 
 def read_plan(path: str | Path) -> PlanResult:

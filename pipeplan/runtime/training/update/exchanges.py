@@ -28,7 +28,7 @@ from ...exchange.collective import ChunkSum
 from ...exchange.transport import Group
 from ...measure.recorder import Recorder
 from ...measure.times import Activity
-from ..weights.buckets import SharedChunk, Sharing
+from ..weights.buckets import SharedChunk
 from ..weights.gradients import Gradients
 from .stepper import Stepper
 
@@ -112,7 +112,11 @@ class _OverReplicas(Exchange):
         self._rows = [gradients.summed.flats[chunk.dtype][chunk.start : chunk.stop] for chunk in self._chunks]
         self._there = 0  # chunks whose sums have been waited for
         ends = accumulate((len(chunk.own) for chunk in self._chunks), initial=0)
-        self._parts = [range(start, stop) for start, stop in pairwise(ends)]
+        self.parts = self._parts([range(start, stop) for start, stop in pairwise(ends)])
+
+    def _parts(self, by_chunk: list[range]) -> list[range]:
+        """Return which parts of the optimizer are stepped at once, of those that chunks have."""
+        raise NotImplementedError
 
     def begin(self, version: int) -> None:
         """Begin with the first chunk."""
@@ -140,20 +144,11 @@ class Summed(_OverReplicas):
     chunk, and so do those of weights that are summed over all stages that have them, which is not done here.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        gradients: Gradients,
-        stepper: Stepper,
-        recorder: Recorder,
-        group: Group,
-        coarsening: int | None,
-    ) -> None:
-        chunks = (chunk for chunk in stepper.chunks_of(Sharing(0, 1, coarsening)) if chunk.summed)
-        super().__init__(stage, gradients, stepper, recorder, group, chunks)
-        if self._chunks:
-            parts = self._parts if stepper.by_bucket else [range(0) for _ in self._chunks]
-            self.parts = [*parts[:-1], range(parts[-1].start, self.parts[0].stop)]
+    def _parts(self, by_chunk: list[range]) -> list[range]:
+        if not by_chunk:
+            return self.parts
+        parts = by_chunk if self.stepper.by_bucket else [range(0) for _ in by_chunk]
+        return [*parts[:-1], range(parts[-1].start, self.parts[0].stop)]
 
     def complete(self, told: Told = lambda _: None) -> None:
         """Wait for one chunk's sum after the other."""
@@ -195,10 +190,8 @@ class Shared(_OverReplicas):
     that wait are stepped elsewhere.
     """
 
-    def __init__(self, stage: int, gradients: Gradients, stepper: Stepper, recorder: Recorder, group: Group) -> None:
-        chunks = (chunk for chunk in stepper.chunks or () if chunk.summed or not gradients.waits)
-        super().__init__(stage, gradients, stepper, recorder, group, chunks)
-        self.parts = [*self._parts, range(0)]
+    def _parts(self, by_chunk: list[range]) -> list[range]:
+        return [*by_chunk, range(0)]
 
     def complete(self, told: Told = lambda _: None) -> None:
         """Wait for the own share of one chunk's sum after the other; steps, which exchange too, come behind the last.

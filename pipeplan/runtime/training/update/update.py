@@ -25,6 +25,7 @@ from ...measure.recorder import Recorder
 from ...model.loaded import LoadedModel
 from ...model.network import tied_layers
 from ..rank import Rank
+from ..weights.buckets import Sharing
 from ..weights.gradients import Gradients
 from .exchanges import Exchange, Shared, Summed, Way
 from .factors import Clipping, Scaling, overflow
@@ -40,11 +41,13 @@ def sums_of(
     coarsening: int | None = None,
 ) -> Exchange:
     """Return what the replicas in ``group`` exchange; None is for one alone."""
+    about = stage, gradients, stepper, recorder
     if group is not None and stepper.chunks is None:
-        return Summed(stage, gradients, stepper, recorder, group, coarsening)
+        chunks = stepper.chunks_of(Sharing(0, 1, coarsening))
+        return Summed(*about, group, (x for x in chunks if x.summed))
     if group is not None and stepper.chunks:
-        return Shared(stage, gradients, stepper, recorder, group)
-    return Exchange(stage, gradients, stepper, recorder)
+        return Shared(*about, group, (x for x in stepper.chunks if x.summed or not gradients.waits))
+    return Exchange(*about)
 
 
 class StageUpdate:
