@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .api.comparing import compare as compare
     from .api.comparing import import_plan as import_plan
     from .api.given.profiles import Profile as Profile
-    from .api.given.profiles import profile as profile
     from .api.given.profiles import read_profile as read_profile
+    from .api.given.profiling import profile as profile
     from .api.grids import estimate as estimate
     from .api.grids import grid as grid
     from .api.planning import plan as plan
@@ -42,7 +42,8 @@ else:
         **dict.fromkeys(("plan", "read_plan"), "api.planning"),
         **dict.fromkeys(("grid", "estimate"), "api.grids"),
         **dict.fromkeys(("compare", "Comparison", "import_plan"), "api.comparing"),
-        **dict.fromkeys(("profile", "read_profile", "Profile"), "api.given.profiles"),
+        **dict.fromkeys(("read_profile", "Profile"), "api.given.profiles"),
+        "profile": "api.given.profiling",
         "calibrate": "api.calibrating",
         "synthesize": "api.synthesizing",
         "PlanResult": "api.result",

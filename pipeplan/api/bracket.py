@@ -9,7 +9,7 @@ from ..plan import Plan
 from ..planner.what_if.carry import carried, matching_chain
 from ..problem import AUTOCAST
 from ..zoo import ZOO
-from .given.profiles import profile
+from .given.profiling import profile
 
 if TYPE_CHECKING:
     from ..runtime.model.build.spec import ModelSpec
@@ -22,7 +22,7 @@ def period_now(plan: Plan, model: ModelSpec, threads: int = 1, **heard: Any) -> 
     """Return the period of ``plan`` with a new profile of its ``model`` over that with its own.
 
     The profile is made here, as the plan's was: beside as many others, with as many microbatches in flight; ``heard``
-    are the listeners of :func:`.given.profiles.profile`. BadInput where the plan's layers aren't those that a profile
+    are the listeners of :func:`.given.profiling.profile`. BadInput where the plan's layers aren't those that a profile
     has by default, or its order isn't possible with the new times.
     """
     chain = plan.chain

@@ -68,7 +68,7 @@ def command(
     **asked: Any,
 ) -> None:
     """Measure MODEL layer by layer: zoo:NAME, zoo:NAME,option=value, hf:CONFIG,option=value or module:function."""
-    from ..api.given.profiles import profile
+    from ..api.given.profiling import profile
 
     if tensor_plan is not None:
         model += f",tensor_plan={tensor_plan}"

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 import pipeplan as pp
-from pipeplan.api.given.profiles import build_named
+from pipeplan.api.given.profiling import build_named
 from pipeplan.errors import BadInput
 from pipeplan.files.profiles import digest, read_profile
 from pipeplan.runtime.profiler.measure import measure_model, measured_again

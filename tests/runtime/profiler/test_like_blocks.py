@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from pipeplan.api import questions
-from pipeplan.api.given.profiles import profile
+from pipeplan.api.given.profiling import profile
 from pipeplan.deadline import Deadline
 from pipeplan.files.profiles import profile_text
 from pipeplan.planner.periodic.incumbent import Status

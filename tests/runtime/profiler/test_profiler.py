@@ -15,7 +15,7 @@ from cases.traced import tokens, transformer
 from torch import nn
 
 from pipeplan import zoo
-from pipeplan.api.given.profiles import profile
+from pipeplan.api.given.profiling import profile
 from pipeplan.cost.saved import saved_bytes
 from pipeplan.errors import BadInput, CodeFailed
 from pipeplan.files.forms import read_json
