@@ -168,10 +168,10 @@ def refuse_chain(chain: Chain, name: str) -> None:
     last, target = chain.layers[-1], TARGETS[name]
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
-    if chain.region and target.traces:
+    if chain.own_ways and target.traces:
         raise CannotExpress(
-            f"{name}: layer '{shown(chain.region)}' has a region of torch.no_grad or autocast, and there a model "
-            "with one cannot be cut; call detach() instead, or let autocast begin outside of the model"
+            f"{name}: layer '{shown(chain.own_ways)}' has a region of torch.no_grad or autocast, or a gradient "
+            "or code of its own, which the trace there doesn't keep; call detach() instead, or begin autocast outside"
         )
     if chain.offloaded:
         how = _WAITING.get(name, "it has no words for")

@@ -74,8 +74,9 @@ class Chain:
     ``variants`` are the same layers at the costs of such parts, and of such layers; a stage may have any of its layers
     as in ``either`` instead, where that isn't empty;
     ``head_groups`` is how many heads of keys and values attention has, None where nobody says. ``changed`` names a
-    buffer that forwards change and that others train by, of which replicas would have their own, ``region`` a layer
-    with a region of its own mode of gradients or autocast; both empty without any.
+    buffer that forwards change and that others train by, of which replicas would have their own, ``own_ways`` a layer
+    that torch's own trace wouldn't keep: one that switches gradients or autocast, whose gradient is of its own or whose
+    code runs as written; both empty without any.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Chain:
     variants: tuple[Variant, ...] = ()
     head_groups: int | None = None
     changed: str = ""
-    region: str = ""
+    own_ways: str = ""
     experts: int = 1
     imbalance: float = 1.0
     context: int = 1

@@ -45,7 +45,7 @@ from ..model.network import (
 )
 from ..model.pieces import grouped
 from ..model.structure import as_type, converted, mapped, tensors_in
-from ..model.trace.adapted import made_whole, no_reentry, run_uncompiled
+from ..model.trace.adapted import SPACE, made_whole, no_reentry, run_uncompiled
 from ..model.trace.author import Author
 from ..model.trace.compared import apart, compare
 from .beside import at_work
@@ -158,8 +158,6 @@ def network_chain(
     dtypes = {str(p.dtype).removeprefix("torch.") for layer in network.layers for p in layer.module.parameters()}
     if autocast := network.layers[0].autocast:
         dtypes = {AUTOCAST + str(autocast.dtype).removeprefix("torch.")}
-    traced = [code for code in network.layers if isinstance(code.module, fx.GraphModule)]
-    regions = [code.name for code in traced if any(isinstance(x, fx.GraphModule) for x in code.module.children())]
     return Chain(
         name=name,
         layers=tuple(x.layer for x in measurements),
@@ -172,8 +170,16 @@ def network_chain(
         dtype="+".join(sorted(dtypes)) or str(network.inputs[0].dtype).removeprefix("torch."),
         device=device,
         source=source,
-        region=next(iter(regions), ""),
+        own_ways=next((code.name for code in network.layers if _has_own_ways(code.module)), ""),
     )
+
+
+def _has_own_ways(module: nn.Module) -> bool:
+    """Whether a traced layer has regions, which are graphs in it, or an operation that only calls its author's code."""
+    if not isinstance(module, fx.GraphModule):
+        return False
+    regions = any(isinstance(part, fx.GraphModule) for part in module.children())
+    return regions or any(getattr(node.target, "namespace", "") == SPACE for node in module.graph.nodes)
 
 
 def profile_network(

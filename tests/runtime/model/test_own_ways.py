@@ -2,6 +2,8 @@
 
 import re
 from collections import OrderedDict
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ from pipeplan.planner.periodic.stated import stated
 from pipeplan.problem import Chain, Layer, Platform, Problem
 from pipeplan.runtime.model.build.fitting import _evaluated, check_model, fitted
 from pipeplan.runtime.model.network import LayerCode, final_outputs
+from pipeplan.runtime.model.structure import tensors_in
 from pipeplan.runtime.model.trace.trace import trace_module
 from pipeplan.runtime.model.trace.traced import traced_model
 from pipeplan.runtime.profiler.measure import measure_model
@@ -252,23 +255,43 @@ def means(x):
         return x.mean(0)
 
 
-@pytest.mark.parametrize(("way", "region"), [(means, "middle.mean"), (lambda x: x.mean(0).detach(), "")])
-def test_plans_for_torch_are_refused_just_where_it_cannot_cut_the_model(way, region):
-    x, names = torch.zeros(4, 4), ("first", "middle", "last")
-    module = nn.Sequential(OrderedDict(zip(names, (nn.Linear(4, 4), Centred(way), nn.Linear(4, 4)), strict=True)))
-    whole = Whole(module)
-    chain = measured(whole, x).chain
-    assert chain.region.removeprefix("layers.") == region
+class Threefold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
 
-    def cut():
-        return pipeline(Whole(module), (x,), {}, {"layers.last": SplitPoint.BEGINNING})(x)[0]
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
 
-    if region:
-        with pytest.raises(CannotExpress, match="has a region of"):
-            refuse_chain(chain, "torch")
-        with pytest.raises(Exception, match="submod"):
-            cut()
-    else:
+
+@pytest.mark.parametrize(
+    ("way", "layer"),
+    [
+        (means, "middle.mean"), (Threefold.apply, "middle.Threefold"),
+        (lambda x: x.mean(0).detach(), ""),
+    ],
+)  # fmt: skip
+def test_plans_for_torch_are_refused_just_where_it_does_not_train_the_model_as_it_is(way, layer):
+    x, names = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), ("first", "middle", "last")
+    module = Whole(
+        nn.Sequential(OrderedDict(zip(names, (nn.Linear(4, 4), Centred(way), nn.Linear(4, 4)), strict=True)))
+    )
+    chain = measured(module, x).chain
+    assert chain.own_ways.removeprefix("layers.") == layer
+    module.zero_grad()
+    module(x).square().sum().backward()
+    try:
+        pipe = pipeline(deepcopy(module), (x,), {}, {"layers.last": SplitPoint.BEGINNING})
+        y = x
+        for stage in (pipe.get_stage_module(i) for i in range(pipe.num_stages)):
+            y = next(iter(tensors_in(stage(y))))
+        y.square().sum().backward()
+        weight = dict(pipe.get_stage_module(0).named_parameters())["layers.first.weight"]
+        trains = torch.allclose(weight.grad, module.layers.first.weight.grad)
+    except Exception:
+        trains = False
+    with nullcontext() if trains else pytest.raises(CannotExpress, match="no_grad or autocast, or a gradient"):
         refuse_chain(chain, "torch")
-        assert torch.equal(cut(), whole(x))
+    assert trains == (not layer)
     refuse_chain(chain, "torchtitan")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx.node import has_side_effect
 from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
@@ -215,18 +215,23 @@ def function_of(operation: str) -> str:
 
 @contextmanager
 def own_gradients() -> Iterator[None]:
-    """Within the context a call of a function with a gradient of its own, but torch's, is one operation of a trace."""
-    original = vars(Function)["apply"]
+    """Within the context a call of a function with a gradient of its own, but torch's, is one operation of a trace.
+
+    Authors keep ``Own.apply`` under other names, so it is what that calls which is replaced.
+    """
 
     def apply(kind: Any, *arguments: Any, **keywords: Any) -> Any:
-        plainly: Callable[..., Any] = getattr(kind, "plainly", original.__get__(None, kind))
+        plainly: Callable[..., Any] = getattr(kind, "plainly", super(_SingleLevelFunction, kind).apply)
         if kind.__module__.partition(".")[0] == "torch" or not tensors_in(arguments):
             return plainly(*arguments, **keywords)
         given = refilling(arguments)
         return as_operation(kind.__name__, lambda x: plainly(*given(x), **keywords), tensors_in(arguments))
 
-    with replaced(Function, "apply", classmethod(apply)):
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]  # it only inherits one
+    try:
         yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def as_operation(name: str, called: Callable[[Sequence[Tensor]], Any], given: Sequence[Tensor]) -> Any:
