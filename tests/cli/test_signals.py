@@ -13,9 +13,10 @@ import pytest
 from cases.patience import SECONDS, without_progress
 
 from pipeplan import scratch
+from pipeplan.files.plans import load_plan
 
 PIPEPLAN = [sys.executable, "-m", "pipeplan"]
-PLAN = ["plan", "profiles/gpt-tiny-b8-cpu.json", "--gpus", "2", "--mem", "1GB"]
+PLAN = ["plan", "profiles/gpt-tiny-b8-cpu.json", "--gpus", "2", "--mem", "1GB", "--algorithm", "balance"]
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +78,7 @@ def test_a_search_that_is_ended_leaves_its_best_plan(number, tmp_path):
     command.send_signal(number)
     told, _ = command.communicate(timeout=SECONDS)
     assert (command.returncode, b"written to" in told) == (0, True)
-    assert shell(f"$P check {path}").returncode == 0
+    load_plan(str(path))  # which checks it
 
 
 def test_what_is_ignored_stays_ignored(tmp_path):
