@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
@@ -81,9 +80,8 @@ def dangling(package):
     modules = {path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")}
     there = {parts[:-1] if parts[-1] == "__init__" else parts for parts in modules}
     for parts in modules:
-        tree = ast.parse(package.joinpath(*parts).with_suffix(".py").read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = (*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else ()))
-                if base not in there:
-                    yield ".".join(parts), ".".join(base)
+        text = package.joinpath(*parts).with_suffix(".py").read_text()
+        for dots, name in re.findall(r"^ *from (\.+)([\w.]*) import ", text, re.MULTILINE):
+            base = (*parts[: len(parts) - len(dots)], *filter(None, name.split(".")))
+            if base not in there:
+                yield ".".join(parts), ".".join(base)

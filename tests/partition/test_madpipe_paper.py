@@ -128,7 +128,7 @@ def test_allocations_are_of_the_class_with_neighbours_merged():
 
 
 def test_published_profile():
-    chain = merge_articulation(published("vgg16"))
+    chain = merge_articulation(published("alexnet"))
     problem = Problem(chain, Platform.flat(4, 12 * 10**9), Policy(), False, "none")
     first, second = (list(madpipe_paper(problem)) for _ in range(2))
     assert first == second

@@ -280,9 +280,7 @@ def test_many_layers_give_a_plan_that_does_not_claim_to_be_optimal() -> None:
     assert plan.lower_bounds[0].period_ns < plan.pattern.period_ns  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("name", "plans", "ratio"), [("vgg16", 6, 1.1737), ("resnet50", 9, 1.0709), ("densenet121", 9, 1.0147)]
-)
+@pytest.mark.parametrize(("name", "plans", "ratio"), [("vgg16", 6, 1.1737), ("resnet50", 9, 1.0709)])
 def test_published_profiles_reach_the_known_periods(name: str, plans: int, ratio: float) -> None:
     chain = replace(merge_articulation(published(name), saved="input"), input_bytes=0)
     work = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])

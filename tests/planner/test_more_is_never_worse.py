@@ -62,7 +62,7 @@ def test_more_is_never_worse(seed: int, weights: str) -> None:
 
 @pytest.mark.parametrize("seed", [1])
 def test_what_nobody_says_is_no_worse_than_what_is_named(seed: int) -> None:
-    problem = asked(seed, "2bw")
+    problem = asked(seed, "2bw", 4)
 
     def find(problem: Problem):
         return make_plan(problem), problem

@@ -81,7 +81,7 @@ def both(monkeypatch, make):
     ],
 )
 def test_few_blocks_of_an_own_model_tell_all(monkeypatch, kind, told):
-    inputs, split = torch.randn(2, 4, 8), kind == "two lists"
+    inputs, split = torch.randn(2, 4, 8), kind == "other width"
     few, whole, by_few = both(
         monkeypatch,
         lambda: profile(Net(kind), inputs, lambda y, t: y.square().mean(), gpu="a100", split_backward=split),
