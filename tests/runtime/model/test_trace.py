@@ -321,9 +321,25 @@ class Conditional(nn.Module):
         return torch.cond(x.sum() > 0, self.one, self.other, (x,))
 
 
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("near", torch.eye(2).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.near, x)
+
+
+class Two(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (Sparse(), "near is a sparse tensor, which no layer may have; make it dense"),
+        (Two(), r"Two \(.*test_trace.py:\d+\) takes x, y and is given 1 arguments: missing a required argument: 'y'"),
         (Late(), "Late makes its weight late in its forward, where no optimizer knows it; make it in __init__"),
         (Conditional(), "Conditional cannot be traced: torch.cond, scan and while_loop need torch.compile; an if or"),
         (Lookup(), r"Lookup cannot be traced: .*nn.Sequential"),

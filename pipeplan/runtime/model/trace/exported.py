@@ -83,6 +83,7 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
     inner = uncompiled(module)
     if isinstance(inner, torch.jit.ScriptModule):
         raise BadInput(f"{name}: torch.jit has compiled the whole model; give it as it was before")
+    _refuse_arguments(inner, example_input)
     with user_code(name), run_uncompiled([module]):
         made_whole(inner, example_input)
         root, seen = _flat(inner, example_input, loss_alone)
@@ -98,6 +99,20 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
     _read_directly(graph)
     _assign_early(graph, [f"{ROOT}.{name}" for name in seen.assigned])
     return Exported(graph, root, arguments, seen.restored, tuple(notes))
+
+
+def _refuse_arguments(module: nn.Module, example: Any) -> None:
+    """Raise BadInput where ``module`` cannot be called on ``example``."""
+    arguments = example if isinstance(example, tuple | list) else (example,)
+    try:
+        signature = inspect.signature(module.forward)
+        signature.bind(**example) if isinstance(example, Mapping) else signature.bind(*arguments)
+    except ValueError:  # nobody knows what it takes
+        return
+    except TypeError as error:
+        given = ", ".join(map(str, example)) if isinstance(example, Mapping) else f"{len(arguments)} arguments"
+        called = f"{type(module).__name__}{defined_at(module.forward)}"
+        raise BadInput(f"{called} takes {', '.join(signature.parameters)} and is given {given}: {error}") from error
 
 
 def refuse_changed(module: nn.Module, weight: str, place: str = "", training: bool = True) -> NoReturn:

@@ -15,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from ....errors import BadInput
 from ..operations import is_random, is_view, statistics
 from ..places import buffers_kept
 from .adapted import SPACE
+from .exported import ROOT, line_of_node
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,13 @@ class Facts:
 
     @staticmethod
     def of(graph: fx.GraphModule, arguments: Sequence[Tensor]) -> Facts:
-        """Run ``graph`` on fake tensors and look at what shares memory with what, and what changes."""
+        """Run ``graph`` on fake tensors and look at what shares memory with what, and what changes; BadInput names a
+        tensor that isn't dense."""
         results, written = _results(graph, arguments)
         tensors = {n: x for n, x in results.items() if isinstance(x, Tensor)}
+        for node in (n for n, x in tensors.items() if x.layout != torch.strided):
+            name = str(node.target).removeprefix(f"{ROOT}.") if node.op == "get_attr" else node.name
+            raise BadInput(f"{name} is a sparse tensor{line_of_node(node)}, which no layer may have; make it dense")
         first: dict[int, fx.Node] = {}
         storage = {n: first.setdefault(x.untyped_storage()._cdata, n) for n, x in tensors.items()}
         changed = {storage[n] for nodes in written.values() for n in nodes if n in storage}
