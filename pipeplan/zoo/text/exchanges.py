@@ -41,20 +41,29 @@ def _shapes(
     return x.new_empty((x.shape[0], x.shape[1] * ranks if kind == "all-gather" else x.shape[1] // ranks, *x.shape[2:]))
 
 
-class Exchanged(torch.autograd.Function):
-    """One exchange forward and another backward, ``""`` for none."""
+class _Exchanged(torch.autograd.Function):
+    """One exchange forward and another backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, forward: str, backward: str) -> Tensor:
-        """Exchange."""
-        ctx.asked = ranks, backward
-        return exchange(x, forward, ranks) if forward else x.view_as(x)
+    def forward(
+        ctx: Any, x: Tensor, ranks: int, forward: str, backward: str, times: int, rows: int, apart: int
+    ) -> Tensor:
+        ctx.asked, ctx.kind = (ranks, False, times, rows and len(x), apart), backward
+        return exchange(x, forward, ranks, False, times, rows, apart) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Exchange the gradients."""
-        ranks, kind = ctx.asked
-        return exchange(gradients[0], kind, ranks) if kind else gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = exchange(gradients[0], ctx.kind, *ctx.asked) if ctx.kind else gradients[0]
+        return found, *[None] * 6
+
+
+def exchanged(
+    x: Tensor, ranks: int, forward: str, backward: str, times: int = 1, rows: int = 0, apart: int = 1
+) -> Tensor:
+    """Return what an exchange of ``x`` leaves, whose gradient another exchanges, ``""`` for none: see :func:`exchange`;
+    of those of rows the gradient has as many as came."""
+    out: Tensor = _Exchanged.apply(x, ranks, forward, backward, times, rows, apart)  # type: ignore[no-untyped-call]
+    return out
 
 
 class GatheredProducts(torch.autograd.Function):
@@ -83,20 +92,3 @@ class GatheredProducts(torch.autograd.Function):
             for gradient, needed in zip(gradients, ctx.needs_input_grad[2:], strict=True)
         )
         return of_input, None, *of_weights
-
-
-class Traded(torch.autograd.Function):
-    """Rows that go to the ranks with their experts, each so many ``times``, of which ``length`` come; back likewise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, times: int, length: int, apart: int = 1) -> Tensor:
-        """Exchange."""
-        ctx.asked = ranks, False, times, len(x), apart
-        out: Tensor = exchange(x, "all-to-all", ranks, False, times, length, apart)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Exchange the gradients."""
-        out: Tensor = exchange(gradients[0], "all-to-all", *ctx.asked)
-        return out, None, None, None, None

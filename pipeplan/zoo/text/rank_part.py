@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ...errors import BadInput
 from ..model import Factory, Loss, chain
-from .exchanges import Exchanged, GatheredProducts, Traded, exchange
+from .exchanges import GatheredProducts, exchange, exchanged
 from .ring import ring_attention
 from .token_losses import token_loss_named
 from .vocabulary import looked_up, of_part, part_loss
@@ -103,9 +103,8 @@ class Group(NamedTuple):
         """Return a part of the sequence for all heads as all of it for a part of them, so many times as long."""
         batch, heads, sequence, width = x.shape
         rows = x.reshape(-1, width)
-        out = Traded.apply(rows, self.context, 1, len(rows), self.ranks)  # type: ignore[no-untyped-call]  # torch's
-        turned: Tensor = out.view(batch, round(heads / longer), round(sequence * longer), width)
-        return turned
+        out = exchanged(rows, self.context, "all-to-all", "all-to-all", 1, len(rows), self.ranks)
+        return out.view(batch, round(heads / longer), round(sequence * longer), width)
 
     def mark(self, model: nn.Module) -> None:
         """Note at each weight of ``model`` how many of the group's ranks have the same; those of three dimensions are
@@ -118,9 +117,7 @@ class Group(NamedTuple):
         them: as many as went, or ``length``."""
         if self.experts == 1:
             return rows
-        asked = self.experts, times, len(rows) if length is None else length
-        out: Tensor = Traded.apply(rows, *asked)  # type: ignore[no-untyped-call]  # torch's
-        return out
+        return exchanged(rows, self.experts, "all-to-all", "all-to-all", times, len(rows) if length is None else length)
 
     def share(self, count: int, what: str) -> int:
         """Return a rank's share of ``count`` columns, heads or rows; BadInput where they don't divide."""
@@ -215,10 +212,7 @@ class Group(NamedTuple):
         setattr(module, name, nn.Parameter(part, whole.requires_grad))
 
     def _exchanged(self, x: Tensor, forward: str, backward: str) -> Tensor:
-        if self.ranks == 1:
-            return x
-        out: Tensor = Exchanged.apply(x, self.ranks, forward, backward)  # type: ignore[no-untyped-call]  # torch's
-        return out
+        return x if self.ranks == 1 else exchanged(x, self.ranks, forward, backward)
 
 
 @dataclass(frozen=True, kw_only=True)
