@@ -246,7 +246,7 @@ def _idle_violations(chain: Chain, platform: Platform, policy: Policy, stages: S
         own = chain.of(stage.way)
         timed = own.timed(platform.slowest(known).times) if known else own
         elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
-        if time_model.work_ns(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere) == 0:
+        if time_model.Passes(timed, policy, stage.start, stage.stop, elsewhere_ns=elsewhere).work_ns() == 0:
             found.append(f"stage {s} takes no time; merge its layers into a neighbouring stage")
     return found
 

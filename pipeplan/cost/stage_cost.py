@@ -101,17 +101,17 @@ def stage_cost(
     gradient = memory_model.gradient_bytes(policy, *own)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
-    step = int(time_model.step_ns(timed, policy, start, stop, r, speed, elsewhere)) if policy.drains else 0
+    passes = time_model.Passes(timed, policy, start, stop, r, speed, elsewhere)
+    step = int(passes.step_ns) if policy.drains else 0
     if policy.overlaps:
         update, step = time_model.overlapped_ns(policy, update, step, parameters), 0
     working = int(chain.working_bytes(start, stop))
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
     between = for_weights_bytes(chain, start, stop)
-    share = time_model.step_share_ns(timed, policy, start, stop, r, elsewhere)
     saved = max(peak, int(saved_bytes(chain, start, stop)))
     return StageCost(
-        forward_ns=time_model.forward_ns(timed, start, stop, speed),
-        backward_ns=time_model.backward_ns(timed, policy, start, stop, recompute, r, speed, elsewhere),
+        forward_ns=passes.forward_ns,
+        backward_ns=passes.backward_ns(recompute),
         weight_bytes=weight_bytes,
         parameters=parameters,
         kept_bytes=kept,
@@ -129,11 +129,11 @@ def stage_cost(
         sync_period_ns=sync_period,
         update_interval=policy.update_interval(r),
         resource=resource,
-        backward_weight_ns=time_model.backward_weight_ns(timed, policy, start, stop, r, speed, elsewhere),
+        backward_weight_ns=passes.backward_weight_ns,
         saved_bytes=saved,
         split_buffer_bytes=int(memory_model.split_message_bytes(policy, chain.cut_bytes[start] * (start > 0), r)),
         update_ns=update,
-        update_share_ns=time_model.scaled(share, speed),
+        update_share_ns=time_model.scaled(passes.step_share_ns, speed),
         step_ns=step,
         held_between_bytes=None if between is None else between[0],
         gradient_bytes=0 if between is None else between[1],

@@ -17,6 +17,7 @@ from ..integers import NEVER, IntLike, Ints
 from ..problem import Chain, Device, Policy, Problem
 from . import memory_model, time_model
 from .saved import saved_bytes
+from .time_model import Passes
 
 
 def crossing_bytes(chain: Chain) -> Ints:
@@ -114,11 +115,7 @@ class StageTables:
 
     def forward(self, device: Device) -> Ints:
         """Return the forward."""
-        chain = self.problem.chain.timed(device.times)
-        return self.once(
-            ("forward", device.times, device.speed),
-            lambda: time_model.forward_ns(chain, self.start, self.stop, device.speed),
-        )
+        return self.once(("forward", device.times, device.speed), lambda: self._passes(device, 1).forward_ns)
 
     def again(self, device: Device) -> Ints:
         """Return what recomputing all layers takes a device of speed 1, which :meth:`work` may be given."""
@@ -126,8 +123,7 @@ class StageTables:
 
     def backward(self, device: Device, replicas: int = 1, again: IntLike = 0) -> Ints:
         """Return the backward with its share of the optimizer's steps, where ``again`` ns are recomputed."""
-        chain, policy = self.problem.chain.timed(device.times), self.problem.policy
-        return np.asarray(time_model.backward_ns(chain, policy, self.start, self.stop, again, replicas, device.speed))
+        return np.asarray(self._passes(device, replicas).backward_ns(again))
 
     def work(self, device: Device, replicas: int = 1, again: IntLike = 0) -> Ints:
         """Return forward and backward together."""
@@ -135,11 +131,12 @@ class StageTables:
 
     def later(self, device: Device, replicas: int = 1) -> Ints:
         """Return the part of the backward that nothing waits for."""
+        key = "later", device.times, device.speed, replicas
+        return self.once(key, lambda: self._passes(device, replicas).backward_weight_ns)
+
+    def _passes(self, device: Device, replicas: int) -> Passes:
         chain, policy = self.problem.chain.timed(device.times), self.problem.policy
-        return self.once(
-            ("later", device.times, device.speed, replicas),
-            lambda: time_model.backward_weight_ns(chain, policy, self.start, self.stop, replicas, device.speed),
-        )
+        return Passes(chain, policy, self.start, self.stop, replicas, device.speed)
 
     def sums(self, replicas: int, path: tuple[int, int]) -> Ints:
         """Return what a ring over so many replicas takes for all gradients, over links of a bandwidth and latency."""
@@ -163,13 +160,10 @@ class StageTables:
 
     def steps(self, device: Device, replicas: int) -> Ints:
         """Return what the optimizer's step behind a drained mini-batch takes."""
-        chain, policy = self.problem.chain.timed(device.times), self.problem.policy
-        if not policy.drains:
+        if not self.problem.policy.drains:
             return np.zeros_like(self.start + self.stop)
-        return self.once(
-            ("steps", device.times, device.speed, replicas),
-            lambda: time_model.step_ns(chain, policy, self.start, self.stop, replicas, device.speed),
-        )
+        key = "steps", device.times, device.speed, replicas
+        return self.once(key, lambda: self._passes(device, replicas).step_ns)
 
     def update(self, device: Device, replicas: int, path: tuple[int, int]) -> Ints:
         """Return what an update takes behind the last backward, at least: the sums and the step, or the longer of two

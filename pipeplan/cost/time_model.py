@@ -1,7 +1,7 @@
 """How long do ``layers[start:stop]`` take on a device? Forward, backward, optimizer steps, sums over replicas.
 
-Every function takes integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and
-the validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
+All take integers or integer arrays (shape of the ranges), so that the partitioners' vectorised searches and the
+validator compute the same numbers from the same lines. Rules: ALGORITHMS section 3.
 
 What the ranks of a group exchange takes a fixed part, a part for each step, and the bytes: fitted on 98 measured points
 of eight A100s by NVSwitch (vTrain's tables, Bang et al. 2024; 1 MiB to 512 MiB, 2 to 8 ranks), 9.3% off on average.
@@ -9,11 +9,12 @@ of eight A100s by NVSwitch (vTrain's tables, Bang et al. 2024; 1 MiB to 512 MiB,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from ..integers import IntLike, ceil_div, plain
+from ..integers import IntLike, Ints, ceil_div, plain
 from ..problem import Chain, Policy
 from .memory_model import bucket_bytes
 
@@ -23,61 +24,61 @@ def scaled(duration: IntLike, speed: Fraction) -> IntLike:
     return ceil_div(duration * speed.denominator, speed.numerator)
 
 
-def forward_ns(chain: Chain, start: IntLike, stop: IntLike, speed: Fraction = Fraction(1)) -> IntLike:
-    """Forward time of one microbatch through ``layers[start:stop]``."""
-    total = chain.sums.forward_ns
-    return scaled(plain(total[stop] - total[start]), speed)
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What ``layers[start:stop]`` of a ``chain`` take on each of ``replicas`` devices, ``speed`` times as fast as the
+    profiled one, for one microbatch; ``elsewhere_ns`` of their optimizer's step are made with another stage's."""
 
+    chain: Chain
+    policy: Policy
+    start: IntLike
+    stop: IntLike
+    replicas: int = 1
+    speed: Fraction = Fraction(1)
+    elsewhere_ns: int = 0
 
-def backward_ns(
-    chain: Chain,
-    policy: Policy,
-    start: IntLike,
-    stop: IntLike,
-    recompute_ns: IntLike = 0,
-    replicas: int = 1,
-    speed: Fraction = Fraction(1),
-    elsewhere_ns: int = 0,
-) -> IntLike:
-    """Backward time of one microbatch, with recomputation (``recompute_ns``) and its share of the optimizer step."""
-    total = chain.sums.backward_ns
-    update = step_share_ns(chain, policy, start, stop, replicas, elsewhere_ns)
-    return scaled(plain(total[stop] - total[start]) + recompute_ns + update, speed)
+    @property
+    def forward_ns(self) -> IntLike:
+        """Time of the forward."""
+        return self._scaled(self.chain.sums.forward_ns)
+
+    def backward_ns(self, recompute_ns: IntLike = 0) -> IntLike:
+        """Return the time of the backward, with what is recomputed and its share of the optimizer step."""
+        return self._scaled(self.chain.sums.backward_ns, recompute_ns + self.step_share_ns)
+
+    def work_ns(self, recompute_ns: IntLike = 0) -> IntLike:
+        """Return the time of both: what a device is busy with a microbatch."""
+        return self.forward_ns + self.backward_ns(recompute_ns)
+
+    @property
+    def backward_weight_ns(self) -> IntLike:
+        """The part of the backward that nothing waits for: weight gradients, and the share of the optimizer step."""
+        return self._scaled(self.chain.sums.backward_weight_ns, self.step_share_ns)
+
+    @property
+    def step_share_ns(self) -> IntLike:
+        """What a backward is charged of the optimizer's step, on the profiled device.
+
+        With ``zero`` a replica's step is that of its share, so that all replicas together make one.
+        """
+        return update_share_ns(self.policy, self._whole_step_ns, self.replicas, self.policy.sharers(self.replicas))
+
+    @property
+    def step_ns(self) -> IntLike:
+        """Time that one of the replicas takes for its part of an optimizer step."""
+        return scaled(ceil_div(self._whole_step_ns, self.policy.sharers(self.replicas)), self.speed)
+
+    @property
+    def _whole_step_ns(self) -> IntLike:
+        return whole_step_ns(self.chain, self.start, self.stop) - self.elsewhere_ns
+
+    def _scaled(self, total: Ints, more: IntLike = 0) -> IntLike:
+        return scaled(plain(total[self.stop] - total[self.start]) + more, self.speed)
 
 
 def recompute_ns(forward_ns: int, speed: Fraction = Fraction(1)) -> int:
-    """The part of :func:`backward_ns` that runs layers forward again, rounded down: what is left has the rest."""
+    """The part of :meth:`Passes.backward_ns` that runs layers again, rounded down: what is left has the rest."""
     return forward_ns * speed.denominator // speed.numerator
-
-
-def work_ns(
-    chain: Chain,
-    policy: Policy,
-    start: IntLike,
-    stop: IntLike,
-    recompute_ns: IntLike = 0,
-    replicas: int = 1,
-    speed: Fraction = Fraction(1),
-    elsewhere_ns: int = 0,
-) -> IntLike:
-    """Forward and backward time of one microbatch through ``layers[start:stop]``: what a device is busy with it."""
-    backward = backward_ns(chain, policy, start, stop, recompute_ns, replicas, speed, elsewhere_ns)
-    return forward_ns(chain, start, stop, speed) + backward
-
-
-def backward_weight_ns(
-    chain: Chain,
-    policy: Policy,
-    start: IntLike,
-    stop: IntLike,
-    replicas: int = 1,
-    speed: Fraction = Fraction(1),
-    elsewhere_ns: int = 0,
-) -> IntLike:
-    """The part of :func:`backward_ns` that nothing waits for: weight gradients, and the share of the optimizer step."""
-    total = chain.sums.backward_weight_ns
-    update = step_share_ns(chain, policy, start, stop, replicas, elsewhere_ns)
-    return scaled(plain(total[stop] - total[start]) + update, speed)
 
 
 def whole_step_ns(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
@@ -87,18 +88,6 @@ def whole_step_ns(chain: Chain, start: IntLike, stop: IntLike) -> IntLike:
     for shared in chain.sums.shared:
         found = found - shared.again(start, stop) * shared.optimizer_ns
     return found
-
-
-def step_share_ns(
-    chain: Chain, policy: Policy, start: IntLike, stop: IntLike, replicas: int = 1, elsewhere_ns: int = 0
-) -> IntLike:
-    """What a microbatch's backward through ``layers[start:stop]`` is charged of the optimizer's step, of which
-    ``elsewhere_ns`` is made with another stage's.
-
-    With ``zero`` a replica's step is that of its share, so that all replicas together make one.
-    """
-    step = whole_step_ns(chain, start, stop) - elsewhere_ns
-    return update_share_ns(policy, step, replicas, policy.sharers(replicas))
 
 
 def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int, sharers: int = 1) -> IntLike:
@@ -111,20 +100,6 @@ def update_share_ns(policy: Policy, update_ns: IntLike, replicas: int, sharers: 
     if policy.drains:
         return 0
     return ceil_div(update_ns * replicas, policy.update_interval(replicas) * sharers)
-
-
-def step_ns(
-    chain: Chain,
-    policy: Policy,
-    start: IntLike,
-    stop: IntLike,
-    replicas: int,
-    speed: Fraction = Fraction(1),
-    elsewhere_ns: int = 0,
-) -> IntLike:
-    """Time that one of ``replicas`` takes for its part of an optimizer step on ``layers[start:stop]``."""
-    step = whole_step_ns(chain, start, stop) - elsewhere_ns
-    return scaled(ceil_div(step, policy.sharers(replicas)), speed)
 
 
 def overlapped_ns(policy: Policy, all_reduce_ns: int, step_ns: int, parameters: int) -> int:

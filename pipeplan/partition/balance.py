@@ -43,7 +43,7 @@ def _balanced(problem: Problem, recompute: bool) -> Allocation:
         start, device = np.arange(stop + 1), platform.devices[kind]
         timed = chain.timed(device.times)
         again = timed.sums.forward_ns[stop] - timed.sums.forward_ns[start] if recompute else 0
-        total = time_model.work_ns(timed, policy, start, stop, again, speed=device.speed)
+        total = time_model.Passes(timed, policy, start, stop, speed=device.speed).work_ns(again)
         return np.asarray(total, dtype=np.float64)  # exact up to 2**53 ns
 
     def work(device: int, stop: int) -> Times:
@@ -114,7 +114,7 @@ def data_parallel(problem: Problem) -> Iterator[Allocation]:
     ways = (), ((0, count),), tuple((i, i + 1) for i in range(count))
     for checkpoint in ways[: len(ways_to_recompute(problem))]:
         _, _, recompute = memory_model.activations(chain, 0, count, checkpoint)
-        work = time_model.work_ns(chain, policy, 0, count, recompute, len(devices), slowest.speed)
+        work = time_model.Passes(chain, policy, 0, count, len(devices), slowest.speed).work_ns(recompute)
         claim = max(ceil_div(work, len(devices)), sync)
         yield Allocation((Stage(0, count, devices, checkpoint),), claim)
 

@@ -99,10 +99,10 @@ def test_replicas_share_the_optimizers_steps():
     chain = Chain("c", (Layer("a", 0, 100, 400, 0, optimizer_ns=12),), 0)
     for accumulate, replicas, whole, shared in [(8, 1, 2, 2), (8, 4, 6, 2), (8, 12, 12, 1), (1, 3, 12, 4)]:
         policy = Policy(accumulate=accumulate)
-        assert time_model.backward_ns(chain, policy, 0, 1, replicas=replicas) == 100 + whole
-        assert time_model.backward_ns(chain, replace(policy, zero=1), 0, 1, replicas=replicas) == 100 + shared
+        assert time_model.Passes(chain, policy, 0, 1, replicas).backward_ns() == 100 + whole
+        assert time_model.Passes(chain, replace(policy, zero=1), 0, 1, replicas).backward_ns() == 100 + shared
     overlapped = Policy("flush", 8, coarsening=1, zero=1)
-    assert time_model.step_ns(chain, overlapped, 0, 1, 5, Fraction(2)) == 2  # 12 / 5 rounded up, twice as fast
+    assert time_model.Passes(chain, overlapped, 0, 1, 5, Fraction(2)).step_ns == 2  # 12 / 5 rounded up, twice as fast
 
 
 def test_sharing_moves_as_many_bytes():
@@ -167,24 +167,24 @@ def test_versions_follow_what_is_in_flight_and_the_updates(accumulate, replicas,
 
 def test_stages_slow_down_by_their_speed_rounded_up():
     chain = Chain("c", (Layer("a", 10, 20, 0, 0), Layer("b", 5, 7, 0, 0)), 0)
-    assert time_model.forward_ns(chain, 0, 2) == 15
-    assert time_model.forward_ns(chain, 0, 2, Fraction(2)) == 8
-    assert time_model.forward_ns(chain, 0, 2, Fraction(2, 3)) == 23
-    assert time_model.backward_ns(chain, Policy(), 0, 2, speed=Fraction(4)) == 7
-    assert time_model.backward_ns(chain, Policy(), 0, 2, recompute_ns=15) == 42
+    assert time_model.Passes(chain, Policy(), 0, 2).forward_ns == 15
+    assert time_model.Passes(chain, Policy(), 0, 2, speed=Fraction(2)).forward_ns == 8
+    assert time_model.Passes(chain, Policy(), 0, 2, speed=Fraction(2, 3)).forward_ns == 23
+    assert time_model.Passes(chain, Policy(), 0, 2, speed=Fraction(4)).backward_ns() == 7
+    assert time_model.Passes(chain, Policy(), 0, 2).backward_ns(15) == 42
 
 
 def test_the_optimizer_is_paid_once_per_update():
     chain = Chain("c", (Layer("a", 0, 100, 0, 0, optimizer_ns=10),), 0)
     for accumulate, replicas, expected in [(None, 1, 101), (1, 1, 110), (4, 1, 103), (None, 4, 101), (8, 4, 105)]:
-        assert time_model.backward_ns(chain, Policy(accumulate=accumulate), 0, 1, replicas=replicas) == expected
+        assert time_model.Passes(chain, Policy(accumulate=accumulate), 0, 1, replicas).backward_ns() == expected
     # over one update a replica sees interval / replicas microbatches, and pays one step with them
     rng = random.Random(1)
     for _ in range(100):
         accumulate, replicas, step = rng.randint(1, 9), rng.randint(1, 5), rng.randint(0, 50)
         chain = Chain("c", (Layer("a", 0, 0, 0, 0, optimizer_ns=step),), 0)
         seen = Fraction(max(accumulate, replicas), replicas)
-        assert time_model.backward_ns(chain, Policy(accumulate=accumulate), 0, 1, replicas=replicas) == ceil(
+        assert time_model.Passes(chain, Policy(accumulate=accumulate), 0, 1, replicas).backward_ns() == ceil(
             step / seen
         )
 
@@ -198,8 +198,8 @@ def test_nothing_waits_for_weight_gradients_and_the_share_of_the_update():
         (4, 1, 40 + 3),
         (4, 2, 40 + layers[1].weight_part_ns + 4),
     ]:
-        assert time_model.backward_weight_ns(chain, Policy(accumulate=accumulate), 0, stop) == expected
-    assert time_model.backward_weight_ns(chain, Policy(accumulate=1), 0, 1, speed=Fraction(4)) == 13
+        assert time_model.Passes(chain, Policy(accumulate=accumulate), 0, stop).backward_weight_ns == expected
+    assert time_model.Passes(chain, Policy(accumulate=1), 0, 1, speed=Fraction(4)).backward_weight_ns == 13
 
 
 def test_times_as_arrays():
@@ -209,11 +209,11 @@ def test_times_as_arrays():
     start, stop = np.array([i for i, _ in pairs]), np.array([j for _, j in pairs])
     policy = Policy(accumulate=3)
     for speed in (Fraction(1), Fraction(2, 3)):
-        assert time_model.forward_ns(chain, start, stop, speed).tolist() == [
-            time_model.forward_ns(chain, i, j, speed) for i, j in pairs
+        assert time_model.Passes(chain, Policy(), start, stop, speed=speed).forward_ns.tolist() == [
+            time_model.Passes(chain, Policy(), i, j, speed=speed).forward_ns for i, j in pairs
         ]
-        assert time_model.backward_ns(chain, policy, start, stop, 5, 2, speed).tolist() == [
-            time_model.backward_ns(chain, policy, i, j, 5, 2, speed) for i, j in pairs
+        assert time_model.Passes(chain, policy, start, stop, 2, speed).backward_ns(5).tolist() == [
+            time_model.Passes(chain, policy, i, j, 2, speed).backward_ns(5) for i, j in pairs
         ]
     columns = memory_model.segment(chain, start, stop)
     assert list(zip(*(c.tolist() for c in columns), strict=True)) == [
@@ -324,10 +324,10 @@ def test_overlapped_sums_and_steps_are_two_machines_in_a_row():
 
 def test_steps_behind_a_drained_batch_are_not_charged_to_backwards():
     chain = Chain("one", (Layer("a", 1, 2, 4, 0, optimizer_ns=100),), 0)
-    assert time_model.backward_ns(chain, Policy("2bw", 4), 0, 1) == 27
-    assert time_model.backward_ns(chain, Policy("flush", 4), 0, 1) == 2
-    assert time_model.backward_ns(chain, Policy("flush", 4, coarsening=1), 0, 1) == 2
-    assert time_model.step_ns(chain, Policy(), 0, 1, 4, Fraction(3)) == 34
+    assert time_model.Passes(chain, Policy("2bw", 4), 0, 1).backward_ns() == 27
+    assert time_model.Passes(chain, Policy("flush", 4), 0, 1).backward_ns() == 2
+    assert time_model.Passes(chain, Policy("flush", 4, coarsening=1), 0, 1).backward_ns() == 2
+    assert time_model.Passes(chain, Policy(), 0, 1, 4, Fraction(3)).step_ns == 34
 
 
 def test_the_largest_gradient_is_the_inverse_of_the_sync_period():

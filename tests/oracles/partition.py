@@ -257,8 +257,8 @@ class ContiguousJudge:
         if platform.devices[0].times is not None:
             chain, speed = slowest_of(chain, [platform.devices[d] for d in stage.devices])
         kept, peak, recompute = memory_model.activations(chain, i, j, stage.checkpoint)
-        work = time_model.forward_ns(chain, i, j, speed)
-        work += time_model.backward_ns(chain, policy, i, j, recompute, len(stage.devices), speed)
+        work = time_model.Passes(chain, policy, i, j, speed=speed).forward_ns
+        work += time_model.Passes(chain, policy, i, j, len(stage.devices), speed).backward_ns(recompute)
         inner = [chain.cut_bytes[cut] for cut in (i, j) if 0 < cut < len(chain)]  # each end receives and sends
         if platform.blocking:
             work += sum(2 * platform.transfer_ns(size, 0) for size in inner)

@@ -117,13 +117,14 @@ def special_stages(layers: int, devices: int, split: bool) -> Iterator[tuple[tup
 
 def _longest(problem: Problem) -> int:
     total = sum(
-        time_model.forward_ns(problem.chain, i, i + 1) + _backward(problem, i, i + 1) for i in range(len(problem.chain))
+        time_model.Passes(problem.chain, problem.policy, i, i + 1).forward_ns + _backward(problem, i, i + 1)
+        for i in range(len(problem.chain))
     )
     return total + sum(2 * problem.platform.transfer_ns(size, 0) for size in problem.chain.cut_bytes[1:-1])
 
 
 def _backward(problem: Problem, start: int, stop: int) -> int:
-    return int(time_model.backward_ns(problem.chain, problem.policy, start, stop))
+    return int(time_model.Passes(problem.chain, problem.policy, start, stop).backward_ns())
 
 
 def _granted(problem: Problem, stages: tuple[tuple[int, int, bool], ...], period: int, charge: str) -> bool:
@@ -133,7 +134,7 @@ def _granted(problem: Problem, stages: tuple[tuple[int, int, bool], ...], period
     delay, special_work, special_bytes, first = 0, 0, 0, None
     for s in reversed(range(len(stages))):
         start, stop, special = stages[s]
-        work = time_model.forward_ns(chain, start, stop) + _backward(problem, start, stop)
+        work = time_model.Passes(chain, problem.policy, start, stop).forward_ns + _backward(problem, start, stop)
         if work == 0:
             return False
         delay = _plus(delay, work, period)

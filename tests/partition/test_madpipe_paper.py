@@ -36,7 +36,7 @@ def recursion(problem: Problem) -> tuple[Callable[[int], int | None], int, int]:
     last = len(chain)
 
     def work(k: int, m: int) -> int:
-        return int(time_model.forward_ns(chain, k - 1, m) + time_model.backward_ns(chain, problem.policy, k - 1, m))
+        return int(time_model.Passes(chain, problem.policy, k - 1, m).work_ns())
 
     def transfer(k: int) -> int:
         return 2 * problem.platform.transfer_ns(chain.cut_bytes[k], 0) if 0 < k < last else 0

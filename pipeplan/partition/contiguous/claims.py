@@ -219,7 +219,7 @@ def longest_period_ns(problem: Problem) -> int:
     count = len(chain)
     recompute = int(chain.sums.forward_ns[-1])
     replicas = 1 if problem.policy.zero else len(platform)  # with which steps take most
-    work: int = time_model.work_ns(chain, problem.policy, 0, count, recompute, replicas, slowest.speed)
+    work: int = time_model.Passes(chain, problem.policy, 0, count, replicas, slowest.speed).work_ns(recompute)
     last = len(platform.levels) - 1
     transfers = sum(
         4 * platform.held_ns(x, last) + (0 if platform.blocking else 2 * platform.transfer_ns(x, last))
@@ -350,7 +350,7 @@ def plain_delays(tables: SearchTables) -> Ints:
     chain = relaxations.extreme(tables.problem.chain, min).timed(best.times)
     end = np.int64(len(chain))
     replicas = tables.problem.most_replicas if policy.zero else 1  # with which a microbatch pays least for steps
-    bare: Ints = time_model.work_ns(chain, policy, cuts, end, replicas=replicas, speed=best.speed)
+    bare: Ints = time_model.Passes(chain, policy, cuts, end, replicas, best.speed).work_ns()
     return bare
 
 

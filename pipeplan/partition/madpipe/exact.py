@@ -132,7 +132,7 @@ def tables_of(problem: Problem, platform: Platform) -> MadPipeTables:
         size, count = size - sum(x.weight_bytes for x in sums), count - sum(x.parameters for x in sums)
         none, one = (memory_model.versioned_bytes(policy, size, count, kept) for kept in (0, 1))
         elsewhere = sum(x.optimizer_ns for x in sums)
-        work = time_model.work_ns(timed, policy, first, last, speed=device.speed, elsewhere_ns=elsewhere)
+        work = time_model.Passes(timed, policy, first, last, speed=device.speed, elsewhere_ns=elsewhere).work_ns()
         return int(work), int(none) + int(chain.working_bytes(first, last)), int(one - none)
 
     return MadPipeTables(

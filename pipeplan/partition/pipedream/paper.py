@@ -178,7 +178,7 @@ def _flat(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
     """
     count, largest = len(problem.chain), 1 if straight else len(problem.platform)
     alone = problem.platform.devices[0]  # everything on the first device
-    high = time_model.work_ns(problem.chain.timed(alone.times), problem.policy, 0, count, speed=alone.speed)
+    high = time_model.Passes(problem.chain.timed(alone.times), problem.policy, 0, count, speed=alone.speed).work_ns()
     low = 1
     while low < high:
         middle = (low + high) // 2
@@ -302,7 +302,7 @@ def _furthest(problem: Problem, period: int, replicas: int, slowest: Device, gra
 
     def keeps(stop: Ints) -> Bools:
         """Whether each stage is in time; longer ones are not if it isn't."""
-        work = time_model.work_ns(chain, problem.policy, start, stop, 0, replicas, speed)
+        work = time_model.Passes(chain, problem.policy, start, stop, replicas, speed).work_ns()
         found: Bools = (work <= budget) & (memory_model.gradient_of(chain, problem.policy, start, stop) <= gradient)
         return found
 
@@ -341,9 +341,8 @@ def _strict(problem: Problem, straight: bool) -> tuple[int, list[StageRange]]:
             exact: Any = gradient.astype(object)  # bytes times 1e9 exceed 64 bits
             rows = []
             for m in range(1, most + 1):
-                work = (
-                    time_model.work_ns(timed, policy, start, stop, 0, m, speed) if below is None else below[stop, :stop]
-                )
+                own = time_model.Passes(timed, policy, start, stop, m, speed)
+                work = own.work_ns() if below is None else below[stop, :stop]
                 sync = np.asarray(time_model.sync_period_ns(policy, exact, m, bandwidth)).astype(np.int64)
                 rows.append(np.maximum(ceil_div(work, m), sync))
             return np.array(rows)

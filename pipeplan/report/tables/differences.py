@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...check.evaluate import evaluate, gap
 from ...cost.saved import saved_bytes
-from ...cost.time_model import step_ns
+from ...cost.time_model import Passes
 from ...names import shown
 from ...plan import Plan
 from ...planner.what_if.carry import Carried, Match, matched
@@ -235,7 +235,7 @@ def comparison(plan: Plan, run: MeasuredRun) -> dict[str, Any]:
     for s, (stage, expected, taken) in enumerate(zip(plan.allocation.stages, planned_stages, run.stages, strict=True)):
         device = plan.platform.slowest(stage.devices)
         timed = plan.chain.timed(device.times)
-        step = int(step_ns(timed, plan.policy, stage.start, stage.stop, stage.replicas, device.speed))
+        step = int(Passes(timed, plan.policy, stage.start, stage.stop, stage.replicas, device.speed).step_ns)
         found += [
             ("F", s, expected.forward_ns, taken.forward_ns),
             ("B", s, expected.backward_ns, taken.backward_ns),

@@ -8,7 +8,7 @@ import pytest
 from cases.files import edited
 from cases.measured import replayed, script_of
 
-from pipeplan.cost.time_model import backward_ns, forward_ns
+from pipeplan.cost.time_model import Passes
 from pipeplan.errors import BadInput
 from pipeplan.plan import Schedule
 from pipeplan.problem import Policy
@@ -130,8 +130,8 @@ def test_a_recalibrated_profile_has_the_measured_times(factor):
     chain = recalibrated(plan, measured_of(plan, report), "t")
     policy = replace(plan.policy, accumulate=10**6)  # so that nearly nothing of the update is charged
     for stage in plan.allocation.stages:
-        assert forward_ns(chain, stage.start, stage.stop) == 100 * factor
-        assert backward_ns(chain, policy, stage.start, stage.stop) == 200 * factor + 1
+        assert Passes(chain, Policy(), stage.start, stage.stop).forward_ns == 100 * factor
+        assert Passes(chain, policy, stage.start, stage.stop).backward_ns() == 200 * factor + 1
         assert chain.sums.optimizer_ns[stage.stop] - chain.sums.optimizer_ns[stage.start] == 40
     assert [x.saved_bytes for x in chain.layers] == [x.saved_bytes for x in plan.chain.layers]
 
