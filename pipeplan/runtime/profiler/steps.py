@@ -104,7 +104,7 @@ def measured(
     samples = [Samples() for _ in network.layers]
     if not one:
         place_all([layer.module for layer in network.layers], options.device)
-        _measure(network, samples, entry, clock, options, options.seconds, clock.warm_s)
+        _Steps(network, entry, clock, options).measure(samples, options.seconds, clock.warm_s)
         return samples
     values = dict(enumerate(network.inputs))
     device = options.device
@@ -117,7 +117,7 @@ def measured(
             inputs = [values[v].to(device).detach().requires_grad_(values[v].requires_grad) for v in layer.reads]
             alone = Network((layer,), (), (), network.structure, network.chain)
             warm_s = 0.0 if index else clock.warm_s  # then the device is at work
-            _measure(alone, [sample], entry, clock, quiet, seconds, warm_s, inputs)
+            _Steps(alone, entry, clock, quiet, inputs).measure([sample], seconds, warm_s)
             outputs = layer.forward(list(map(leaf, inputs)))
             for value, out in zip(layer.makes, outputs, strict=True):
                 values[value] = out.detach().to(home).requires_grad_(out.requires_grad)
@@ -126,36 +126,6 @@ def measured(
         for value in over:
             del values[value]
     return samples
-
-
-def _measure(
-    network: Network,
-    samples: Sequence[Samples],
-    entry: torch.optim.Optimizer,
-    clock: Clock,
-    options: MeasureOptions,
-    seconds: float | None,
-    warm_s: float,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """Add the times of steps to ``samples``; with ``inputs`` the network is one layer alone that reads these."""
-    trained = [trained_parameters(layer.module) for layer in network.layers]
-    optimizers = [options.make_optimizer(own) if own else None for own in trained]
-    held: deque[_Held] = deque()
-    rounds = _rounds(options, seconds, warm_s)
-    while (warm := options.agreed(next(rounds, None))) is not None:
-        options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
-        if options.read is not None:
-            start = clock.host.mark()
-            options.read()
-            end = clock.host.mark()
-            if not warm:
-                samples[0].reading_ns.append(clock.host.between(start, end))
-        for inputs_only in (False, True) if options.split_backward else (False,):
-            run = _step(network, optimizers, entry, clock, inputs_only, inputs, held, options.in_flight)
-            if not warm:
-                for index, sample in enumerate(samples):
-                    _add(sample, clock, [row[index] for row in run], inputs_only)
 
 
 def _rounds(options: MeasureOptions, seconds: float | None, warm_s: float = 0.0) -> Iterator[bool]:
@@ -218,110 +188,131 @@ class _Held:
     gradients: dict[int, Tensor | None] = field(default_factory=dict)
 
 
-def _step(
-    network: Network,
-    optimizers: Sequence[torch.optim.Optimizer | None],
-    entry: torch.optim.Optimizer,
-    clock: Clock,
-    inputs_only: bool,
-    inputs: Sequence[Tensor] | None,
-    held: deque[_Held],
-    in_flight: int,
-) -> tuple[_Marks, _Marks, _Marks]:
-    """Run one training step; return marks around each layer's forward, backward and update.
+class _Steps:
+    """Training steps of a ``network``, with as many microbatches between forward and backward as ``options`` say.
 
-    ``inputs`` are those of a network that is one layer alone; its backward then starts from ones. The backward is that
-    of the oldest microbatch ``held`` once there are as many as are to be ``in_flight``. Gradients of values are asked
-    for, not left at leaves: there autograd would copy what several readers get.
+    With ``inputs`` it is one layer alone that reads these, whose backward starts from ones. Gradients of values are
+    asked for, not left at leaves: there autograd would copy what several readers get. ``entry`` steps before all others
+    do.
     """
-    count = len(network)
-    run: tuple[_Marks, _Marks, _Marks] = [None] * count, [None] * count, [None] * count
-    for layer in network.layers:
-        begin_sums(layer.module)
-    while len(held) < in_flight:
-        if inputs is None:
-            held.append(_Held(dict(enumerate(network.inputs))))
-        else:
-            held.append(_Held(dict(zip(network.layers[0].reads, map(leaf, inputs), strict=True))))
-        _forward(network, held[-1], clock, run[0], inputs is not None)
-    oldest = held.popleft()
-    values, gradients = oldest.values, oldest.gradients
-    for index in reversed(range(count)):
-        layer, outputs = network.layers[index], oldest.made.pop()
-        run[1][index] = _backward(network, layer, outputs, values, gradients, clock, inputs_only)
-        for value in layer.makes:
-            values.pop(value)
-            gradients.pop(value, None)
-        del outputs
-    entry.step()
-    for index, optimizer in enumerate(optimizers):
-        if optimizer is not None and not inputs_only:
-            start = clock.mark()
-            # at rate 0 weights that backwards of those held will read stay as they were, so autograd needn't know
-            unseen: Any = _unsafe_preserve_version_counter(tuple(network.layers[index].module.parameters()))
-            with unseen if held else nullcontext():
-                optimizer.step()
-            run[2][index] = (start, clock.mark())
-    clock.settle()
-    return run
 
+    def __init__(
+        self,
+        network: Network,
+        entry: torch.optim.Optimizer,
+        clock: Clock,
+        options: MeasureOptions,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._network, self._entry, self._clock, self._options, self._inputs = network, entry, clock, options, inputs
+        trained = [trained_parameters(layer.module) for layer in network.layers]
+        self._optimizers = [options.make_optimizer(own) if own else None for own in trained]
+        self._held: deque[_Held] = deque()
 
-def _forward(network: Network, held: _Held, clock: Clock, marks: _Marks, alone: bool) -> None:
-    values, gradients = held.values, held.gradients
-    for index, layer in enumerate(network.layers):
-        inputs = [values[v] for v in layer.reads]
-        start = clock.mark()
-        outputs = layer.forward(inputs)
-        marks[index] = (start, clock.mark())
-        held.made.append(outputs)
-        values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        if layer.place == LOSS_NAME:
-            gradients[layer.makes[0]] = None  # a scalar's is 1
-        elif alone:
-            gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
-        del outputs, inputs
+    def measure(self, samples: Sequence[Samples], seconds: float | None, warm_s: float) -> None:
+        """Add the times of steps to ``samples``."""
+        options, clock = self._options, self._clock
+        rounds = _rounds(options, seconds, warm_s)
+        while (warm := options.agreed(next(rounds, None))) is not None:
+            options.say("warming up" if warm else f"step {len(samples[0].forward_ns) + 1} of {options.steps}")
+            if options.read is not None:
+                start = clock.host.mark()
+                options.read()
+                end = clock.host.mark()
+                if not warm:
+                    samples[0].reading_ns.append(clock.host.between(start, end))
+            for inputs_only in (False, True) if options.split_backward else (False,):
+                run = self._step(inputs_only)
+                if not warm:
+                    for index, sample in enumerate(samples):
+                        _add(sample, clock, [row[index] for row in run], inputs_only)
 
+    def _step(self, inputs_only: bool) -> tuple[_Marks, _Marks, _Marks]:
+        """Run one step; return marks around each layer's forward, backward and update.
 
-def _backward(
-    network: Network,
-    layer: LayerCode,
-    outputs: Sequence[Tensor],
-    values: dict[int, Tensor],
-    gradients: dict[int, Tensor | None],
-    clock: Clock,
-    inputs_only: bool,
-) -> tuple[Any, Any] | None:
-    """Run the backward of one layer and add to ``gradients`` of what it reads; None if there is nothing to compute."""
-    roots = [
-        (out, gradients[value])
-        for value, out in zip(layer.makes, outputs, strict=True)
-        if out.requires_grad and value in gradients
-    ]
-    read = [v for v in layer.reads if values[v].requires_grad]
-    trained = [] if inputs_only else trained_parameters(layer.module)
-    if not roots or not (read or trained):
-        layer.module.zero_grad(set_to_none=True)
-        return None
-    tensors, starts = [out for out, _ in roots], [gradient for _, gradient in roots]
-    wanted = [*(values[v] for v in read), *trained]
-    start = clock.mark()
-    try:
-        found = torch.autograd.grad(tensors, wanted, starts, allow_unused=True)
-    except RAISED as error:
-        raise code_failed(f"the backward of {layer.place}", error) from error
-    for value, gradient in zip(read, found, strict=False):
-        if gradient is not None:
-            before = gradients.get(value)
-            gradients[value] = gradient if before is None else before + gradient
-    for parameter, gradient in zip(trained, found[len(read) :], strict=True):
-        if gradient is None:
-            parameter.grad = None  # and no optimizer steps for it
-        elif parameter.grad is not None:
-            parameter.grad.add_(gradient)
-    end = clock.mark()
-    if network.chain and any(value not in gradients for value in read):
-        raise BadInput(f"{layer.place}: no gradient comes back to its input")
-    return start, end
+        The backward is that of the oldest microbatch once there are as many as are to be in flight.
+        """
+        layers, clock, held = self._network.layers, self._clock, self._held
+        count = len(layers)
+        run: tuple[_Marks, _Marks, _Marks] = [None] * count, [None] * count, [None] * count
+        for layer in layers:
+            begin_sums(layer.module)
+        while len(held) < self._options.in_flight:
+            if self._inputs is None:
+                held.append(_Held(dict(enumerate(self._network.inputs))))
+            else:
+                held.append(_Held(dict(zip(layers[0].reads, map(leaf, self._inputs), strict=True))))
+            self._forward(held[-1], run[0])
+        oldest = held.popleft()
+        for index in reversed(range(count)):
+            layer, outputs = layers[index], oldest.made.pop()
+            run[1][index] = self._backward(layer, outputs, oldest, inputs_only)
+            for value in layer.makes:
+                oldest.values.pop(value)
+                oldest.gradients.pop(value, None)
+            del outputs
+        self._entry.step()
+        for index, optimizer in enumerate(self._optimizers):
+            if optimizer is not None and not inputs_only:
+                start = clock.mark()
+                # at rate 0 weights that backwards of those held will read stay as they were, so autograd needn't know
+                unseen: Any = _unsafe_preserve_version_counter(tuple(layers[index].module.parameters()))
+                with unseen if held else nullcontext():
+                    optimizer.step()
+                run[2][index] = (start, clock.mark())
+        clock.settle()
+        return run
+
+    def _forward(self, held: _Held, marks: _Marks) -> None:
+        values, gradients = held.values, held.gradients
+        for index, layer in enumerate(self._network.layers):
+            inputs = [values[v] for v in layer.reads]
+            start = self._clock.mark()
+            outputs = layer.forward(inputs)
+            marks[index] = (start, self._clock.mark())
+            held.made.append(outputs)
+            values.update((v, leaf(out)) for v, out in zip(layer.makes, outputs, strict=True))
+            if layer.place == LOSS_NAME:
+                gradients[layer.makes[0]] = None  # a scalar's is 1
+            elif self._inputs is not None:
+                gradients.update((v, torch.ones_like(out)) for v, out in zip(layer.makes, outputs, strict=True))
+            del outputs, inputs
+
+    def _backward(
+        self, layer: LayerCode, outputs: Sequence[Tensor], held: _Held, inputs_only: bool
+    ) -> tuple[Any, Any] | None:
+        """Run the backward of a layer and add to the gradients of what it reads; None where nothing is to compute."""
+        values, gradients = held.values, held.gradients
+        roots = [
+            (out, gradients[value])
+            for value, out in zip(layer.makes, outputs, strict=True)
+            if out.requires_grad and value in gradients
+        ]
+        read = [v for v in layer.reads if values[v].requires_grad]
+        trained = [] if inputs_only else trained_parameters(layer.module)
+        if not roots or not (read or trained):
+            layer.module.zero_grad(set_to_none=True)
+            return None
+        tensors, starts = [out for out, _ in roots], [gradient for _, gradient in roots]
+        wanted = [*(values[v] for v in read), *trained]
+        start = self._clock.mark()
+        try:
+            found = torch.autograd.grad(tensors, wanted, starts, allow_unused=True)
+        except RAISED as error:
+            raise code_failed(f"the backward of {layer.place}", error) from error
+        for value, gradient in zip(read, found, strict=False):
+            if gradient is not None:
+                before = gradients.get(value)
+                gradients[value] = gradient if before is None else before + gradient
+        for parameter, gradient in zip(trained, found[len(read) :], strict=True):
+            if gradient is None:
+                parameter.grad = None  # and no optimizer steps for it
+            elif parameter.grad is not None:
+                parameter.grad.add_(gradient)
+        end = self._clock.mark()
+        if self._network.chain and any(value not in gradients for value in read):
+            raise BadInput(f"{layer.place}: no gradient comes back to its input")
+        return start, end
 
 
 def begin_sums(module: nn.Module) -> None:
