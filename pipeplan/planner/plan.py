@@ -79,14 +79,15 @@ def make_plan(
     search with the best plan so far, if there is one; the problem's deadline too, or with the best of the simplest.
     High effort is made behind normal, unless that comes near the bound of all plans.
     """
-    settings = settings or Settings()
-    ask = partial(_planned, problem, algorithm, options, settings=settings, schedule=schedule, limit=limit)
+    settings, kind = settings or Settings(), _kind(problem.policy.weights, schedule, limit)
+    _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
+    asked = _Asked(problem, algorithm, dict(options or {}), settings, kind, limit, schedule is None)
     if algorithm != AUTO or effort not in BEFORE:
-        return ask(effort)
+        return asked.planned(effort)
     try:
-        first = ask(BEFORE[effort], settings=replace(settings, explained=False))
+        first = replace(asked, settings=replace(settings, explained=False)).planned(BEFORE[effort])
     except Infeasible:
-        return ask(effort)
+        return asked.planned(effort)
     plan, period = first.plan.telling(effort=effort), first.evaluation.period_ns
     first = replace(first, plan=plan)
     if plan.provenance.solver_status == "interrupted" or problem.deadline.passed:
@@ -94,7 +95,7 @@ def make_plan(
     if any(gap(period, bound) <= settings.gap for bound in plan.lower_bounds if bound.allocation == "any"):
         return first
     try:
-        second = ask(effort)
+        second = asked.planned(effort)
     except Infeasible:
         return first
     except KeyboardInterrupt:
@@ -102,80 +103,72 @@ def make_plan(
     return second if second.evaluation.period_ns < period else first
 
 
-def _planned(
-    problem: Problem,
-    algorithm: str,
-    options: Mapping[str, Any] | None,
-    effort: str,
-    settings: Settings,
-    schedule: ScheduleKind | None,
-    limit: int | None,
-) -> Planned:
-    """Return what :func:`make_plan` does, by one search of this effort."""
-    kind = _kind(problem.policy.weights, schedule, limit)
-    _refuse_endless(problem, Schedule(kind, problem.policy.accumulate, limit))
-    options = dict(options or {})
-    if algorithm == STATED:
-        settings = replace(settings, simplest=False)
-    if algorithm == AUTO:
-        settings = replace(settings, time_limit_s=EFFORTS[effort].solver_s, node_limit=EFFORTS[effort].nodes)
-    incumbent, status = _found(problem, algorithm, options, effort, settings, kind, limit, schedule is None)
-    asked, problem, scheduled = problem, incumbent.problem, incumbent.best
-    if scheduled is None:
-        raise Infeasible(_why_none(incumbent, algorithm) if settings.explained else "no plan was found")
-    allocation = scheduled.allocation
-    if algorithm != STATED:
-        allocation = replace(allocation, stages=by_first_use(problem.platform, allocation.stages))
-    sooner = more_often(problem, scheduled) if asked.policy.open else None
-    up_to = (incumbent.bounded_up_to or scheduled.cost) if incumbent.periodic else None
-    of_any = any_bound(asked if asked.policy.open else problem, up_to)
-    of_class = _class_bounds(incumbent, problem, scheduled, kind)
-    provenance = Provenance(
-        algorithm,
-        options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
-        allocation.claimed_period_ns,
-        solver=None if scheduled.status is None else settings.solver,
-        solver_status=status or scheduled.status,
-        version=__version__,
-        alternatives=() if sooner is None else (sooner,),
-    )
-    usual = Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None)
-    given = problem.chain, problem.platform, problem.policy
-    plan = Plan(*given, allocation, scheduled.pattern, (), provenance, scheduled.schedule or usual)
-    evaluation = check(plan)
-    bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
-    plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
-    if broken := bound_violations(plan, evaluation.period_ns):
-        raise InvalidPlan(broken)
-    return Planned(plan, evaluation)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What :func:`make_plan` is asked: a plan under a ``kind`` of schedule, or where that drains ``anyhow`` under any
+    that does."""
 
+    problem: Problem
+    algorithm: str
+    options: dict[str, Any]
+    settings: Settings
+    kind: ScheduleKind
+    limit: int | None
+    anyhow: bool
 
-def _found(
-    problem: Problem,
-    algorithm: str,
-    options: dict[str, Any],
-    effort: str,
-    settings: Settings,
-    kind: ScheduleKind,
-    limit: int | None,
-    anyhow: bool,
-) -> Searched:
-    """Search for the best plan under a kind of schedule, or where it drains under ``anyhow`` any that does; return why
-    that ended early, or None."""
-    row = KINDS[kind]
-    propose = _proposer(algorithm, options, effort)
-    widen = algorithm in (AUTO, "contiguous") and not problem.chain.variants
-    if row.drains:
-        kinds = kinds_for(problem.policy.weights) if anyhow else ()
-        searched = effort if algorithm == AUTO else None
-        return plan_drained(problem, propose, settings, widen, kind, limit, searched, kinds)
-    if row.build is not None:
-        return plan_nf1b(problem, propose, settings, widen, kind, limit)
-    moves = algorithm == AUTO and EFFORTS[effort].rounds > 0
-    again = partial(search, effort=EFFORTS[effort].again) if moves else propose
-    if widen and problem.policy.vertical_sync:
-        propose, again = synced(propose), synced(again)
-    return _plan_pattern(problem, propose, again, settings, widen, moves)
+    def planned(self, effort: str) -> Planned:
+        """Return what :func:`make_plan` does, by one search of this effort."""
+        asked, algorithm, options, settings, kind = self.problem, self.algorithm, self.options, self.settings, self.kind
+        if algorithm == STATED:
+            settings = replace(settings, simplest=False)
+        if algorithm == AUTO:
+            settings = replace(settings, time_limit_s=EFFORTS[effort].solver_s, node_limit=EFFORTS[effort].nodes)
+        incumbent, status = self._found(effort, settings)
+        problem, scheduled = incumbent.problem, incumbent.best
+        if scheduled is None:
+            raise Infeasible(_why_none(incumbent, algorithm) if settings.explained else "no plan was found")
+        allocation = scheduled.allocation
+        if algorithm != STATED:
+            allocation = replace(allocation, stages=by_first_use(problem.platform, allocation.stages))
+        sooner = more_often(problem, scheduled) if asked.policy.open else None
+        up_to = (incumbent.bounded_up_to or scheduled.cost) if incumbent.periodic else None
+        of_any = any_bound(asked if asked.policy.open else problem, up_to)
+        of_class = _class_bounds(incumbent, problem, scheduled, kind)
+        provenance = Provenance(
+            algorithm,
+            options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
+            allocation.claimed_period_ns,
+            solver=None if scheduled.status is None else settings.solver,
+            solver_status=status or scheduled.status,
+            version=__version__,
+            alternatives=() if sooner is None else (sooner,),
+        )
+        usual = Schedule(kind, problem.policy.accumulate if KINDS[kind].drains else None)
+        given = problem.chain, problem.platform, problem.policy
+        plan = Plan(*given, allocation, scheduled.pattern, (), provenance, scheduled.schedule or usual)
+        evaluation = check(plan)
+        bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
+        plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
+        if broken := bound_violations(plan, evaluation.period_ns):
+            raise InvalidPlan(broken)
+        return Planned(plan, evaluation)
+
+    def _found(self, effort: str, settings: Settings) -> Searched:
+        """Search for the best plan; return why that ended early, or None."""
+        problem, algorithm, row = self.problem, self.algorithm, KINDS[self.kind]
+        propose = _proposer(algorithm, self.options, effort)
+        widen = algorithm in (AUTO, "contiguous") and not problem.chain.variants
+        if row.drains:
+            kinds = kinds_for(problem.policy.weights) if self.anyhow else ()
+            searched = effort if algorithm == AUTO else None
+            return plan_drained(problem, propose, settings, widen, self.kind, self.limit, searched, kinds)
+        if row.build is not None:
+            return plan_nf1b(problem, propose, settings, widen, self.kind, self.limit)
+        moves = algorithm == AUTO and EFFORTS[effort].rounds > 0
+        again = partial(search, effort=EFFORTS[effort].again) if moves else propose
+        if widen and problem.policy.vertical_sync:
+            propose, again = synced(propose), synced(again)
+        return _plan_pattern(problem, propose, again, settings, widen, moves)
 
 
 def _standing(bounds: Iterable[Bound], period: int, notes: list[str]) -> Iterator[Bound]:
