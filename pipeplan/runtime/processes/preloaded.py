@@ -8,7 +8,8 @@ gc.disable()  # to look for garbage in what is imported would take a fifth of th
 import torch._dynamo  # every optimizer that is made imports it
 import torch.export._trace  # modules that are no lists of layers are traced by it
 
-from ..engine import arrival_order, comparison, held_out  # what rows name as well
+from ..data import loader  # what rows name as well
+from ..engine import arrival_order, comparison, held_out
 from ..exchange import nearby
 from ..measure import report
 from ..training.state import state

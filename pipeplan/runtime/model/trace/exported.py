@@ -146,7 +146,6 @@ def _read_directly(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
             if not made.users:
                 graph.graph.erase_node(made)
-    graph.recompile()
 
 
 def _assign_early(graph: fx.GraphModule, names: Sequence[str]) -> None:
@@ -174,7 +173,6 @@ def _assign_early(graph: fx.GraphModule, names: Sequence[str]) -> None:
         for node in reversed(moved):
             anchor.append(node)
             node.meta["nn_module_stack"] = anchor.meta.get("nn_module_stack")
-    graph.recompile()
 
 
 def _flat(module: nn.Module, example: Any, loss_alone: bool) -> tuple[nn.Module, SimpleNamespace]:

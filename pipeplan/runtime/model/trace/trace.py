@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from ....errors import BadInput
@@ -97,7 +98,7 @@ def _put_on(graph: fx.GraphModule, device: torch.device) -> None:
 
             node.args = fx.node.map_aggregate(node.args, here)
             node.kwargs = fx.node.map_aggregate(node.kwargs, here)
-        if isinstance(part, fx.GraphModule):
+        if isinstance(part, fx.GraphModule) and part is not graph:
             part.recompile()
 
 
@@ -309,7 +310,7 @@ def _layer_graph(
     for node in sorted(group.nodes):
         copy(node)
     part.output(tuple(copies[n] for n in makes))
-    return fx.GraphModule(graph, part)
+    return _LazyGraphModule(graph, part)  # a rank runs its own layers alone
 
 
 def unique(names: Iterable[str]) -> list[str]:
