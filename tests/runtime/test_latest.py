@@ -159,9 +159,9 @@ def test_newest_weights_in_a_periodic_pattern_too(devices, vertical_sync, tmp_pa
         optimizer="momentum",
         vertical_sync=vertical_sync,
     )
-    script = lower_run(plan, 12)
+    script = lower_run(plan, 6)
     losses, weights = emulated(plan, "images", script)
-    report = run_plan(plan, spec("images"), uncorrected(steps=12, lr=LR, save=tmp_path / "state.pt"))
+    report = run_plan(plan, spec("images"), uncorrected(steps=6, lr=LR, save=tmp_path / "state.pt"))
     assert report.losses == pytest.approx(losses, rel=0, abs=1e-10)
     state = torch.load(tmp_path / "state.pt")
     for key, expected in zip([k for k, _ in nn.Sequential(*image_layers()).named_parameters()], weights, strict=True):

@@ -201,7 +201,7 @@ def test_stages_of_two_degrees_train_a_gpt_as_one_process_and_go_on_in_equal_one
 @pytest.mark.parametrize(
     ("model", "widths", "begins"),
     [
-        ("clip-tiny,picture_blocks=1", (2, 1, 1), ("text.embedding.tokens", "text.blocks.1")),
+        ("clip-tiny,picture_blocks=1", (2, 1), ("text.embedding.tokens",)),
         ("llava-tiny,picture_blocks=1,blocks=1", ((1, 1), 2), ("language.embedding..cat",)),
     ],
 )

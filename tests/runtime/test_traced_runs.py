@@ -46,7 +46,7 @@ def spec_of(build):
     return ModelSpec(f"cases.traced:{build.__name__}", f"cases.traced:{DATA[build].__name__}")
 
 
-def run(plan, build, tmp_path, *, steps=3, lr=0.1, **options):
+def run(plan, build, tmp_path, *, steps=2, lr=0.1, **options):
     """The report of a run, and the state of the trained model."""
     report = run_plan(plan, spec_of(build), uncorrected(steps=steps, lr=lr, save=tmp_path / "trained.pt", **options))
     return report, torch.load(tmp_path / "trained.pt")
@@ -95,15 +95,20 @@ def stages_of(profile, cuts, devices):
     return [(bounds[s], bounds[s + 1], own) for s, own in enumerate(devices)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("build", CUTS)
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (traced_cases.residual, "replicated"), (traced_cases.residual, "alternating"),
+        (traced_cases.transformer, "contiguous"),
+    ],
+)  # fmt: skip
 def test_a_traced_model_trains_as_the_module_does(build, shape, tmp_path):
     """Both cuts are crossed by what was made much earlier; the transformer's mask has no gradient."""
     profile = chain(build)
     plan = plan_of(profile, stages_of(profile, CUTS[build], SHAPES[shape]), weights="flush", accumulate=4)
     report, state = run(plan, build, tmp_path)
     plainly = of_first_replicas(build) if shape == "replicated" else build
-    losses, expected = serial(plainly, steps=3, accumulate=4, optimizer="sgd", lr=0.1, data=DATA[build])
+    losses, expected = serial(plainly, steps=2, accumulate=4, optimizer="sgd", lr=0.1, data=DATA[build])
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
     if shape == "alternating":  # stages of one rank hold what both read from the data once
@@ -126,7 +131,7 @@ def test_layers_in_another_order_than_the_models_train_as_the_module_does(tmp_pa
     bounded = replace(plan, lower_bounds=(any_bound(Problem(plan.chain, plan.platform, plan.policy)),))
     (tmp_path / "plan.json").write_text(plan_text(bounded))
     report, state = run(load_plan(str(tmp_path / "plan.json")), build, tmp_path)
-    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    losses, expected = serial(build, steps=2, accumulate=4, optimizer="sgd", lr=0.1)
     assert list(report.losses) == losses
     assert largest_difference(state, expected) == 0
 
@@ -179,7 +184,7 @@ def test_segments_of_a_graph_are_recomputed(tmp_path):
     stages = [Stage(0, b, (0,), ((2, a),)), Stage(b, len(profile), (1,), ((b, b + 2), (b + 3, c)))]
     plan = plan_of(profile, stages, weights="flush", accumulate=4)
     report, state = run(plan, build, tmp_path)
-    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    losses, expected = serial(build, steps=2, accumulate=4, optimizer="sgd", lr=0.1)
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
     assert planned_bytes_are_held(report)
@@ -201,23 +206,23 @@ def test_a_checkpoint_goes_on_with_other_cuts(tmp_path):
     assert largest_difference(state, expected) < 1e-6
     module, _, _ = build(4)
     module.load_state_dict(state)  # under all its names, tied or unused
-    report, _ = run(plan_of(profile, last, accumulate=2), build, tmp_path, steps=1, load=tmp_path / "trained.pt")
+    plan = plan_of(profile, [(0, len(profile), (0,))], accumulate=2)
+    report, _ = run(plan, build, tmp_path, steps=1, load=tmp_path / "trained.pt")
     x, target = DATA[build](0, 0)
     assert report.losses[0] == pytest.approx(traced_cases.text_loss(module(x), target).item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("devices", [((0,), (1,), (2,)), ((0,), (1,), (0,))])
-def test_stages_of_a_graph_share_weights(devices, tmp_path):
-    """The head's weight is that of an embedding in the first stage, which may be on the same device."""
+def test_stages_of_a_graph_share_weights(tmp_path):
+    """The head's weight is that of an embedding in the first stage, on another device, and then on the same."""
     build = traced_cases.entwined
     profile = chain(build)
-    stages = stages_of(profile, ("blocks.0.mix", "head"), devices)
-    folder = tmp_path / "checkpoints"
-    plan = plan_of(profile, stages, weights="flush", accumulate=3, optimizer="momentum")
-    run(plan, build, tmp_path, steps=2, lr=0.1, checkpoint=folder)
-    report, state = run(plan, build, tmp_path, steps=4, lr=0.1, checkpoint=folder, resume=True)
+    options = {"lr": 0.1, "checkpoint": tmp_path / "checkpoints", "resume": True}
     losses, expected = serial(build, steps=4, accumulate=3, optimizer="momentum", lr=0.1)
-    assert equal(report.losses, losses[6:])
+    for turn, devices in enumerate([((0,), (1,), (2,)), ((0,), (1,), (0,))]):
+        stages = stages_of(profile, ("blocks.0.mix", "head"), devices)
+        plan = plan_of(profile, stages, weights="flush", accumulate=3, optimizer="momentum")
+        report, state = run(plan, build, tmp_path, steps=2 * turn + 2, **options)
+        assert equal(report.losses, losses[6 * turn : 6 * turn + 6])
     assert largest_difference(state, expected) < 1e-6
 
 
@@ -227,7 +232,7 @@ def test_several_inputs_outputs_and_targets_by_threads(tmp_path):
     profile = chain(build)
     plan = plan_of(profile, [(0, 3, (0,)), (3, 9, (1,)), (9, len(profile), (2,))], weights="flush", accumulate=4)
     report, state = run(under(plan, "message-driven", 3), build, tmp_path, link_delay_s=0.001)
-    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    losses, expected = serial(build, steps=2, accumulate=4, optimizer="sgd", lr=0.1)
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
 
@@ -338,11 +343,11 @@ def test_a_model_that_returns_its_loss_and_has_a_state_that_forwards_change(agai
     first = Stage(0, cut, (0,), ((2, cut),) if again else ())
     plan = plan_of(profile, [first, (cut, end, (1,))], weights="flush", accumulate=4)
     report, state = run(plan, build, tmp_path)
-    losses, expected = serial(build, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    losses, expected = serial(build, steps=2, accumulate=4, optimizer="sgd", lr=0.1)
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
     assert state["average"].abs().sum() > 0
-    assert state["calls"] == state["norm.num_batches_tracked"] == 12
+    assert state["calls"] == state["norm.num_batches_tracked"] == 8
     assert planned_bytes_are_held(report) or again  # what buffers were is held beside what is planned
     assert "recomputes by itself" in report.notes[0]
     build(4)[0].load_state_dict(state)
@@ -455,11 +460,11 @@ def test_from_the_profile_to_the_trained_model(tmp_path, monkeypatch):
             profile,
         ],
         ["plan", profile, "--gpus", 2, "--mem", "1GB", "--weights", "flush", "--accumulate", 4, "-o", plan],
-        ["run", plan, "--model", "cases.traced:residual", *model, "--steps", 3, "--save", trained, "--json"],
+        ["run", plan, "--model", "cases.traced:residual", *model, "--steps", 2, "--save", trained, "--json"],
     ):
         done = CliRunner().invoke(group, list(map(str, arguments)), catch_exceptions=False)
         assert done.exit_code == 0, done.output
-    losses, expected = serial(traced_cases.residual, steps=3, accumulate=4, optimizer="sgd", lr=0.1)
+    losses, expected = serial(traced_cases.residual, steps=2, accumulate=4, optimizer="sgd", lr=0.1)
     assert equal(json.loads(done.stdout)["losses"], losses)
     found = torch.load(trained)
     assert found.keys() == expected.keys()

@@ -89,8 +89,7 @@ def plain(build, steps, clip):
     return losses, {**model.state_dict(), **{f"loss.{k}": x for k, x in loss.state_dict().items()}}
 
 
-@pytest.mark.parametrize("build", [listed, traced])
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("build", "recomputed"), [(listed, False), (listed, True), (traced, True)])
 def test_a_loss_trains_with_its_model(build, recomputed, tmp_path):
     chain = chain_of(build, 4, data=vectors)
     end = len(chain)

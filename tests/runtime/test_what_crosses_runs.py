@@ -92,8 +92,13 @@ def test_inputs_cross_no_cut_and_gradients_come_back_to_what_trains_alone():
     assert model.cut(position(profile, "blocks.1")).trained
 
 
-@pytest.mark.parametrize("build", [crossing.two_losses, crossing.frozen, crossing.spectral], ids=name_of)
-@pytest.mark.parametrize("weights", ["stash", "2bw"])
+@pytest.mark.parametrize(
+    ("build", "weights"),
+    [
+        (crossing.two_losses, "stash"), (crossing.two_losses, "2bw"), (crossing.frozen, "stash"),
+        (crossing.spectral, "2bw"),
+    ],
+)  # fmt: skip
 def test_late_weights_are_those_of_the_plan(build, weights, tmp_path):
     profile = profile_of(build)
     stages = cut_at(profile, CUTS[build])

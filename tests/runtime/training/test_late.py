@@ -202,17 +202,17 @@ def test_a_run_is_a_loop_with_each_stages_own_delay_to_the_bit(weights, name, co
     plan = plan_of(chain, STAGES, weights=weights, accumulate=6, optimizer=kind)
     delays = [x.mean for x in plan_delays(plan, graph_of(plan))]
     assert delays == [1, 1, 1] if weights == "2bw-uniform" else delays[0] > delays[1] >= delays[2] == 0
-    options = options_of(name, rate, steps=5, delay_correction=correction, save=tmp_path / "s")
+    options = options_of(name, rate, steps=4, delay_correction=correction, save=tmp_path / "s")
     report = run_plan(plan, ModelSpec(GPT), options)
 
     def late(own, stage):
         return Loop(dict.fromkeys(own, delays[stage]), name, [rate] * 9, correction or "both")
 
-    losses, state = emulated(plan, GPT, 2, steps=5, optimizer=kind, lr=rate, seed=2, late=late)
+    losses, state = emulated(plan, GPT, 2, steps=4, optimizer=kind, lr=rate, seed=2, late=late)
     assert list(report.losses) == losses
     assert largest_difference(torch.load(tmp_path / "s"), state) == 0
     assert all(x.measured_bytes <= x.planned_bytes for x in report.states)
-    plain, _ = emulated(plan, GPT, 2, steps=5, optimizer=kind, lr=rate, seed=2)
+    plain, _ = emulated(plan, GPT, 2, steps=4, optimizer=kind, lr=rate, seed=2)
     assert plain != losses
 
 
