@@ -30,7 +30,7 @@ def planned(of: Chain, gpus: int = 2, memory: int = 10**6, **options: object) ->
 def test_a_plan_carried_to_its_own_profile_is_as_good() -> None:
     rng = random.Random(3)
     carries = 0
-    for _ in range(20):
+    for _ in range(10):
         problem = random_problem(rng, rng.randint(2, 7), rng.randint(1, 4), edges=rng.random() < 0.5, saved=True)
         problem = problem.with_policy(replace(problem.policy, accumulate=16))
         try:
@@ -43,7 +43,7 @@ def test_a_plan_carried_to_its_own_profile_is_as_good() -> None:
         assert result.period_ns is not None
         assert result.period_ns <= evaluate(plan).period_ns
         carries += 1
-    assert carries > 6
+    assert carries > 3
 
 
 def test_a_plan_scaled_with_its_profile_scales() -> None:

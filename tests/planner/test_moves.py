@@ -32,7 +32,7 @@ def planned(chain, gpus, **asked):
     return pp.plan(chain, gpus=gpus, **MACHINE, **{**ONE_EACH, **asked}).plan
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_cuts_about_as_good_move_less(seed):
     chain = network(seed)
     before, plan = planned(chain, "4"), planned(chain, "3")

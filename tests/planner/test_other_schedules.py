@@ -38,7 +38,7 @@ def test_endless_runs_are_refused_before_they_begin(schedule, microbatches, opti
 def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
     rng = random.Random(name)
     ran = 0
-    for _ in range(12):
+    for _ in range(6):
         plan = random_plan(rng, weights=("2bw", "flush"))
         try:
             program = program_of(plan, name, 8)
@@ -50,7 +50,7 @@ def test_every_schedule_runs_every_plan_without_deadlock_or_says_why_not(name):
         assert sum(len(lane.steps) for lane in timeline.program.lanes) == sum(
             8 // work.covers for work in program.operations
         )
-    assert ran >= 4
+    assert ran >= 2
 
 
 @pytest.mark.parametrize("name", schedules())

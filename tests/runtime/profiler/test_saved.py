@@ -95,7 +95,7 @@ def stacks():
 
 ZOO = [
     ("small-cnn", 4), ("gpt-tiny", 2), ("gpt-tiny,tied=true", 2), ("llama-tiny", 2), ("resnet50,image=32", 2),
-    ("densenet121,image=32", 2), ("vgg16,image=32", 1), ("gnmt,hidden=16,vocabulary=130,sequence=6", 2),
+    ("densenet121,image=32", 2), ("gnmt,hidden=16,vocabulary=130,sequence=6", 2),
     ("awd-lm,hidden=24,embedding=16,vocabulary=130,sequence=6", 2),
 ]  # fmt: skip
 
