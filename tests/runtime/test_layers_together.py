@@ -150,7 +150,6 @@ NO_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="
     ("name", "widths"),
     [
         (GPT, (2, 2)),
-        (GPT, (2, 1, 1)),
         (LLAMA, (2, 1, 1)),
         pytest.param(QWEN, (2, 2), marks=NO_TRANSFORMERS),
     ],
