@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import islice
 from multiprocessing import forkserver
 from pathlib import Path
@@ -53,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave out of all collections of garbage to come what all tests need."""
+    import_module("pipeplan.planner.what_if.compare")  # which would keep what plans_alone sets where a test loads it
     gc.collect()
     gc.freeze()
 
