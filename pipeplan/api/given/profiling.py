@@ -177,7 +177,8 @@ class _How:
         from ...runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
         from ...runtime.training.update.optimizers import optimizer_maker
 
-        by_names = self.granularity in (AUTO, "block") or self.blocks is not None
+        merge, by_names = merging(self.granularity, self.blocks), self.granularity in (AUTO, "block")
+        by_names |= self.blocks is not None
         batches = source.batches if self.data is None else data_to_read(self.data, source.batch)
         where = "cpu" if self.gpu is not None else chosen_device(self.device)
         if self.beside > 1 and where != "cpu":
@@ -196,7 +197,7 @@ class _How:
             if batches is None or self.gpu is not None
             else Late("runtime.engine.reading:repeatedly")(batches),
             others=None if self.beside == 1 else Others(self.beside - 1, again),
-            merge=merging(self.granularity, self.blocks) if by_names and self.gpu is None else None,
+            merge=merge if by_names and self.gpu is None else None,
             **{"steps": STEPS, "seconds": SECONDS, **self.measuring},
         )
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
