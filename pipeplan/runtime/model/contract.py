@@ -19,8 +19,8 @@ from .autocast import Autocast, autocasting
 from .deferred import mode_of
 from .network import Loss, TensorSpec, kind_of
 from .places import buffers_kept, resident
-from .structure import compact, mapped, tensors_in, tensors_of
-from .trace.adapted import run_uncompiled
+from .structure import compact, mapped, placed, places_in, refilling, tensors_in, tensors_of
+from .trace.adapted import arguments_of, run_uncompiled
 from .user_code import defined_at, user_code
 
 Data = Callable[[int, int], Any]  # (microbatch index, seed) -> what a model trains on, often (input, target)
@@ -135,7 +135,8 @@ def contract(result: Any) -> Built:
         )
     if loss is not None and not callable(loss):
         raise BadInput(f"build: loss is {kind_of(loss)}, which cannot be called")
-    return Built(layers, example_input, loss)
+    alone = isinstance(example_input, tuple) and len(example_input) == 1 and isinstance(example_input[0], Mapping)
+    return Built(layers, example_input[0] if alone else example_input, loss)
 
 
 def sample_of(given: Any, loss: Loss | None, inputs: int | None = None) -> tuple[Any, Any]:
@@ -157,7 +158,9 @@ def example_of(built: Built, data: Callable[[int, int], Any] | None) -> tuple[An
         _check_takes(data, "data", "index, seed", "the number of a microbatch and a seed")
         with user_code("data"):
             given = data(0, 0)
-        return sample_of(given, built.loss, _inputs(built, given))
+        x, target = sample_of(given, built.loss, _inputs(built, given))
+        tensors = placed(x, places_in(built.example))
+        return (refilling(built.example)(tensors) if len(tensors) == len(tensors_in(built.example)) else x), target
     if built.example is None:
         raise BadInput(
             "build: returned a model and no example input; return (model, example_input), or name a data(index, seed) "
@@ -172,9 +175,8 @@ def _inputs(built: Built, given: Any) -> int | None:
     if built.example is not None:
         return len(tensors_in(built.example))
     if isinstance(given, tuple | list) and len(given) == 2 and not isinstance(given[0], Mapping):
-        with suppress(AttributeError, TypeError, ValueError):
-            inspect.signature(built.layers.forward).bind(*given)
-            return len(tensors_in(given))
+        with suppress(AttributeError, TypeError):
+            return len(tensors_in(given)) if len(arguments_of(built.layers, given)[0]) == 2 else None
     return None
 
 

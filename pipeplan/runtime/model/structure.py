@@ -107,6 +107,13 @@ def places_in(value: Any) -> list[str]:
     return [name for name, leaf in _flat(value)[0] if isinstance(leaf, Tensor)]
 
 
+def placed(value: Any, wanted: Sequence[str]) -> list[Tensor]:
+    """Return the tensors of ``value`` in the order of their ``wanted`` places; as they come if it has others."""
+    tensors, places = tensors_in(value), places_in(value)
+    named = len(set(wanted)) == len(wanted) == len(tensors) and set(places) == set(wanted)
+    return [tensors[places.index(place)] for place in wanted] if named else tensors
+
+
 def _flat(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Callable[[Iterator[Any]], Any]]:
     """Return the leaves of ``value``, called ``name``, with where they are, and what makes the like of it of others."""
     inside = None if isinstance(value, Tensor) else _opened(value)

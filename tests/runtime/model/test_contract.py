@@ -12,6 +12,7 @@ from pipeplan.runtime.model.build.fitting import check_model, fitted
 from pipeplan.runtime.model.build.loading import load_model
 from pipeplan.runtime.model.build.spec import ModelSpec, find
 from pipeplan.runtime.model.contract import built_by, contract, example_of, sample_of
+from pipeplan.runtime.model.trace.adapted import called
 from pipeplan.runtime.model.trace.exported import loss_in
 from pipeplan.runtime.profiler.measure import built_network
 from pipeplan.runtime.profiler.steps import MeasureOptions
@@ -183,6 +184,26 @@ def test_a_pair_of_data_goes_in_where_the_model_takes_both_and_has_no_other_loss
     assert example_of(contract((Labelled(3, 4), a)), lambda *_: (a, b)) == (a, b)
     assert example_of(contract(nn.Bilinear(3, 4, 1)), lambda *_: ({"x": a}, b)) == ({"x": a}, b)
     assert example_of(contract((Labelled(3, 4), None, nn.functional.mse_loss)), lambda *_: (a, b)) == (a, b)
+
+
+class Whole(nn.Linear):
+    """A model that takes all of a batch as one argument."""
+
+    def forward(self, batch):
+        x, target = batch.values() if isinstance(batch, dict) else batch
+        return nn.functional.mse_loss(super().forward(x), target)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_batch_that_is_one_argument_is_read_by_its_names_or_as_it_is_built(turned):
+    a, b = torch.ones(2, 3), torch.zeros(2, 4)
+    named = {"x": a, "target": b}
+    given = dict(reversed(named.items())) if turned else named
+    for example, data in ((named, given), ((named,), given), (((a, b),), (a, b))):
+        built = contract((Whole(3, 4), example))
+        x, target = example_of(built, lambda *_, data=data: data)
+        assert called(built.layers, x) == built.layers(named)
+        assert target is None
 
 
 def test_a_loss_is_the_first_or_the_only_number_of_a_tuple():

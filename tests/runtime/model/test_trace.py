@@ -339,7 +339,7 @@ class Two(nn.Module):
     ("module", "message"),
     [
         (Sparse(), "near is a sparse tensor, which no layer may have; make it dense"),
-        (Two(), r"Two \(.*test_trace.py:\d+\) takes x, y and is given 1 arguments: missing a required argument: 'y'"),
+        (Two(), r"Two \(.*test_trace.py:\d+\) takes x, y and is given 1 argument: missing a required argument: 'y'"),
         (Late(), "Late makes its weight late in its forward, where no optimizer knows it; make it in __init__"),
         (Conditional(), "Conditional cannot be traced: torch.cond, scan and while_loop need torch.compile; an if or"),
         (Lookup(), r"Lookup cannot be traced: .*nn.Sequential"),

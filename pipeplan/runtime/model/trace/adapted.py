@@ -8,9 +8,10 @@ would be lost, and more would be saved.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count, starmap
 from traceback import walk_stack
@@ -266,7 +267,23 @@ def made_whole(module: nn.Module, example: Any) -> None:
 
 
 def called(module: nn.Module, value: Any) -> Any:
-    """Call ``module`` with keywords, with arguments, or with the one that ``value`` is."""
-    if isinstance(value, Mapping):
-        return module(**value)
-    return module(*value) if isinstance(value, tuple | list) else module(value)
+    """Call ``module`` with keywords or with arguments, where it takes them, or with the one that ``value`` is."""
+    given, named = arguments_of(module, value)
+    return module(*given, **named)
+
+
+def arguments_of(module: nn.Module, value: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments and keywords with which ``module`` is called on ``value``; TypeError if with none."""
+    ways: list[tuple[Sequence[Any], Mapping[str, Any]]] = [((value,), {})]
+    if isinstance(value, Mapping | tuple | list):
+        ways.insert(0, ((), value) if isinstance(value, Mapping) else (value, {}))
+    try:
+        signature = inspect.signature(module.forward)
+    except ValueError:  # nobody knows what it takes
+        return ways[0]
+    for given, named in ways:
+        with suppress(TypeError):
+            signature.bind(*given, **named)
+            return given, named
+    signature.bind(*ways[0][0], **ways[0][1])
+    return ways[0]

@@ -28,6 +28,7 @@ from ..structure import attributes_kept, closed_leaf, mapped, own_memory, places
 from ..user_code import defined_at, in_words, line_of, place_of, user_code
 from .adapted import (
     SPACE,
+    arguments_of,
     as_in_eager,
     assigned_in_place,
     called,
@@ -103,16 +104,14 @@ def exported(module: nn.Module, example_input: Any, loss_alone: bool = False, tr
 
 def _refuse_arguments(module: nn.Module, example: Any) -> None:
     """Raise BadInput where ``module`` cannot be called on ``example``."""
-    arguments = example if isinstance(example, tuple | list) else (example,)
     try:
-        signature = inspect.signature(module.forward)
-        signature.bind(**example) if isinstance(example, Mapping) else signature.bind(*arguments)
-    except ValueError:  # nobody knows what it takes
-        return
+        arguments_of(module, example)
     except TypeError as error:
-        given = ", ".join(map(str, example)) if isinstance(example, Mapping) else f"{len(arguments)} arguments"
-        called = f"{type(module).__name__}{defined_at(module.forward)}"
-        raise BadInput(f"{called} takes {', '.join(signature.parameters)} and is given {given}: {error}") from error
+        count = len(example) if isinstance(example, tuple | list) else 1
+        given = ", ".join(map(str, example)) if isinstance(example, Mapping) else f"{count} argument{'s' * (count > 1)}"
+        takes = ", ".join(inspect.signature(module.forward).parameters) or "nothing"
+        name = f"{type(module).__name__}{defined_at(module.forward)}"
+        raise BadInput(f"{name} takes {takes} and is given {given}: {error}") from error
 
 
 def refuse_changed(module: nn.Module, weight: str, place: str = "", training: bool = True) -> NoReturn:

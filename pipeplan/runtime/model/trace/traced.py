@@ -16,7 +16,7 @@ from ..contract import Data, Samples, sample_of
 from ..deferred import mode_of
 from ..loaded import LoadedModel, grouped, with_loss_root
 from ..network import Loss, TensorSpec, loss_layer, own_loss, refuse_converted, trained_loss
-from ..structure import as_type, in_type, mapped, places_in, tensors_in, tensors_of
+from ..structure import as_type, in_type, mapped, placed, places_in, tensors_in, tensors_of
 from .adapted import uncompiled
 from .trace import trace_module, with_state_of
 
@@ -53,15 +53,14 @@ def traced_model(
     def entering(index: int, given: Any) -> tuple[tuple[Tensor, ...], Any]:
         x, target = sample_of(given, loss, len(wanted))
         x = as_type(x, dtype)
-        tensors, places = tensors_in(x), places_in(x)
+        tensors = placed(x, wanted)
         if len(tensors) != len(wanted):
+            places = places_in(x)
             missing = [place for place in wanted if place and place not in places]
             more = f"; it lacks {', '.join(missing)}" if missing and any(places) else ""
             raise BadInput(
                 f"data: microbatch {index} has {len(tensors)} input tensors; the example input has {len(wanted)}{more}"
             )
-        if set(places) == set(wanted) and len(set(wanted)) == len(wanted):  # else as they come
-            tensors = [tensors[places.index(place)] for place in wanted]
         for value, tensor in enumerate(tensors):
             found, spec = TensorSpec(tuple(tensor.shape), tensor.dtype), network.shapes[value]
             if (found.shape, found.dtype) != (spec.shape, spec.dtype):
