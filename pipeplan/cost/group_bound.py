@@ -49,26 +49,29 @@ def group_bound(graph: StageGraph) -> int | None:
     The smallest period at which the group counts fit into memory and ``accumulate``. Exact for contiguous graphs, and
     exact about feasibility for all: when the counts are all 1, one microbatch at a time is a valid pattern.
     """
-    low = graph.period_floor_ns
-    found = smallest(lambda period: _counts_fit(graph, period) or None, low, max(low, graph.path_ns))
+    low, known = graph.period_floor_ns, dict[tuple[int, ...], bool]()
+    found = smallest(lambda period: _counts_fit(graph, period, known) or None, low, max(low, graph.path_ns))
     return None if found is None else found[0]
 
 
 def may_reach(graph: StageGraph, period: int) -> bool:
     """Whether the group counts allow a valid pattern of ``period`` ns: :func:`group_bound` is at most that."""
-    return period >= graph.period_floor_ns and _counts_fit(graph, period)
+    return period >= graph.period_floor_ns and _counts_fit(graph, period, {})
 
 
-def _counts_fit(graph: StageGraph, period: int) -> bool:
+def _counts_fit(graph: StageGraph, period: int, known: dict[tuple[int, ...], bool]) -> bool:
     counts, lifetime = group_counts(graph, period)
     most = graph.policy.most_lifetime
     if most is not None and lifetime > most * period:
         return False
-    return all(
-        device_bytes(graph, index, counts) <= resource.memory_bytes
-        for index, resource in enumerate(graph.resources)
-        if resource.memory_bytes is not None
-    )
+    key = tuple(counts)
+    if key not in known:
+        known[key] = all(
+            device_bytes(graph, index, counts) <= resource.memory_bytes
+            for index, resource in enumerate(graph.resources)
+            if resource.memory_bytes is not None
+        )
+    return known[key]
 
 
 def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:

@@ -87,13 +87,9 @@ def stage_cost(
     """Return what a stage costs that finds the weights ``borrowed`` (of ``chain.shared``) on its devices."""
     chain = chain.of(stage.way)
     start, stop, r = stage.start, stage.stop, stage.replicas
-    kept, peak, recompute = memory_model.stage_activations(
-        policy, chain, start, stop, stage.checkpoint, stage.selective
-    )
+    kept, peak, _ = memory_model.stage_activations(policy, chain, start, stop, ())
     slowest = platform.slowest(stage.devices)
     speed, timed = slowest.speed, chain.timed(slowest.times)
-    if timed is not chain:
-        recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop, borrowed)
     own = memory_model.own_of(chain, start, stop, borrowed)
     elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
@@ -109,9 +105,9 @@ def stage_cost(
     everywhere = policy.engine is not None  # which has buffers also between stages of one device
     between = for_weights_bytes(chain, start, stop)
     saved = max(peak, int(saved_bytes(chain, start, stop)))
-    return StageCost(
+    cost = StageCost(
         forward_ns=passes.forward_ns,
-        backward_ns=passes.backward_ns(recompute),
+        backward_ns=passes.backward_ns(),
         weight_bytes=weight_bytes,
         parameters=parameters,
         kept_bytes=kept,
@@ -137,9 +133,37 @@ def stage_cost(
         step_ns=step,
         held_between_bytes=None if between is None else between[0],
         gradient_bytes=0 if between is None else between[1],
+        recomputed_bytes=max(saved, kept),
+        own=own,
+    )
+    if not (stage.checkpoint or stage.selective):
+        return cost
+    return recomputing(cost, chain, platform, policy, stage, borrowed)
+
+
+def recomputing(
+    cost: StageCost, chain: Chain, platform: Platform, policy: Policy, stage: Stage, borrowed: Sequence[int] = ()
+) -> StageCost:
+    """Return the cost of a stage, of a ``chain`` as it has it, that costs ``cost`` where all its layers are stored."""
+    start, stop = stage.start, stage.stop
+    kept, peak, recompute = memory_model.stage_activations(
+        policy, chain, start, stop, stage.checkpoint, stage.selective
+    )
+    slowest = platform.slowest(stage.devices)
+    speed, timed = slowest.speed, chain.timed(slowest.times)
+    if timed is not chain:
+        recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
+    elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
+    passes = time_model.Passes(timed, policy, start, stop, stage.replicas, speed, elsewhere)
+    saved = max(peak, int(saved_bytes(chain, start, stop)))
+    return replace(
+        cost,
+        backward_ns=passes.backward_ns(recompute),
+        kept_bytes=kept,
+        peak_bytes=peak,
+        saved_bytes=saved,
         recompute_ns=time_model.recompute_ns(recompute, speed),
         recomputed_bytes=max(saved, kept + memory_model.recomputed_bytes(chain, stage.checkpoint)),
-        own=own,
     )
 
 

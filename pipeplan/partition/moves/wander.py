@@ -20,7 +20,7 @@ from math import inf, lcm
 
 from ...cost import memory_model
 from ...cost.group_bound import device_bytes, group_counts
-from ...cost.stage_cost import Known, StageCost, least_load_ns, stage_cost
+from ...cost.stage_cost import Known, StageCost, least_load_ns, recomputing, stage_cost
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import ceil_div, extend
 from ...plan import Allocation, Stage
@@ -28,6 +28,9 @@ from ...problem import Device, Platform, Problem
 
 Stages = tuple[Stage, ...]
 MOST_KNOWN = 50_000  # stages whose costs are remembered
+Trip = tuple[int, bool, int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]
+"""Time (ns) one way, whether both directions move at a time, by how many periods rounds end, and both links."""
+NO_TRIP: Trip = 0, True, 1, ()
 
 
 class Misfits:
@@ -46,10 +49,10 @@ class Misfits:
         self._kinds: dict[Device, int] = {}
         self._homes: dict[tuple[int, ...], tuple[int, int, int]] = {}
         self._stages: dict[tuple[object, ...], StageCost] = {}
-        self._levels: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, bool, int]] = {}
+        self._trips: dict[tuple[object, ...], Trip] = {}
         self._weights: dict[tuple[object, ...], int] = {}
         self._known: Known = {}
-        self._near: Stages = ()  # that missed no more than enough: what others differ from in few stages
+        self._near: dict[int, Stage] = {}  # that missed no more than enough, by id: others differ from them in few
 
     def of(self, stages: Sequence[Stage], period: int, enough: float = inf) -> float:
         """Return by how much ``stages`` miss ``period`` ns, all in all; 0 where they may reach it.
@@ -62,7 +65,7 @@ class Misfits:
         if self._apart:
             missing = self._of_stages(stages, period, enough)
             if missing <= enough:
-                self._near = tuple(stages)
+                self._near = {id(stage): stage for stage in stages}
             return missing
         problem = self.problem
         missing = _over(least_load_ns(problem.chain, problem.platform, stages) - 1, period)
@@ -72,14 +75,16 @@ class Misfits:
         return _of_graph(graph, period)
 
     def _of_stages(self, stages: Sequence[Stage], period: int, enough: float) -> float:
-        chain, policy = self.problem.chain, self.problem.policy
-        groups: dict[tuple[int, ...], list[int]] = {}
+        chain, policy, near = self.problem.chain, self.problem.policy, self._near
+        changed = dict.fromkeys(x.devices for x in stages if id(x) not in near) if enough < inf else {}
+        touched = [x for x in stages if x.devices in changed]
+        missing = _over(least_load_ns(chain, self.problem.platform, touched) - 1, period)
+        if missing > enough:  # mostly by the work of what has changed alone
+            return missing
+        groups: dict[tuple[int, ...], list[int]] = {devices: [] for devices in changed}
         for s, stage in enumerate(stages):
             groups.setdefault(stage.devices, []).append(s)
         moved = [0 if one.devices == other.devices else chain.cut_bytes[one.stop] for one, other in pairwise(stages)]
-        near = set(map(id, self._near))
-        changed = [stage.devices for stage in stages if id(stage) not in near] if enough < inf else []
-        groups = {devices: groups[devices] for devices in (*changed, *groups)}  # the first mostly miss too much
         costs: dict[int, StageCost] = {}
         missing = 0.0
         for devices, own_stages in groups.items():
@@ -91,19 +96,11 @@ class Misfits:
             missing += _over(sum(sums), period)
             if missing > enough:
                 return missing
-        trips = []
+        trips = [self._trip(stages[s], stages[s + 1], moved[s]) for s in range(len(moved))]
         links: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-        for s, stage in enumerate(stages):
-            if s < len(moved) and moved[s]:
-                here, there = stage.devices, stages[s + 1].devices
-                level, both, wide = self._level(here, there)
-                one_way = self.problem.platform.transfer_ns(moved[s], level)
-                trips.append((one_way, both, wide))
-                for ends in ((here, there), (there, here)):
-                    key = ends if both else (min(here, there), max(here, there))
-                    links[key] = links.get(key, 0) + one_way
-            else:
-                trips.append((0, True, 1))
+        for one_way, _, _, ends in trips:
+            for key in ends:
+                links[key] = links.get(key, 0) + one_way
         for key, load in links.items():
             missing += _over(load, period * lcm(*map(len, key)))
         if missing > enough:
@@ -113,7 +110,7 @@ class Misfits:
             own = period * len(stages[s].devices)
             delay = extend(delay, costs[s].total_ns, own)
             counts[s] = max(1, ceil_div(delay, own))
-            one_way, both, wide = trips[s - 1] if s else (0, True, 1)
+            one_way, both, wide, _ = trips[s - 1] if s else NO_TRIP
             delay = delay + 2 * one_way if both else extend(delay, 2 * one_way, wide * period)
         if policy.most_lifetime is not None:
             missing += _over(delay, policy.most_lifetime * period)
@@ -153,7 +150,12 @@ class Misfits:
         found = self._stages.get(key)
         if found is None:
             problem = self.problem
-            found = stage_cost(problem.chain, problem.platform, problem.policy, stage, 0, receives, sends, ())
+            given = problem.chain, problem.platform, problem.policy
+            if stage.checkpoint:
+                stored = self._cost(Stage(stage.start, stage.stop, stage.devices), receives, sends)
+                found = recomputing(stored, *given, stage)
+            else:
+                found = stage_cost(*given, stage, 0, receives, sends, ())
             self._stages[key] = found
         return found
 
@@ -167,13 +169,20 @@ class Misfits:
             found = self._homes[devices] = len(devices), platform.level_of(devices), kind
         return found
 
-    def _level(self, one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, bool, int]:
-        """Return the level that joins two groups, whether both directions move at a time, and by what rounds end."""
-        found = self._levels.get((one, other))
+    def _trip(self, one: Stage, other: Stage, moved: int) -> Trip:
+        """Return how ``moved`` bytes come from one group to the other."""
+        if not moved:
+            return NO_TRIP
+        here, there = one.devices, other.devices
+        found = self._trips.get((moved, here, there))
         if found is None:
             platform: Platform = self.problem.platform
-            level = platform.level_between(one, other)
-            found = self._levels[one, other] = level, platform.both_ways(level), lcm(len(one), len(other))
+            level = platform.level_between(here, there)
+            both = platform.both_ways(level)
+            pair = (min(here, there), max(here, there))
+            links = ((here, there), (there, here)) if both else (pair, pair)
+            found = platform.transfer_ns(moved, level), both, lcm(len(here), len(there)), links
+            self._trips[moved, here, there] = found
         return found
 
 
