@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise, product
+from itertools import chain, cycle, islice, pairwise, product, repeat
 from math import ceil
 
 from ...check.bounds import all_contiguous, proof, quick_proof
@@ -17,7 +17,7 @@ from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
 from ...partition.moves.every import every_allocation
-from ...partition.moves.wander import Misfits, kept, wander
+from ...partition.moves.wander import HOT, Misfits, kept, wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
 from ...registry import Late
@@ -33,6 +33,8 @@ QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 time
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 LESS = 9, 10  # of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
+FEW = 8  # times as short are walks that start wilder, some round after round
+CLOSE = 0.01  # of the bound of all plans: from there on these are not worth their time
 FAR = 0.1  # of the bound of all plans: from there walks among fewer kinds of plans are worth their time
 BESIDE = 2  # plans with a stage on one GPU, from which walks start where the best plan is data-parallel
 NEARLY = 0.01  # of what there is: what such plans may miss
@@ -47,6 +49,7 @@ class SearchEffort:
 
     There are ``rounds`` of ``walks``, which may become worse meanwhile, as long as a round has found something better:
     each of ``steps`` where the best plan is :data:`MUCH` or more above the bound by averages, else of as many less.
+    Where it stays :data:`CLOSE` above that of all plans, short ones that start hotter follow (:func:`_walk_hotter`).
     ``nodes`` end the integer program of one candidate, ``solver_s`` one that takes long for them; a plan whose search
     they cut short says ``node limit`` or ``time limit``.
     """
@@ -133,6 +136,8 @@ def search(incumbent: Incumbent, effort: SearchEffort) -> None:
         start = next(balance(problem)) if incumbent.best is None else incumbent.best.allocation
         if not _walked(incumbent, steps, ((seed, start) for seed in seeds)):
             break
+    if effort.deep:
+        _walk_hotter(incumbent, effort)
     few = effort.deep and places(problem) <= FEW_PLACES and not incumbent.done()
     if few and problem.policy.open and problem.checkpointing == "segments":  # whose steps take apart what is whole
         _elsewhere(incumbent, replace(problem, checkpointing="stages"), effort)
@@ -167,7 +172,20 @@ def _beside(incumbent: Incumbent) -> list[Allocation]:
     return [allocation for missing, _, allocation in sorted(found, key=lambda x: x[:2])[:BESIDE] if missing <= NEARLY]
 
 
-def _walked(incumbent: Incumbent, steps: int, starts: Iterable[tuple[int, Allocation]]) -> bool:
+def _walk_hotter(incumbent: Incumbent, effort: SearchEffort) -> None:
+    """Walk short ways, by turns hotter and as ever, one round behind the other, until two rounds find nothing: what
+    longer ways end in is often left by small steps that make it much worse at first."""
+    steps, failed, seed = _steps(effort, incumbent.problem) // FEW, 0, effort.rounds * effort.walks
+    for hot in cycle((2 * HOT, HOT)):
+        best = incumbent.best
+        if failed > 1 or best is None or incumbent.done() or best.cost <= (incumbent.floor_ns or 0) * (1 + CLOSE):
+            return
+        seeds = range(seed, seed + effort.walks)
+        failed = 0 if _walked(incumbent, steps, zip(seeds, repeat(best.allocation)), hot) else failed + 1
+        seed += effort.walks
+
+
+def _walked(incumbent: Incumbent, steps: int, starts: Iterable[tuple[int, Allocation]], hot: float = HOT) -> bool:
     """Take the best of some walks, each with a seed and from its own start; return whether it was better.
 
     They don't see what others find, so they may be made in processes of their own.
@@ -175,7 +193,7 @@ def _walked(incumbent: Incumbent, steps: int, starts: Iterable[tuple[int, Alloca
     misfits = Misfits(incumbent.problem)
     before, settings = incumbent.best, incumbent.settings
     alone = replace(settings, progress=None, status=Status())
-    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed) for seed, start in starts]
+    arguments = [(misfits, alone, start, before, incumbent.floor_ns, steps, seed, hot) for seed, start in starts]
     for found, stopped, unsolved in in_order(settings.jobs, _walk, arguments):
         incumbent.stopped = incumbent.stopped or stopped
         settings.status.unsolved += unsolved
@@ -194,6 +212,7 @@ def _walk(
     floor_ns: int | None,
     steps: int,
     seed: int,
+    hot: float,
 ) -> tuple[Scheduled | None, IlpStatus | None, int]:
     """Return the best that a walk from ``start`` finds, if it beats ``best``, what cut anything short, and how many
     allocations it met that the solver failed on."""
@@ -205,7 +224,7 @@ def _walk(
     def misfit(stages: tuple[Stage, ...], enough: float) -> float:
         return misfits.of(stages, longest if incumbent.best is None else incumbent.to_beat, enough)
 
-    wander(problem, start, misfit, incumbent.try_, steps, incumbent.done, seed, times=_times)
+    wander(problem, start, misfit, incumbent.try_, steps, incumbent.done, seed, hot, _times)
     unsolved = settings.status.unsolved - before
     return None if incumbent.best is best else incumbent.best, incumbent.stopped, unsolved
 
