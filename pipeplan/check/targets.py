@@ -168,11 +168,6 @@ def refuse_chain(chain: Chain, name: str) -> None:
     last, target = chain.layers[-1], TARGETS[name]
     if last.name == LOSS_NAME and last.weight_bytes:
         raise CannotExpress(f"{name}: the loss has weights, and there it is a function")
-    if chain.own_ways and target.traces:
-        raise CannotExpress(
-            f"{name}: layer '{shown(chain.own_ways)}' has a region of torch.no_grad or autocast, or a gradient "
-            "or code of its own, which the trace there doesn't keep; call detach() instead, or begin autocast outside"
-        )
     if chain.offloaded:
         how = _WAITING.get(name, "it has no words for")
         raise CannotExpress(f"{name}: activations wait in host memory, which {how}")
@@ -191,6 +186,11 @@ def refuse_chain(chain: Chain, name: str) -> None:
         raise CannotExpress(
             f"{name}: {chain.head_groups} heads of keys and values aren't shared evenly by {chain.tensor} GPUs, and "
             "there no two have the same"
+        )
+    if chain.own_ways and target.traces:
+        raise CannotExpress(
+            f"{name}: layer '{shown(chain.own_ways)}' has a region of torch.no_grad or autocast, or a gradient "
+            "or code of its own, which the trace there doesn't keep; call detach() instead, or begin autocast outside"
         )
 
 
