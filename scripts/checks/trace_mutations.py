@@ -63,7 +63,7 @@ FAULTS = (  # file, words, other words, what is wrong then
     ("trace", "setattr(code.get_submodule(holder), name, found)",
      "setattr(code.get_submodule(holder), name, found if not isinstance(found, nn.Parameter) or found.dim() < 2 "
      "else nn.Parameter(found.detach().clone()))", "layers have copies of matrices"),
-    ("traced", "tensors = [tensors[places.index(place)] for place in wanted]", "pass",
+    ("structure", "for place in wanted] if named else tensors", "for place in wanted] if False else tensors",
      "keywords in another order are taken for each other"),
     ("traced", "return tuple(tensors), target", "return tuple(tensors[::-1]), target", "inputs change places"),
     ("pieces", "needed = (needed - set(makes)) | set(reads)", "needed = set(reads)", "what a piece passes on is lost"),
@@ -74,7 +74,8 @@ FAULTS = (  # file, words, other words, what is wrong then
      "n in facts.trained and number % 2) or frozenset(number for n,", "gradients come to every other value alone"),
     ("loaded", "if v in self.trained)", "if v in self.trained)[:1]", "one gradient alone comes back"),
     ("network", "structure(values[:-1])", "structure(values[:-1][::-1])", "the loss gets its outputs in another order"),
-    ("split_stage", "later.part.run()", "later.part.let_go()", "the weights' part of a backward is left out"),
+    ("split_stage", "            part.run()\n", "            part.let_go()\n",
+     "the weights' part of a backward is left out"),
     ("split_stage", "part.groups += later_part(list(held.begun().values()))", "held.begun()",
      "layers into which no gradient goes don't train"),
     ("stage", "known[value] = known[value] + gradient if value in known else gradient", "known[value] = gradient",
