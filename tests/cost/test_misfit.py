@@ -8,7 +8,7 @@ from cases.chains import random_problem
 
 from pipeplan.cost.group_bound import group_bound, may_reach
 from pipeplan.cost.stage_graph import stage_graph
-from pipeplan.partition.moves.wander import Misfits
+from pipeplan.partition.moves.misfits import Misfits
 from pipeplan.plan import Stage
 from pipeplan.schedule.update_sums import waiting_floor_ns
 

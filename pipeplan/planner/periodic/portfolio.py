@@ -17,7 +17,8 @@ from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import contiguous
 from ...partition.cuts import legal_cuts
 from ...partition.moves.every import every_allocation
-from ...partition.moves.wander import HOT, Misfits, kept, wander
+from ...partition.moves.misfits import Misfits
+from ...partition.moves.wander import HOT, kept, wander
 from ...plan import Allocation, Stage
 from ...problem import Checkpointing, Problem
 from ...registry import Late
@@ -33,7 +34,7 @@ QUICK_STAGES = 16  # with twice as many, that share GPUs, an order takes 16 time
 STEPS_EACH = 200  # of a walk at most, for each layer on each GPU: more find nothing new
 LESS = 9, 10  # of the memory, in which plans leave room for moves
 MUCH = 0.2  # of the bound by averages, which a plan may be above it
-FEW = 8  # times as short are walks that start wilder, some round after round
+SHORTER = 8  # times as short are walks that start wilder, some round after round
 CLOSE = 0.01  # of the bound of all plans: from there on these are not worth their time
 FAR = 0.1  # of the bound of all plans: from there walks among fewer kinds of plans are worth their time
 BESIDE = 2  # plans with a stage on one GPU, from which walks start where the best plan is data-parallel
@@ -175,7 +176,7 @@ def _beside(incumbent: Incumbent) -> list[Allocation]:
 def _walk_hotter(incumbent: Incumbent, effort: SearchEffort) -> None:
     """Walk short ways, by turns hotter and as ever, one round behind the other, until two rounds find nothing: what
     longer ways end in is often left by small steps that make it much worse at first."""
-    steps, failed, seed = _steps(effort, incumbent.problem) // FEW, 0, effort.rounds * effort.walks
+    steps, failed, seed = _steps(effort, incumbent.problem) // SHORTER, 0, effort.rounds * effort.walks
     for hot in cycle((2 * HOT, HOT)):
         best = incumbent.best
         if failed > 1 or best is None or incumbent.done() or best.cost <= (incumbent.floor_ns or 0) * (1 + CLOSE):
