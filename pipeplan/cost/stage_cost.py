@@ -88,16 +88,13 @@ def stage_cost(
     chain = chain.of(stage.way)
     start, stop, r = stage.start, stage.stop, stage.replicas
     kept, peak, _ = memory_model.stage_activations(policy, chain, start, stop, ())
-    slowest = platform.slowest(stage.devices)
-    speed, timed = slowest.speed, chain.timed(slowest.times)
     weight_bytes, parameters = memory_model.weights_of(chain, start, stop, borrowed)
     own = memory_model.own_of(chain, start, stop, borrowed)
-    elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
     path = platform.paths[platform.level_of(stage.devices)]
     gradient = memory_model.gradient_bytes(policy, *own)
     sync_period = time_model.sync_period_ns(policy, gradient, r, *path)
     update = sync_period * policy.update_interval(r)
-    passes = time_model.Passes(timed, policy, start, stop, r, speed, elsewhere)
+    passes = _passes(chain, platform, policy, stage, borrowed)
     step = int(passes.step_ns) if policy.drains else 0
     if policy.overlaps:
         update, step = time_model.overlapped_ns(policy, update, step, parameters), 0
@@ -129,7 +126,7 @@ def stage_cost(
         saved_bytes=saved,
         split_buffer_bytes=int(memory_model.split_message_bytes(policy, chain.cut_bytes[start] * (start > 0), r)),
         update_ns=update,
-        update_share_ns=time_model.scaled(passes.step_share_ns, speed),
+        update_share_ns=time_model.scaled(passes.step_share_ns, passes.speed),
         step_ns=step,
         held_between_bytes=None if between is None else between[0],
         gradient_bytes=0 if between is None else between[1],
@@ -141,6 +138,16 @@ def stage_cost(
     return recomputing(cost, chain, platform, policy, stage, borrowed)
 
 
+def _passes(
+    chain: Chain, platform: Platform, policy: Policy, stage: Stage, borrowed: Sequence[int]
+) -> time_model.Passes:
+    """Return what the passes of a stage take on the slowest of its devices."""
+    slowest = platform.slowest(stage.devices)
+    timed = chain.timed(slowest.times)
+    elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
+    return time_model.Passes(timed, policy, stage.start, stage.stop, stage.replicas, slowest.speed, elsewhere)
+
+
 def recomputing(
     cost: StageCost, chain: Chain, platform: Platform, policy: Policy, stage: Stage, borrowed: Sequence[int] = ()
 ) -> StageCost:
@@ -149,12 +156,9 @@ def recomputing(
     kept, peak, recompute = memory_model.stage_activations(
         policy, chain, start, stop, stage.checkpoint, stage.selective
     )
-    slowest = platform.slowest(stage.devices)
-    speed, timed = slowest.speed, chain.timed(slowest.times)
-    if timed is not chain:
-        recompute = memory_model.activations(timed, start, stop, stage.checkpoint)[2]
-    elsewhere = sum(timed.sums.shared[n].optimizer_ns for n in borrowed)
-    passes = time_model.Passes(timed, policy, start, stop, stage.replicas, speed, elsewhere)
+    passes = _passes(chain, platform, policy, stage, borrowed)
+    if passes.chain is not chain:
+        recompute = memory_model.activations(passes.chain, start, stop, stage.checkpoint)[2]
     saved = max(peak, int(saved_bytes(chain, start, stop)))
     return replace(
         cost,
@@ -162,7 +166,7 @@ def recomputing(
         kept_bytes=kept,
         peak_bytes=peak,
         saved_bytes=saved,
-        recompute_ns=time_model.recompute_ns(recompute, speed),
+        recompute_ns=time_model.recompute_ns(recompute, passes.speed),
         recomputed_bytes=max(saved, kept + memory_model.recomputed_bytes(chain, stage.checkpoint)),
     )
 
