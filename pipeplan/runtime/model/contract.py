@@ -158,9 +158,12 @@ def example_of(built: Built, data: Callable[[int, int], Any] | None) -> tuple[An
         _check_takes(data, "data", "index, seed", "the number of a microbatch and a seed")
         with user_code("data"):
             given = data(0, 0)
-        x, target = sample_of(given, built.loss, _inputs(built, given))
-        tensors = placed(x, places_in(built.example))
-        return (refilling(built.example)(tensors) if len(tensors) == len(tensors_in(built.example)) else x), target
+        if built.example is None:
+            return sample_of(given, built.loss, _both(built.layers, given))
+        wanted = places_in(built.example)
+        x, target = sample_of(given, built.loss, len(wanted))
+        tensors = placed(x, wanted)
+        return (refilling(built.example)(tensors) if len(tensors) == len(wanted) else x), target
     if built.example is None:
         raise BadInput(
             "build: returned a model and no example input; return (model, example_input), or name a data(index, seed) "
@@ -169,14 +172,11 @@ def example_of(built: Built, data: Callable[[int, int], Any] | None) -> tuple[An
     return built.example, None
 
 
-def _inputs(built: Built, given: Any) -> int | None:
-    """Return how many tensors go into a model: as many as its example has, else both of a pair that it takes; None:
-    any."""
-    if built.example is not None:
-        return len(tensors_in(built.example))
+def _both(module: Any, given: Any) -> int | None:
+    """Return how many tensors a pair has of which a ``module`` takes both parts; None for any other."""
     if isinstance(given, tuple | list) and len(given) == 2 and not isinstance(given[0], Mapping):
         with suppress(AttributeError, TypeError):
-            return len(tensors_in(given)) if len(arguments_of(built.layers, given)[0]) == 2 else None
+            return len(tensors_in(given)) if len(arguments_of(module, given)[0]) == 2 else None
     return None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count, starmap
 from traceback import walk_stack
@@ -281,9 +281,12 @@ def arguments_of(module: nn.Module, value: Any) -> tuple[Sequence[Any], Mapping[
         signature = inspect.signature(module.forward)
     except ValueError:  # nobody knows what it takes
         return ways[0]
+    refused: list[TypeError] = []
     for given, named in ways:
-        with suppress(TypeError):
+        try:
             signature.bind(*given, **named)
+        except TypeError as error:
+            refused.append(error)
+        else:
             return given, named
-    signature.bind(*ways[0][0], **ways[0][1])
-    return ways[0]
+    raise refused[0]
