@@ -28,7 +28,7 @@ STEPS = 10
 SECONDS = 30.0
 HEARERS = ("say", "note", "begun")  # of what is measured, in this process alone
 MOST_BESIDE = 256
-model_spec = Late("runtime.model.build.spec:ModelSpec")
+model_spec, repeatedly = Late("runtime.model.build.spec:ModelSpec"), Late("runtime.engine.reading:repeatedly")
 
 
 def profile(
@@ -147,6 +147,11 @@ class _How:
     beside: int
     measuring: dict[str, Any]
 
+    @property
+    def blocked(self) -> bool:
+        """Whether the model's blocks are said to be whole."""
+        return self.granularity == "block" or self.blocks is not None
+
     def check(self) -> None:
         """Raise BadInput for what goes with an estimate alone, or with a measurement, and is said of the other."""
         how = (self.device, self.beside, self.measuring.get("hold", "auto"), self.measuring.get("in_flight", 1))
@@ -163,9 +168,9 @@ class _How:
 
         if chain.edges is None:
             return chain
+        merge = merging(self.granularity, self.blocks)
         # blocks first: what takes no time may stand between two
-        merge, blocked = merging(self.granularity, self.blocks), self.granularity == "block" or self.blocks is not None
-        if blocked or (self.granularity == AUTO and like_blocks(chain)):
+        if self.blocked or (self.granularity == AUTO and like_blocks(chain)):
             return merge_zero_time(merge(chain))
         return merge(merge_zero_time(chain))
 
@@ -177,8 +182,8 @@ class _How:
         from ...runtime.profiler.steps import MeasureOptions, Others, chosen_device, dtype_of
         from ...runtime.training.update.optimizers import optimizer_maker
 
-        merge, by_names = merging(self.granularity, self.blocks), self.granularity in (AUTO, "block")
-        by_names |= self.blocks is not None
+        merge = merging(self.granularity, self.blocks)  # refuses what is none before anything is measured
+        by_names = self.gpu is None and (self.blocked or self.granularity == AUTO)
         batches = source.batches if self.data is None else data_to_read(self.data, source.batch)
         where = "cpu" if self.gpu is not None else chosen_device(self.device)
         if self.beside > 1 and where != "cpu":
@@ -193,11 +198,9 @@ class _How:
             autocast=Autocast(half, where) if half is not None and casts else None,
             optimizer=optimizer_maker(self.optimizer, 0.0, as_on_gpus=self.gpu is not None),
             device=where,
-            read=None
-            if batches is None or self.gpu is not None
-            else Late("runtime.engine.reading:repeatedly")(batches),
+            read=None if batches is None or self.gpu is not None else repeatedly(batches),
             others=None if self.beside == 1 else Others(self.beside - 1, again),
-            merge=merge if by_names and self.gpu is None else None,
+            merge=merge if by_names else None,
             **{"steps": STEPS, "seconds": SECONDS, **self.measuring},
         )
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
