@@ -77,6 +77,17 @@ def classes(batch):
     return [*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 8)], torch.zeros(batch, 16), nn.CrossEntropyLoss()
 
 
+def aborting(batch):
+    """The same; at a label of no class torch ends the process, as it does at times whose GPU has failed."""
+
+    def loss(out, target):
+        if target.is_cuda and (target == 100).any():
+            os.abort()
+        return nn.functional.cross_entropy(out, target)
+
+    return *classes(batch)[:2], loss
+
+
 def mislabelled(index, seed):
     """A label of microbatch 5 is that of no class."""
     x, _ = runtime.vectors(index, seed)
@@ -85,7 +96,7 @@ def mislabelled(index, seed):
 
 MODELS = {
     "linears": on_gpu.linears, "tied": on_gpu.tied, "mixture": mixture, "dropping": runtime.dropping,
-    "exploding": half.exploding, "classes": classes,
+    "exploding": half.exploding, "classes": classes, "aborting": aborting,
 }  # fmt: skip
 
 
@@ -185,11 +196,11 @@ MODES: dict[str, Callable[[], Mode]] = {
 }  # fmt: skip
 
 FAULTS: dict[str, Callable[[], Mode]] = {
-    f"a label of no class, {weights}": lambda weights=weights: Mode(
-        planned("classes", [(0, 2, (0,)), (2, 5, (1,))], weights=weights, accumulate=4), "classes",
+    f"a label of no class, {weights}, {model}": lambda weights=weights, model=model: Mode(
+        planned(model, [(0, 2, (0,)), (2, 5, (1,))], weights=weights, accumulate=4), model,
         "cases.soft_runs:mislabelled",
     )
-    for weights in ("flush", "2bw")
+    for weights, model in (("flush", "classes"), ("2bw", "classes"), ("2bw", "aborting"))
 }  # fmt: skip
 
 

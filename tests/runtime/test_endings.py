@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -189,13 +190,26 @@ def test_what_gloo_and_nccl_raise_is_told_in_one_line(raised, words):
     assert str(caught.value) == f"the send: {words}"
 
 
-def test_a_gpu_that_is_full_is_no_loss_of_a_rank():
-    with pytest.raises(torch.OutOfMemoryError) as caught, exchanging("the send", 1):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+NCCLS = """NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO), NCCL version 2.28
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure """
+
+
+@pytest.mark.parametrize(
+    ("raised", "words", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "CUDA out of memory", "--reserve"),
+        (dist.DistBackendError(f"{NCCLS}2 'out of memory'"), "NCCL.*: Cuda failure 2 'out of memory'", "--reserve"),
+        (dist.DistBackendError(f"{NCCLS}710 'device-side assert'"), "NCCL.*: Cuda failure 710", "CUDA_LAUNCH_BLOCKING"),
+    ],
+)
+def test_a_gpu_that_is_full_or_fails_within_nccl_is_no_loss_of_a_rank(raised, words, advice):
+    with pytest.raises(RuntimeError) as caught, exchanging("the send", 1):
+        raise raised
     failure = failure_of(1, caught.value)
     assert failure.kind == "failed"
-    assert "CUDA out of memory" in failure.message
-    assert "--reserve" in failure.message
+    assert re.search(f"{words}.*{advice}", failure.message)
 
 
 FAULT = """CUDA error: device-side assert triggered

@@ -1,4 +1,5 @@
 // NCCL's semantics over gloo: a communicator has a stream of its own, which waits for the others; the host never does.
+// A lost peer is no fault of the GPU: the stream hangs, and whoever asks of the communicator is told.
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -8,15 +9,31 @@
 using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-struct StreamWork final : c10d::Work {
-  StreamWork(MarkPtr end, Tensors kept, int device) : end_(end), kept_(std::move(kept)), device_(device) {}
-  bool isCompleted() override {
+class Lost {  // why a communicator's exchanges fail, if they do
+ public:
+  void keep(const std::string& why) { std::lock_guard held(lock_); why_ = why; }
+  void raise() {
     raise_fault();
+    std::lock_guard held(lock_);
+    if (!why_.empty()) C10_THROW_ERROR(DistBackendError, "NCCL error in: softgpu, remote process exited\nLast error:\n" + why_);
+  }
+
+ private:
+  std::mutex lock_;
+  std::string why_;
+};
+using LostPtr = std::shared_ptr<Lost>;
+
+struct StreamWork final : c10d::Work {
+  StreamWork(MarkPtr end, Tensors kept, int device, LostPtr lost) : end_(end), kept_(kept), device_(device), lost_(lost) {}
+  bool isCompleted() override {
+    lost_->raise();
     if (end_->reached()) host_knows(end_->clock);
     return end_->reached();
   }
   bool isSuccess() const override { return end_->reached(); }
   bool wait(std::chrono::milliseconds) override {
+    lost_->raise();
     auto& stream = here(device_);
     let_wait(stream, end_);
     { std::lock_guard held(clocks.lock); clocks.exchange("wait", stream.lane, device_); }
@@ -30,6 +47,7 @@ struct StreamWork final : c10d::Work {
   MarkPtr end_;
   Tensors kept_;
   int device_;
+  LostPtr lost_;
 };
 
 class Nccl final : public c10d::Backend {
@@ -80,7 +98,7 @@ class Nccl final : public c10d::Backend {
   }
   template <typename F>
   WorkPtr issue_it(const char* what, const Tensors& reads, const Tensors& writes, F&& exchange) {
-    raise_fault();
+    lost_->raise();
     Tensors all(reads);
     all.insert(all.end(), writes.begin(), writes.end());
     for (auto& t : all) {
@@ -93,9 +111,12 @@ class Nccl final : public c10d::Backend {
     let_wait(own, mark(here(device)));
     issue(own, what, reads, writes);
     { std::lock_guard held(clocks.lock); clocks.exchange(what, own.lane, device); }
-    own.put([exchange = std::forward<F>(exchange)]() mutable { exchange()->wait(); });
-    return c10::make_intrusive<StreamWork>(mark(own), all, device);
+    own.put([exchange = std::forward<F>(exchange), lost = lost_]() mutable {
+      try { exchange()->wait(); } catch (const std::exception& error) { lost->keep(error.what()); Mark().wait(); }
+    });
+    return c10::make_intrusive<StreamWork>(mark(own), all, device, lost_);
   }
   c10::intrusive_ptr<c10d::Backend> gloo_;
   int64_t stream_ = -1;
+  LostPtr lost_ = std::make_shared<Lost>();
 };

@@ -99,7 +99,6 @@ class PeerLost(PipeplanError):
 
 
 _OF_OTHERS: Final = (RuntimeError, ConnectionError, TimeoutError)  # what gloo and NCCL raise, and what wires do
-_ITS_OWN: Final = (torch.OutOfMemoryError, torch.AcceleratorError)  # of a GPU that is full, or has failed
 
 
 _processes: list[int] = []  # the numbers of those that are ranks to this process; without any those of the ranks
@@ -114,17 +113,19 @@ def number_processes(numbers: Sequence[int]) -> None:
 def exchanging(what: str | Instruction, *peers: int) -> Iterator[None]:
     """Turn what gloo, NCCL and wires raise into PeerLost, which names the exchange and knows the ``peers``.
 
-    A fault of the own device stays as it is. Messages are sent and received within
-    such contexts, so nothing is put into words before it fails.
+    A fault of the own device stays one, from NCCL too. Messages are sent and received within such contexts, so nothing
+    is put into words before it fails.
     """
     try:
         yield
-    except _ITS_OWN:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # a GPU that is full, or has failed
         raise
     except _OF_OTHERS as error:
-        told = what if isinstance(what, str) else sentence(what)
+        words = f"{what if isinstance(what, str) else sentence(what)}: {_cause(str(error))}"
+        if "unhandled cuda error" in words:  # of NCCL's calls here
+            raise (torch.OutOfMemoryError if "out of memory" in words else torch.AcceleratorError)(words) from error
         known = (_processes[peer] if _processes else peer for peer in peers)
-        raise PeerLost(f"{told}: {_cause(str(error))}", *known) from error
+        raise PeerLost(words, *known) from error
 
 
 def _cause(words: str) -> str:
@@ -132,9 +133,8 @@ def _cause(words: str) -> str:
     first, _, rest = words.strip().partition("\n")
     plain = first.rpartition("] ")[2] if first.startswith("[") else first
     plain = plain.partition(". This is typically caused by ")[0]  # gloo's advice, on whatever goes wrong
-    _, found, last = rest.partition("Last error:")
-    lines = [line.strip() for line in last.splitlines() if line.strip()]
-    return f"{plain}: {lines[0]}" if found and lines else plain
+    last = rest.partition("Last error:")[2].strip().partition("\n")[0].rstrip()
+    return f"{plain}: {last}" if last else plain
 
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
