@@ -8,10 +8,10 @@ import pytest
 from cases.chains import random_chain, random_platform
 
 from pipeplan.cost.saved import storages
-from pipeplan.integers import NEVER
+from pipeplan.integers import NEVER, ceil_div
 from pipeplan.plan import Stage
 from pipeplan.planner.drained.tables import Layout, tables_of_pipelines
-from pipeplan.planner.grids.pipelines import batch_time, drained_bound, held, least_drained_ns
+from pipeplan.planner.grids.pipelines import batch_time, drained_bound, held
 from pipeplan.problem import Platform, Policy, Problem
 
 
@@ -65,7 +65,7 @@ def test_no_simulated_split_beats_the_bound_or_its_own(seed):
             assert run.fits  # whatever arrives when, no stage holds more
             assert all(held <= most for held, most in zip(run.in_flight, layout.held, strict=True))
             assert own <= run.batch_ns
-            assert least_drained_ns(layout, cuts, limit) <= run.batch_ns
+            assert layout.least_ns(cuts, ceil_div(microbatches, limit)) <= run.batch_ns
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, pairwise, takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import memory_model, relaxations, time_model
 from ...cost.stage_tables import StageTables
 from ...errors import BadInput
-from ...partition.blocks import Activations, Pipe, Rule
 from ...partition.cuts import legal_cuts
 from ...partition.tables.split_paths import near as near_splits
+from ...partition.tables.stages import Ranges
 from ...plan import ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS
@@ -30,6 +30,7 @@ from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 from .run import any_run
 from .search import Config, climbed, until_ended
+from .tables import Layout, Rule, RuledTables
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, where all have equally many blocks
 MOST_EVEN = 24
@@ -70,7 +71,7 @@ class BlockSearch:
         self.bounds: dict[Config, int] = {}
         self.finals: dict[Config, Found] = {}
         self._tables = StageTables.between(self.problem, np.array(self.cuts, dtype=np.int64))
-        self._activations: dict[Recompute, Activations] = {}
+        self._rules: dict[Recompute, Rule] = {}
         self._seen: dict[tuple[ScheduleKind, tuple[Stage, ...]], int | None] = {}
         self._lacking: tuple[int, int, str] | None = None  # bytes too many, and needed, and where
 
@@ -192,7 +193,8 @@ class BlockSearch:
         one that splits backwards, where nothing is recomputed."""
         if KINDS[config.kind].splits:
             pipe = self._pipe(config, Recompute())
-            self._try_all(config, Recompute(), pipe, pipe.even())
+            for split in pipe.starts():
+                self._try_split(config, Recompute(), split)
             return
         bound: int | None = None
         spent: str | None = None  # a rule whose other ways take as long or longer than the best
@@ -201,15 +203,16 @@ class BlockSearch:
                 continue
             pipe = self._pipe(config, way)
             enough = self.cutoff_ns
-            least = pipe.least(enough=enough)
+            least = pipe.soonest(enough=enough)
             if least is None:
-                if enough is not None and pipe.least(fit=False, enough=enough) is None:
+                if enough is not None and pipe.soonest(fit=False, enough=enough) is None:
                     spent = way.rule
                 continue
             bound = least[0] if bound is None else min(bound, least[0])
-            self._try_all(config, way, pipe, [least[1], *pipe.even()])
+            for split in [least[1], *pipe.starts()]:
+                self._try_split(config, way, split)
             better = config in self.finals and self.finals[config].recompute == way
-            free = pipe.least(fit=False) if better else None
+            free = pipe.soonest(fit=False) if better else None
             if free is not None and free[0] == least[0]:
                 if way.rule == "none":  # memory costs nothing, so nothing is recomputed for it
                     break
@@ -226,37 +229,30 @@ class BlockSearch:
         ways = self.target.ways(len(self.units) - stages + 1, COUNTS)
         return islice(ways, 1) if self.problem.checkpointing == "none" else ways
 
-    def _rule(self, way: Recompute) -> Rule | None:
-        if way.rule == "none":
-            return None
-        units, weights = self.units, weight_bytes(self.problem.chain)
+    def _rule(self, way: Recompute) -> Rule:
+        if way not in self._rules:
+            weights = weight_bytes(self.problem.chain)
 
-        def rule(start: int, stop: int) -> tuple[tuple[int, int], ...]:
-            own = [unit for unit in units if start <= unit.start < stop]
-            return way.segments(self.target, own, weights)
+            def ranges(start: int, stop: int) -> Ranges:
+                own = [unit for unit in self.units if start <= unit.start < stop]
+                return way.segments(self.target, own, weights)
 
-        return rule
+            self._rules[way] = Rule(self._tables, ranges)
+        return self._rules[way]
 
-    def _pipe(self, config: Config, way: Recompute) -> Pipe:
+    def _pipe(self, config: Config, way: Recompute) -> Layout:
         """Return one pipeline of a configuration; stages that share a device have equal parts of its memory."""
-        if way not in self._activations:
-            self._activations[way] = Activations.of(self.problem, self.cuts, self._rule(way))
         shape = config.shape
         count, ahead = (self.problem.policy.accumulate or 1) // shape.pipelines, config.kind == "1f1b"
         held = tuple(min(shape.ranks - s, count) for s in range(shape.ranks))
         if not ahead:
             held = held_at_most(config.kind, shape.ranks, shape.chunks, count)
-        return Pipe(self._tables, self._activations[way], shape.groups(), count, held, shape.chunks, ahead)
-
-    def _try_all(self, config: Config, way: Recompute, pipe: Pipe, splits: Iterable[tuple[int, ...]]) -> None:
-        for split in splits:
-            if config not in self.finals or pipe.work_ns(split) < self.finals[config].makespan_ns:
-                self._try_split(config, way, split)
+        return Layout(RuledTables(self._rule(way), count, shape.chunks), shape.groups(), held, ahead)
 
     def _try_split(self, config: Config, way: Recompute, split: tuple[int, ...]) -> Found | None:
         """Simulate a split; return it if it became the best of its configuration."""
         self.problem.deadline.check()
-        stages, known = self._stages(config, way, split), self.finals.get(config)
+        stages, known = self._pipe(config, way).stages(split), self.finals.get(config)
         makespan = self._simulated(config, stages, None if known is None else known.makespan_ns)
         if makespan is None or (known is not None and makespan >= known.makespan_ns):
             return None
@@ -270,12 +266,6 @@ class BlockSearch:
                     f"{config.kind}"
                 )
         return better
-
-    def _stages(self, config: Config, way: Recompute, split: Sequence[int]) -> tuple[Stage, ...]:
-        """Return the stages of a split."""
-        rule, ends = self._rule(way), pairwise(self.cuts[i] for i in split)
-        pairs = zip(ends, config.shape.groups(), strict=True)
-        return tuple(Stage(a, b, group, rule(a, b) if rule else ()) for (a, b), group in pairs)
 
     def _simulated(self, config: Config, stages: tuple[Stage, ...], below_ns: int | None) -> int | None:
         """Return the time of a mini-batch, None where it doesn't fit the memory, or surely isn't over ``below_ns``."""
@@ -310,8 +300,8 @@ class BlockSearch:
         """Keep what an even split of the configuration lacks with all recomputed, if it is least."""
         way = list(self._ways(config))[-1]
         pipe = self._pipe(config, way)
-        free = pipe.least(fit=False)
-        run = free and any_run(self.problem, self._stages(config, way, free[1]), config.kind)
+        free = pipe.soonest(fit=False)
+        run = free and any_run(self.problem, pipe.stages(free[1]), config.kind)
         if run is None:
             return
         uses = run.uses

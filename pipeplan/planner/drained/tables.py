@@ -5,79 +5,156 @@ Stages recompute as little as lets them hold the microbatches that they are to h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
 
+from ...cost import memory_model, relaxations
 from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div
 from ...partition.balance import balance
 from ...partition.contiguous.contiguous import tables_within
-from ...partition.tables.split_paths import extreme_splits, short_splits
-from ...partition.tables.stages import Ranges, SearchTables, StageOptions, held_times
+from ...partition.tables.split_paths import extreme_splits, short_splits, soonest_split
+from ...partition.tables.stages import DeviceClass, Ranges, StageOptions, held_times
 from ...plan import Stage
-from ...problem import Device, Level, Platform, Policy, Problem
+from ...problem import Device, LayerTimes, Level, Platform, Policy, Problem
 from ...schedule.programs.one_f_one_b import forwards_ahead
 
 Split = tuple[int, ...]  # indices of cuts
+Group = tuple[int, ...]  # the GPUs of a stage
 
 
 class Tables:
-    """What every stage takes on a group of devices of which it has one part in ``parts`` of the memory, each table
-    computed once, shape (cuts, cuts).
+    """What every stage takes on a group of devices of which it has one part in ``parts`` of the memory, in one of equal
+    pipelines that runs so many ``microbatches``; tables have shape (cuts, cuts).
 
-    No stage that takes more than ``most_ns`` is in them; ``exact``: all others are, at their least times. With
-    ``microbatches`` they are of one of equal pipelines that runs so many.
+    Stages recompute as little as lets them hold theirs, by the options of their class. No stage that takes more
+    than ``most_ns`` is in them; ``exact``: all others are, at their least times. ``alike``: replicas don't count.
     """
 
     def __init__(
-        self, problem: Problem, found: tuple[SearchTables, int, bool], parts: int = 1, microbatches: int | None = None
+        self,
+        stages: StageTables,
+        microbatches: int,
+        parts: int = 1,
+        most_ns: int = NEVER,
+        exact: bool = True,
+        classes: Sequence[DeviceClass] = (),
+        alike: bool = False,
     ) -> None:
-        self.found, self.most_ns, self.exact = found
-        self.problem, self.parts, self.alike = problem, parts, microbatches is not None
-        self.microbatches = microbatches or problem.policy.accumulate or 1
-        self.size = len(self.found.cuts)
-        self._options: dict[Device, StageOptions] = {x.device: x.options for x in self.found.classes}
-        self.stages = StageTables.between(problem, self.found.cuts)
-        self._known: dict[object, Ints] = {}
+        self.stages, self.problem, self.cuts, self.size = stages, stages.problem, stages.stop[0], stages.stop.size
+        self.microbatches, self.parts, self.most_ns, self.exact = microbatches, parts, most_ns, exact
+        self._options, self._alike = {x.device: x.options for x in classes}, alike
 
-    def copies(self, group: Sequence[int]) -> int:
+    def _copies(self, group: Group) -> int:
         """Return the replicas of a stage on a group that its times are to know."""
-        return 1 if self.alike else len(group)
+        return 1 if self._alike else len(group)
 
-    def options(self, group: Sequence[int]) -> StageOptions | None:
-        """Return the times of all stages on a group of devices."""
+    def _known(self, group: Group) -> StageOptions | None:
         return self._options.get(_part(self.problem.platform.slowest(group), self.parts))
 
-    def times(self, group: Sequence[int], in_flight: int) -> Ints | None:
-        """Return U of every stage whose replicas each hold so many microbatches, NEVER if they can't."""
-        options, r = self.options(group), self.copies(group)
+    def times(self, group: Group, in_flight: int) -> Ints | None:
+        """Return U of every stage whose replicas each hold so many microbatches, NEVER if they can't; None where the
+        group is none that is known."""
+        options, r = self._known(group), self._copies(group)
         if options is None:
             return None
-        key = "times", self.problem.platform.slowest(group), r, in_flight
-        if key not in self._known:
+
+        def known() -> Ints:
             self.problem.deadline.check()
-            self._known[key] = held_times(options, self.size, in_flight, r, self.most_ns)
+            return held_times(options, self.size, in_flight, r, self.most_ns)
+
         device, count, path = self.stages.joined(group)
         before, behind = self.stages.waits
         own = self.stages.once(("waited", device), lambda: self.stages.forward(device) + before // 2 + behind // 2)
-        forward, backward = self.stages.exchanging(own, self._known[key] - own, count, path)
+        whole = self.stages.once(("held", device, r, in_flight), known)
+        forward, backward = self.stages.exchanging(own, whole - own, count, path)
         return np.asarray(np.minimum(NEVER, forward + backward))
 
-    def bare(self, group: Sequence[int]) -> Ints:
-        """Return U of every stage that recomputes nothing, whatever it can hold."""
-        table = StageTables.between(self.found.problem, self.found.cuts).work(self.problem.platform.slowest(group))
+    def bare(self, group: Group) -> Ints:
+        """Return U of every stage that recomputes no more than it must, whatever it can hold."""
+        table = self.stages.work(self.problem.platform.slowest(group))
         return np.where(self.stages.stop > self.stages.start, table, NEVER)
 
-    def load(self, one: Sequence[int], other: Sequence[int]) -> Ints:
+    def recomputed(self, group: Group, start: int, stop: int, in_flight: int) -> Ranges:
+        """Return what a stage between two cuts recomputes to hold so many microbatches."""
+        options = self._known(group)
+        assert options is not None, "its times were asked for"
+        return options.recomputed(start, stop, in_flight, self._copies(group))[0]
+
+    def ways(self, group: Group, start: int, stop: int) -> Sequence[Ranges]:
+        """Return the ways to recompute a stage, the quickest first, those later keeping less."""
+        options = self._known(group)
+        return () if options is None else options.ways(start, stop, self._copies(group))
+
+    def load(self, one: Group, other: Group) -> Ints:
         """Return how long a microbatch keeps the link between two groups busy over each cut, at least."""
         platform, trip = self.problem.platform, self.stages.trip(one, other)
         return trip // 2 if platform.both_ways(platform.level_between(one, other)) else trip
+
+    @cached_property
+    def work(self) -> Ints:
+        """The least time of the layers before each cut, without recomputation and optimizer, on any device."""
+        relaxed = relaxations.relative(self.problem)
+        speed, sums = max(device.speed for device in relaxed.platform.devices), relaxed.chain.sums
+        work = (sums.forward_ns + sums.backward_ns)[self.cuts]
+        return np.asarray(work * speed.denominator // speed.numerator)
+
+
+class Rule:
+    """What every stage recomputes: ``ranges(start, stop)`` of ``layers[start:stop]``."""
+
+    def __init__(self, stages: StageTables, ranges: Callable[[int, int], Ranges]) -> None:
+        self.stages, self.ranges = stages, ranges
+        self.on = cache(self._on)
+
+    def _on(self, times: LayerTimes | None) -> Ints:
+        """Return bytes that a stage keeps of a microbatch and holds at its peak, and ns that it runs again, as long as
+        passes take a device with such ``times``, shape (3, cuts, cuts), 0 where there is no stage."""
+        problem, cuts = self.stages.problem, self.stages.stop[0].tolist()
+        chain, found = problem.chain.timed(times), np.zeros((3, len(cuts), len(cuts)), dtype=np.int64)
+        for i, start in enumerate(cuts):
+            problem.deadline.check()
+            for j, stop in enumerate(cuts[i + 1 :], i + 1):
+                ranges = self.ranges(start, stop)
+                found[:, i, j] = memory_model.stage_activations(problem.policy, chain, start, stop, ranges)
+        return found
+
+
+class RuledTables(Tables):
+    """Those of stages that recompute what a ``rule`` says."""
+
+    def __init__(self, rule: Rule, microbatches: int, parts: int) -> None:
+        super().__init__(rule.stages, microbatches, parts, NEVER // 8 // microbatches)
+        self.rule = rule
+        self._bare: dict[object, Ints] = {}
+
+    def times(self, group: Group, in_flight: int) -> Ints:
+        """Return U of every stage that fits."""
+        device = self.problem.platform.slowest(group)
+        kept, peak, _ = self.rule.on(device.times)
+        fixed = self.stages.weights_bytes(in_flight, len(group)) + self.stages.buffers(len(group))
+        fits = fixed + memory_model.held_bytes(kept, peak, in_flight) <= device.memory_bytes // self.parts
+        return np.where(fits, self.bare(group), NEVER)
+
+    def bare(self, group: Group) -> Ints:
+        """Return U of every stage."""
+        device, count, path = kind = self.stages.joined(group)
+        if kind not in self._bare:
+            backward = self.stages.backward(device, count, self.rule.on(device.times)[2])
+            work = np.add(*self.stages.exchanging(self.stages.forward(device), backward, count, path))
+            stage = (self.stages.stop > self.stages.start) & (work > 0)
+            self._bare[kind] = np.where(stage, np.minimum(work + sum(self.stages.waits), NEVER), NEVER)
+        return self._bare[kind]
+
+    def recomputed(self, group: Group, start: int, stop: int, in_flight: int) -> Ranges:
+        """Return what the rule says."""
+        return self.rule.ranges(int(self.cuts[start]), int(self.cuts[stop]))
 
 
 def tables_of(problem: Problem, parts: int = 1) -> Tables | None:
@@ -92,7 +169,10 @@ def tables_of(problem: Problem, parts: int = 1) -> Tables | None:
         level = Level(count, *platform.paths[0 if platform.blocking else -1])
         relaxed = replace(problem, platform=replace(platform, devices=devices, levels=(level,)))
     found = tables_within(relaxed, slack)
-    return None if found is None else Tables(problem, found, parts)
+    if found is None:
+        return None
+    stages = StageTables.between(problem, found[0].cuts)
+    return Tables(stages, microbatches, parts, *found[1:], found[0].classes)
 
 
 def tables_of_pipelines(problem: Problem, groups: Sequence[tuple[int, ...]], microbatches: int) -> Tables | None:
@@ -114,7 +194,10 @@ def tables_of_pipelines(problem: Problem, groups: Sequence[tuple[int, ...]], mic
     policy = replace(problem.policy, accumulate=microbatches, pipelines=len(groups[0]))
     slack = min(Fraction(4), max(Fraction(3, 2), Fraction(count + microbatches, microbatches)))
     found = tables_within(replace(problem, platform=alone, policy=policy, replicas=False), slack)
-    return None if found is None else Tables(problem, found, microbatches=microbatches)
+    if found is None:
+        return None
+    stages = StageTables.between(problem, found[0].cuts)
+    return Tables(stages, microbatches, 1, *found[1:], found[0].classes, True)
 
 
 def _part(device: Device, parts: int) -> Device:
@@ -123,14 +206,18 @@ def _part(device: Device, parts: int) -> Device:
 
 @dataclass(frozen=True)
 class Layout:
-    """Stage s on ``groups[s]``, which may hold several, each holding ``held[s]`` microbatches on every device."""
+    """Stage s on ``groups[s]``, which may hold several, each holding ``held[s]`` microbatches on every device.
+
+    ``in_turn``: a stage runs exactly so many forwards before its first backward, and then one of each in turn (1F1B).
+    """
 
     tables: Tables
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[Group, ...]
     held: tuple[int, ...]
+    in_turn: bool = False
 
     @staticmethod
-    def ahead(tables: Tables, groups: tuple[tuple[int, ...], ...]) -> Layout:
+    def ahead(tables: Tables, groups: tuple[Group, ...]) -> Layout:
         """Return the layout of stages that hold what they run ahead under 1F1B."""
         replicas = tuple(map(len, groups))
         pairs = zip(forwards_ahead(replicas), replicas, strict=True)
@@ -155,7 +242,19 @@ class Layout:
         """U of each stage; None where a group is none that the tables know."""
         pairs = zip(self.groups, self.held, strict=True)
         found = [self.tables.times(group, held) for group, held in pairs]
-        return [x for x in found if x is not None] if all(x is not None for x in found) else None
+        return self._among(x for x in found if x is not None) if all(x is not None for x in found) else None
+
+    @cached_property
+    def bare(self) -> list[Ints]:
+        """The same, whatever a stage can hold."""
+        return self._among(map(self.tables.bare, self.groups))
+
+    def _among(self, tables: Iterable[Ints]) -> list[Ints]:
+        """Return the tables of the stages without waits for neighbours on the same GPUs, which send nothing."""
+        before, behind = self.tables.stages.waits
+        turns = [one == other for one, other in pairwise(self.groups)]
+        near = zip(tables, [False, *turns], [*turns, False], strict=True)
+        return [np.where(u < NEVER, u - before * early - behind * late, NEVER) for u, early, late in near]
 
     @cached_property
     def trips(self) -> list[Ints]:
@@ -188,7 +287,7 @@ class Layout:
         last; all as far as they fit."""
         if self.times is None:
             return
-        work, shares = self.tables.found.work, np.cumsum(list(map(len, self.groups)))
+        work, shares = self.tables.work, np.cumsum(list(map(len, self.groups)))
         inner = (int(np.abs(work - work[-1] * share // shares[-1]).argmin()) for share in shares[:-1])
         for split in (self._balanced(), (0, *inner, self.tables.size - 1)):
             if all(low < high for low, high in pairwise(split)) and self.fits(split):
@@ -197,7 +296,7 @@ class Layout:
 
     def _balanced(self) -> Split:
         """Return the split whose longest stage is shortest if nothing is recomputed; -1 for cuts that there aren't."""
-        problem, place = self.tables.problem, {int(cut): i for i, cut in enumerate(self.tables.found.cuts)}
+        problem, place = self.tables.problem, {int(cut): i for i, cut in enumerate(self.tables.cuts)}
         devices = tuple(map(problem.platform.slowest, self.groups))
         alone = Problem(problem.chain, Platform(devices, problem.platform.levels), Policy(), False, "none")
         return (0, *(place.get(stage.stop, -1) for stage in next(balance(alone)).stages))
@@ -213,21 +312,65 @@ class Layout:
             pairs = zip(self.loads, pairwise(self._shares), strict=True)
             links = [ceil_div(load, lcm(*ends)) for load, ends in pairs]
             yield from short_splits(self._each, self.times, self.trips, links)
+            if len(set(self.groups)) < len(self.groups):  # it also counts which stages of a GPU are the long ones
+                yield from extreme_splits(self._each)
 
     def ways(self, split: Split) -> list[Sequence[Ranges]]:
         """Return the ways to recompute each stage of a split, the quickest first, those later keeping less."""
-        pairs = zip(self.groups, pairwise(split), strict=True)
-        return [self._options(group).ways(*pair, self.tables.copies(group)) for group, pair in pairs]
+        return [self.tables.ways(group, *pair) for group, pair in zip(self.groups, pairwise(split), strict=True)]
 
     def stages(self, split: Split) -> tuple[Stage, ...]:
         """Return the stages of a split, which recompute what they must."""
-        cuts, found = self.tables.found.cuts, []
-        for (i, j), group, held in zip(pairwise(split), self.groups, self.held, strict=True):
-            recomputed, _ = self._options(group).recomputed(i, j, held, self.tables.copies(group))
-            found.append(Stage(int(cuts[i]), int(cuts[j]), group, recomputed))
-        return tuple(found)
+        cuts, parts = self.tables.cuts, zip(pairwise(split), self.groups, self.held, strict=True)
+        return tuple(
+            Stage(int(cuts[i]), int(cuts[j]), group, self.tables.recomputed(group, i, j, held))
+            for (i, j), group, held in parts
+        )
 
-    def _options(self, group: tuple[int, ...]) -> StageOptions:
-        options = self.tables.options(group)
-        assert options is not None, "its times were asked for"
-        return options
+    def soonest(self, fit: bool = True, enough: int | None = None, rounds: int = 1) -> tuple[int, Split] | None:
+        """Return a time (ns) below which no split runs a mini-batch, and a split of which no more can be said; None
+        where none fits, or none is below ``enough``. Without ``fit`` stages are ``bare``.
+
+        Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it
+        sends on, so no split drains before P(s) + M U(s), nor before the forwards ahead, M U(s) and its update, nor
+        before a link has moved everything. Nor is it over before so many ``rounds`` of all stages, P(p).
+        O(p n^2) for n cuts and each step of a bisection.
+        """
+        tables, count = (self.times if fit else self.bare) or [], self.tables.microbatches
+        each = [np.where(table >= NEVER, NEVER // (4 * count), table) for table in tables]
+        stages, slowest = self.tables.stages, self.tables.problem.platform.slowest
+        fastest = np.min([stages.forward(slowest(group))[0] for group in self.groups], axis=0)
+        alone = [count * u + fastest[:, None] + update for u, update in zip(each, self.updates, strict=True)]
+        for s, load in enumerate(self.loads):
+            alone[s] = np.maximum(alone[s], count * load)
+        ends = [count * u for u in each] if not self.in_turn else self._in_turn(each)
+        low, beyond = max(1, count * int(self.tables.work[-1]) // len(self.groups)), count * self.tables.most_ns
+        most = beyond if enough is None else min(beyond, enough - 1)
+        return soonest_split(tables, self.trips, ends, alone, low, most, rounds)
+
+    def _in_turn(self, each: Sequence[Ints]) -> list[Ints]:
+        """Return how long behind P a stage's backwards are over that takes one of ``each``, with A for what stages and
+        transfers behind it take: in turn it waits a - 1 forwards ahead for its first backward, M U + A - (a - 1) F;
+        and as microbatch m + a comes in after m has gone back, it takes ceil(M / a) (U + A)."""
+        count, work, stages = self.tables.microbatches, self.tables.work, self.tables.stages
+        moves, found = [int(trip[1:-1].min(initial=NEVER)) for trip in self.trips], list[Ints]()
+        for s, (group, ahead, u) in enumerate(zip(self.groups, self.held, each, strict=True)):
+            device, replicas, path = stages.joined(group)
+            forward = stages.exchanging(stages.forward(device), stages.forward(device), replicas, path)[0]
+            behind = (work[-1] - work + sum(moves[s:]))[None, :]
+            waits = count * u + behind - (ahead - 1) * forward
+            found.append(np.maximum.reduce([count * u, waits, ceil_div(count, ahead) * (u + behind)]))
+        return found
+
+    def least_ns(self, split: Split, rounds: int) -> int | None:
+        """Return what :meth:`soonest` says of one split; None if one of its stages doesn't fit."""
+        if self.times is None or not self.fits(split):
+            return None
+        count, path, least = self.tables.microbatches, 0, 0
+        trips = [0, *(int(trip[at]) for trip, at in zip(self.trips, split[1:-1], strict=True))]
+        for table, pair, trip in zip(self.times, pairwise(split), trips, strict=True):
+            path += trip
+            least = max(least, path + count * int(table[pair]))
+            path += int(table[pair])
+        loads = (int(load[at]) for load, at in zip(self.loads, split[1:-1], strict=True))
+        return max(least, rounds * path, count * max(loads, default=0))

@@ -2,25 +2,17 @@
 
 A grid is p stages of as many devices as there are pipelines; device j of every stage makes pipeline j, and all share a
 batch, message-driven. Splits are shortest paths, simulation says how long each takes, and local moves improve the best.
-
-Legend: p stages, M microbatches, at most ``limit`` of them in the pipeline; U(i, j) forward and backward of the stage
-between the cuts i and j, with what it must recompute to hold its microbatches; P the sum of U and of the transfers over
-the stages before.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, takewhile
+from itertools import islice, takewhile
 
-import numpy as np
-
-from ...cost import relaxations
 from ...cost.stage_graph import stage_graph
-from ...integers import NEVER, ceil_div
-from ...partition.tables.split_paths import near, soonest_split
+from ...integers import ceil_div
+from ...partition.tables.split_paths import near
 from ...plan import Stage
 from ...problem import Problem
 from ...schedule.program import side_by_side
@@ -176,7 +168,7 @@ class Pipelines:
             return
         for cuts, in_flight, limit in proposals:
             layout = Layout(tables, self.groups, in_flight)
-            least = least_drained_ns(layout, cuts, limit)
+            least = layout.least_ns(cuts, ceil_div(self.microbatches, limit))
             if least is None or (self.best is not None and least >= self.best.makespan_ns):
                 continue
             stages = layout.stages(cuts)
@@ -257,41 +249,13 @@ def drained_bound(
 ) -> int:
     """Return a time below which no contiguous split on these groups runs a batch, for any limit in ``least..most``.
 
-    Stage s runs M forwards and backwards between the first forward that reaches it and the last backward that it sends
-    on, so no split drains before M U(s) + P(s), nor before the forwards ahead, M U(s) and its all-reduce, nor before a
-    link has moved everything. Microbatch m + limit enters when m has left, so not before ceil(M / limit) P(p) either.
-    The first stage holds min(limit, M) microbatches, the others at least one, which says what they must recompute.
-    ``enough`` is returned where it is such a time. O(p n^2) for n cuts and each step.
+    Microbatch m + limit enters when m has left. The first stage holds min(limit, M) microbatches, the others at least
+    one, which says what they must recompute. ``enough`` is returned where it is such a time.
     """
-    count, microbatches, problem = len(groups), tables.microbatches, tables.problem
-    first = min(least, microbatches) if count > 1 else 1
-    layout = Layout(tables, tuple(groups), (first, *[1] * (count - 1)))
+    first = min(least, tables.microbatches) if len(groups) > 1 else 1
+    layout = Layout(tables, tuple(groups), (first, *[1] * (len(groups) - 1)))
     # without all ways to recompute it isn't known what that takes at least
-    times = layout.times if tables.exact and layout.times else [tables.bare(group) for group in groups]
-    fastest = np.min([tables.stages.forward(problem.platform.slowest(group))[0] for group in groups], axis=0)
-    ends = [microbatches * np.where(table >= NEVER, NEVER // microbatches, table) for table in times]
-    alone = [end + fastest[:, None] + update for end, update in zip(ends, layout.updates, strict=True)]
-    for s, load in enumerate(layout.loads):
-        alone[s] = np.maximum(alone[s], microbatches * load)
-    relaxed = relaxations.relative(problem)
-    low = int(relaxed.chain.sums.forward_ns[-1] + relaxed.chain.sums.backward_ns[-1])
-    low = max(1, low * microbatches // (count * math.ceil(relaxed.platform.best_device.speed)))
-    beyond = tables.most_ns * microbatches  # longer stages are not in the tables
-    rounds = 1 if most is None else ceil_div(microbatches, most)
-    highest = beyond if enough is None else min(beyond, enough - 1)
-    found = soonest_split(times, layout.trips, ends, alone, low, highest, rounds)
-    return highest + (highest < beyond) if found is None else found[0]
-
-
-def least_drained_ns(layout: Layout, cuts: tuple[int, ...], limit: int) -> int | None:
-    """Return what :func:`drained_bound` says of one split whose stages hold what they do; None if one doesn't fit."""
-    if layout.times is None or not all(low < high for low, high in pairwise(cuts)) or not layout.fits(cuts):
-        return None
-    microbatches, path, least = layout.tables.microbatches, 0, 0
-    trips = [0, *(int(trip[at]) for trip, at in zip(layout.trips, cuts[1:-1], strict=True))]
-    for table, pair, trip in zip(layout.times, pairwise(cuts), trips, strict=True):
-        path += trip
-        least = max(least, path + microbatches * int(table[pair]))
-        path += int(table[pair])
-    loads = (int(load[at]) for load, at in zip(layout.loads, cuts[1:-1], strict=True))
-    return max(least, ceil_div(microbatches, limit) * path, microbatches * max(loads, default=0))
+    fit = tables.exact and layout.times is not None
+    found = layout.soonest(fit, enough, 1 if most is None else ceil_div(tables.microbatches, most))
+    beyond = tables.most_ns * tables.microbatches  # longer stages are not in the tables
+    return found[0] if found is not None else beyond if enough is None else min(beyond, enough)
