@@ -76,3 +76,13 @@ def smallest(
         else:
             best = middle, found
     return best
+
+
+def largest_each(fits: Callable[[Ints], npt.NDArray[np.bool_]], low: Ints, high: Ints) -> Ints:
+    """Return the largest numbers up to ``high`` that fit, each by itself; ``low`` are taken to, and all below one that
+    does."""
+    while (low < high).any():
+        middle = low + (high - low + 1) // 2
+        found = fits(middle)
+        low, high = np.where(found, middle, low), np.where(found, high, middle - 1)
+    return low

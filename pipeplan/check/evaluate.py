@@ -167,7 +167,7 @@ def evaluate_simulated(graph: StageGraph, schedule: Schedule, platform: Platform
 
 def fits(evaluation: Evaluation) -> bool:
     """Whether every device stays within its memory."""
-    return all(use.peak_bytes <= use.memory_bytes for use in evaluation.devices)
+    return all(use.over_bytes <= 0 for use in evaluation.devices)
 
 
 def gap(period_ns: int, bound: Bound) -> float:

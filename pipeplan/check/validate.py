@@ -340,7 +340,7 @@ def _memory(graph: StageGraph, pattern: Pattern) -> list[str]:
 
 def _over(name: str, stages: Sequence[int], use: DeviceUse) -> list[str]:
     """Say how a device that holds ``stages`` is over its memory, if it is."""
-    if use.peak_bytes <= use.memory_bytes:
+    if use.over_bytes <= 0:
         return []
     held = ", ".join(f"stage {s} with {n} in flight" for s, n in zip(stages, use.in_flight, strict=True))
     return [

@@ -8,8 +8,11 @@ That is the truth for stages that each have their devices for themselves, and a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ..integers import ceil_div, extend, smallest
 from . import memory_model
+from .stage_cost import StageCost
 from .stage_graph import StageGraph
 
 
@@ -75,20 +78,25 @@ def _counts_fit(graph: StageGraph, period: int, known: dict[tuple[int, ...], boo
 
 
 def device_bytes(graph: StageGraph, resource: int, counts: list[int]) -> int:
-    """Return the least that a device group holds at its peak when stage s holds ``counts[s]`` microbatches at its own.
+    """Return the least that a device group holds at its peak if stage s holds ``counts[s]`` microbatches at its own."""
+    stages = graph.stages_on(resource)
+    weights = sum(graph.weights_bytes(s, graph.versions(s, counts[s], counts[0])) for s in stages)
+    lent = sum(graph.lent_bytes(s, lambda _: 1) for s in stages)
+    return weights + lent + held_together(stages, graph.stages, counts)
+
+
+def held_together(
+    stages: Sequence[int], costs: Sequence[StageCost] | Mapping[int, StageCost], counts: Sequence[int]
+) -> int:
+    """Return the least that stages on one device hold at its peak, beside weights.
 
     At the start of an operation of s, earlier stages hold what s holds, and every stage at least its peak less one.
     """
-    stages = graph.stages_on(resource)
-    fixed = most = 0
+    most = 0
     for s in stages:
-        stage = graph.stages[s]
-        fixed += stage.buffer_bytes
-        fixed += graph.weights_bytes(s, graph.versions(s, counts[s], counts[0])) + graph.lent_bytes(s, lambda _: 1)
-        held: int = memory_model.held_bytes(stage.kept_bytes, stage.peak_bytes, counts[s])
+        held: int = memory_model.held_bytes(costs[s].kept_bytes, costs[s].peak_bytes, counts[s])
         for q in stages:
             if q != s:
-                least = max(counts[s], counts[q] - 1) if q < s else counts[q] - 1
-                held += least * graph.stages[q].kept_bytes
+                held += (max(counts[s], counts[q] - 1) if q < s else counts[q] - 1) * costs[q].kept_bytes
         most = max(most, held)
-    return fixed + most
+    return most + sum(costs[s].buffer_bytes for s in stages)

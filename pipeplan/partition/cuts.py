@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..cost import memory_model
 from ..cost.saved import storages
 from ..cost.stage_tables import crossing_bytes
-from ..integers import IntLike, Ints
+from ..integers import IntLike, Ints, largest_each
 from ..plan import Stage
 from ..problem import Chain, Platform, Problem
 
@@ -35,7 +35,8 @@ def in_flight_limit(
     interval = policy.update_interval(replicas)
     if memory_model.versions_grow(policy) and interval > replicas:
         if policy.sharing.weights is not None:  # shares are rounded
-            return _most(held, memory, np.where(first > memory, 0, 1), UNLIMITED)
+            low = np.where(first > memory, 0, 1)
+            return largest_each(lambda count: np.asarray(held(count) <= memory), low, low * UNLIMITED)
         whole = held(1 + interval) - first  # as many versions as replicas, and an interval's microbatches
         copy, room = (whole - interval * kept) // replicas, memory - first
         old = memory_model.versions(policy, 1, replicas) - 1
@@ -56,17 +57,6 @@ def in_flight_limit(
     room = memory - first
     limit = np.where(more > 0, 1 + room // np.maximum(more, 1), UNLIMITED)
     return np.where(room < 0, 0, np.minimum(limit, UNLIMITED)).astype(np.int64)
-
-
-def _most(held: Callable[[IntLike], IntLike], memory: int, low: Ints, high: IntLike) -> Ints:
-    """Return the largest numbers up to ``high`` of which what is held fits; ``low`` fit, or nothing does where it is
-    0."""
-    high = np.where(low == 0, 0, high)
-    while np.any(low < high):
-        middle = low + (high - low + 1) // 2
-        fits = held(middle) <= memory
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    return low
 
 
 def fixed_bytes(problem: Problem, start: IntLike, stop: IntLike, in_flight: IntLike, replicas: int = 1) -> IntLike:

@@ -109,6 +109,11 @@ class DeviceUse:
         """Weights, activations at the worst instant, and buffers."""
         return self.static_bytes + self.activation_bytes
 
+    @property
+    def over_bytes(self) -> int:
+        """How much is held beyond the memory; none where it fits."""
+        return self.peak_bytes - self.memory_bytes
+
 
 def resource_use(graph: StageGraph, starts: Sequence[int], period: int, resource: int) -> DeviceUse:
     """Return the memory of each device of a group under the pattern (ALGORITHMS section 3).
@@ -151,7 +156,7 @@ def memory_fits(graph: StageGraph, starts: Sequence[int], period: int) -> bool:
     """Whether every device group stays within its memory."""
     devices = (i for i, resource in enumerate(graph.resources) if not resource.is_link)
     uses = (resource_use(graph, starts, period, i) for i in devices)
-    return all(use.peak_bytes <= use.memory_bytes for use in uses)
+    return all(use.over_bytes <= 0 for use in uses)
 
 
 def unused(platform: Platform) -> list[DeviceUse]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf, lcm
 
 from ...cost import memory_model
-from ...cost.group_bound import device_bytes, group_counts
+from ...cost.group_bound import device_bytes, group_counts, held_together
 from ...cost.stage_cost import Known, StageCost, least_load_ns, recomputing, stage_cost
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...integers import ceil_div, extend
@@ -115,16 +115,9 @@ class Misfits:
         self, devices: tuple[int, ...], own: Sequence[int], costs: Mapping[int, StageCost], counts: Sequence[int]
     ) -> float:
         """Return by how much a group lacks memory: what :func:`.group_bound.device_bytes` counts."""
-        fixed = most = 0
-        for s in own:
-            cost = costs[s]
-            fixed += cost.buffer_bytes + self._weight(cost, counts[s], counts[0], len(devices))
-            held = (counts[s] - 1) * cost.kept_bytes + cost.peak_bytes
-            for q in own:
-                if q != s:
-                    held += (max(counts[s], counts[q] - 1) if q < s else counts[q] - 1) * costs[q].kept_bytes
-            most = max(most, held)
-        return _over(fixed + most, self.problem.platform.slowest(devices).memory_bytes)
+        weights = sum(self._weight(costs[s], counts[s], counts[0], len(devices)) for s in own)
+        memory = self.problem.platform.slowest(devices).memory_bytes
+        return _over(weights + held_together(own, costs, counts), memory)
 
     def _weight(self, cost: StageCost, count: int, of_first: int, replicas: int) -> int:
         policy = self.problem.policy

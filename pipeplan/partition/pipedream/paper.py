@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...cost import memory_model, time_model
 from ...cost.stage_tables import largest_synced_gradient
 from ...deadline import Deadline
-from ...integers import Ints, ceil_div
+from ...integers import Ints, ceil_div, largest_each
 from ...plan import Allocation, Stage
 from ...problem import Device, Problem
 
@@ -307,13 +307,7 @@ def _furthest(problem: Problem, period: int, replicas: int, slowest: Device, gra
         return found
 
     fits = keeps(stop)
-    high = np.where(fits, stop, stop - 1)
-    low = np.where(fits, stop, start)
-    while (low < high).any():
-        middle = (low + high + 1) // 2
-        fits = keeps(middle)
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    return low
+    return largest_each(keeps, np.where(fits, stop, start), np.where(fits, stop, stop - 1))
 
 
 # --- strict hierarchy: PipeDream's dynamic program, level by level ----------------------------------------------------

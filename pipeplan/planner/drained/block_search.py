@@ -13,11 +13,10 @@ from itertools import islice, takewhile
 
 import numpy as np
 
-from ...check.bounds import work_ns
 from ...check.bounds.drained.proofs import shape_bound
 from ...check.bounds.drained.tables import held_at_most, shapes
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
-from ...cost import memory_model, relaxations, time_model
+from ...cost import relaxations
 from ...cost.stage_tables import StageTables
 from ...errors import BadInput
 from ...partition.cuts import legal_cuts
@@ -30,7 +29,7 @@ from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
 from .run import any_run
 from .search import Config, climbed, until_ended
-from .tables import Layout, Rule, RuledTables
+from .tables import Layout, Rule, RuledTables, work_floor_ns
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, where all have equally many blocks
 MOST_EVEN = 24
@@ -82,7 +81,8 @@ class BlockSearch:
         for kind in kinds:
             for shape in shapes(self.problem, kind, units, partial(self._chunks, kind)):
                 if not refusals(self.target, kind, shape, count, self.problem.policy.zero):
-                    yield Config(self._work_bound(shape), kind, shape)
+                    floor = work_floor_ns(self.problem, shape.groups(), not KINDS[kind].splits)
+                    yield Config(floor, kind, shape)
 
     def _chunks(self, kind: ScheduleKind, ranks: int) -> Iterable[int]:
         if KINDS[kind].homes is None:
@@ -90,23 +90,6 @@ class BlockSearch:
         most, blocks = (len(self.cuts) - 1) // ranks, sum(unit.block for unit in self.units)
         even = (x for x in range(MOST_CHUNKS + 1, min(most, MOST_EVEN) + 1) if blocks % (ranks * x) == 0)
         return (*range(2, min(most, MOST_CHUNKS) + 1), *even) if ranks > 1 else ()
-
-    def _work_bound(self, shape: Shape) -> int:
-        """Return what the GPUs of a shape take for the work and the sums of gradients alone, evenly shared.
-
-        Of stages that share a GPU all but the first may sum theirs while others still compute.
-        """
-        problem, platform = relaxations.relative(self.problem), self.problem.platform
-        count = (problem.policy.accumulate or 1) // shape.pipelines
-        speed = max(device.speed for device in problem.platform.devices)
-        gradient = memory_model.gradient_of(problem.chain, problem.policy, 0, len(problem.chain))
-        paths = {platform.paths[platform.level_of(group)] for group in shape.groups()}
-        halves = problem.policy.sharing.update
-        ring = min(
-            int(time_model.ring_all_reduce_ns(gradient, shape.pipelines, *path, halves=halves)) for path in paths
-        )
-        ring *= shape.chunks == 1
-        return int((count * work_ns(problem) / speed + ring) / shape.ranks)
 
     def _why_no_config(self, kinds: Sequence[ScheduleKind]) -> str:
         count = self.problem.policy.accumulate or 1
@@ -304,13 +287,11 @@ class BlockSearch:
         run = free and any_run(self.problem, pipe.stages(free[1]), config.kind)
         if run is None:
             return
-        uses = run.uses
-        worst = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
-        over = uses[worst].peak_bytes - uses[worst].memory_bytes
-        if self._lacking is None or over < self._lacking[0]:
+        worst = max(run.uses, key=lambda use: use.over_bytes)
+        if self._lacking is None or worst.over_bytes < self._lacking[0]:
             shape = config.shape
             where = f"{shape.pipelines} pipelines of {shape.ranks} ranks, {config.kind}"
-            self._lacking = over, uses[worst].peak_bytes, where
+            self._lacking = worst.over_bytes, worst.peak_bytes, where
 
     def why_none(self, stopped: str | None) -> str:
         """Return one sentence on why nothing was found."""

@@ -45,7 +45,7 @@ class Run:
     @property
     def fits(self) -> bool:
         """Whether no device holds more than it can."""
-        return all(x.peak_bytes <= x.memory_bytes for x in self.uses)
+        return all(x.over_bytes <= 0 for x in self.uses)
 
     @property
     def graph(self) -> StageGraph:
@@ -135,7 +135,7 @@ def fitting_run(problem: Problem, known: Run, ways: Sequence[Sequence[Ranges]], 
 
     def recompute_more(lane: Sequence[int], use: DeviceUse) -> bool:
         """Recompute more of the stages of a device, about as much as it lacks; return whether anything was left."""
-        before, lacks = list(rungs), use.peak_bytes - use.memory_bytes
+        before, lacks = list(rungs), use.over_bytes
         held = dict(zip(lane, use.in_flight, strict=True))
         while lacks > 0 and (left := [s for s in lane if rungs[s] + 1 < len(ways[s])]):
             best = max(left, key=lambda s: (ratio(s, held[s]), -s))
@@ -157,7 +157,7 @@ def uses_by_group(run: Run) -> list[tuple[list[int], DeviceUse]]:
     """Return the stages of each group of devices, and what its fullest device holds in a run."""
     graph = run.graph
     return [
-        (graph.stages_on(i), max((run.uses[d] for d in x.devices), key=lambda use: use.peak_bytes - use.memory_bytes))
+        (graph.stages_on(i), max((run.uses[d] for d in x.devices), key=lambda use: use.over_bytes))
         for i, x in enumerate(graph.resources)
         if not x.is_link
     ]

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from itertools import pairwise
-from math import gcd, lcm
+from math import ceil, gcd, lcm
 
 import numpy as np
 
-from ...cost import memory_model, relaxations
+from ...cost import memory_model, relaxations, time_model
 from ...cost.stage_tables import StageTables
 from ...integers import NEVER, Ints, ceil_div
 from ...partition.balance import balance
@@ -198,6 +198,31 @@ def tables_of_pipelines(problem: Problem, groups: Sequence[tuple[int, ...]], mic
         return None
     stages = StageTables.between(problem, found[0].cuts)
     return Tables(stages, microbatches, 1, *found[1:], found[0].classes, True)
+
+
+def work_floor_ns(problem: Problem, groups: Sequence[Group], whole: bool = True) -> int:
+    """Return a time below which equal pipelines on groups of GPUs drain no mini-batch, from its work alone; where
+    backwards aren't ``whole`` a stage may have passes left when the last gradient has gone back.
+
+    With U(s) the time of a stage and P(s) that of those before it a batch takes at least M U(s) + P(s). Work in all is
+    W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
+    the mean over the stages of M U(s) and the update behind it, or M times the largest layer. Of stages that share GPUs
+    all but the first may sum gradients while others still compute, and the way through them is not looked at.
+    """
+    relaxed, policy, platform = relaxations.relative(problem), problem.policy, problem.platform
+    chain, p, pipelines = relaxed.chain, len(set(groups)), len(groups[0])
+    count, several = (policy.accumulate or 1) // pipelines, p < len(groups)
+    speed = max(device.speed for device in relaxed.platform.devices)
+    passes = int(chain.sums.forward_ns[-1] + chain.sums.backward_ns[-1])
+    step = Fraction(time_model.whole_step_ns(chain, 0, len(chain)), policy.sharers(pipelines)) / speed
+    gradient: int = memory_model.gradient_of(chain, policy, 0, len(chain))
+    turns = policy.sharing.update * (pipelines - 1) * (gradient > 0) * (not several)
+    paths = {platform.paths[platform.level_of(group)] for group in groups}
+    sums = turns * min(Fraction(gradient * 10**9, pipelines * bandwidth) + latency for bandwidth, latency in paths)
+    update = max(sums, step * (not several)) if policy.overlaps else sums + step
+    drain = passes / (1 - Fraction(count - 1, count) ** p) if whole and not several else 0
+    largest = max(layer.forward_ns + layer.backward_ns for layer in chain.layers)
+    return ceil(max(drain / speed, (count * passes / speed + update) / p, count * largest / speed))
 
 
 def _part(device: Device, parts: int) -> Device:

@@ -14,13 +14,14 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-from ...cost import memory_model, relaxations, time_model
+from ...cost import memory_model
 from ...cost.saved import for_weights, storages
 from ...errors import BadInput
 from ...plan import Schedule, Stage
 from ...problem import Chain, Layer, Problem
 from ...problem.layers import Scale, scaled
 from ...schedule.kinds import too_long
+from ..drained.tables import work_floor_ns
 
 _FIXED = ("name", "weight_bytes", "parameter_count")
 
@@ -282,23 +283,5 @@ def configs(asked: GridProblem) -> Iterator[GridConfig]:
 
 
 def work_bound(asked: GridProblem, config: GridConfig) -> int:
-    """Return a time below which no plan of a configuration runs the batch, from its work alone.
-
-    With U(s) the time of a stage and P(s) that of those before it a batch takes at least M U(s) + P(s). Work in all is
-    W = sum of U(s), and the largest of these is least when they are equal: W / (1 - (1 - 1/M)^p). Nor is it less than
-    the mean over the stages of M U(s) and the update behind it, or M times the largest layer.
-    """
-    problem, count, p = relaxations.relative(asked.of(config)), config.microbatches(asked.batch), config.stages
-    sums, platform = problem.chain.sums, problem.platform
-    speed = max(device.speed for device in platform.devices)
-    passes = int(sums.forward_ns[-1] + sums.backward_ns[-1])
-    chain = problem.chain
-    step = Fraction(time_model.whole_step_ns(chain, 0, len(chain)), problem.policy.sharers(config.pipelines))
-    drain = passes / (1 - Fraction(count - 1, count) ** p)
-    gradient: int = memory_model.gradient_of(chain, problem.policy, 0, len(chain))
-    steps = problem.policy.sharing.update * (config.pipelines - 1)
-    rounds = Fraction(steps * gradient * 10**9, config.pipelines * platform.paths[0][0])
-    rounds += steps * platform.paths[0][1] * (gradient > 0)
-    rounds = max(rounds, step / speed) if problem.policy.overlaps else rounds + step / speed
-    largest = max(layer.forward_ns + layer.backward_ns for layer in problem.chain.layers)
-    return ceil(max(drain / speed, (count * passes / speed + rounds) / p, count * largest / speed))
+    """Return a time below which no plan of a configuration runs the batch, from its work alone."""
+    return work_floor_ns(asked.of(config), config.groups())

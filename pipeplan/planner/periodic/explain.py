@@ -72,10 +72,9 @@ def _shortfall(problem: Problem) -> str:
     allocation = possible(_with_memory(problem, least))
     assert allocation is not None, "so much memory suffices"
     stage, use, _ = _tightest(problem, allocation)
-    over = use.peak_bytes - use.memory_bytes
     return (
         f"stage {allocation.stages.index(stage)} of layers {stage.start} to {stage.stop - 1} needs "
-        f"{format_bytes(use.peak_bytes)} with one microbatch in flight, {format_bytes(over)} too much"
+        f"{format_bytes(use.peak_bytes)} with one microbatch in flight, {format_bytes(use.over_bytes)} too much"
     )
 
 
@@ -95,7 +94,7 @@ def why_not_admitted(
     kind = KINDS[schedule.kind]
     admitted = replace(schedule, limit=schedule.limit or (1 if kind.limit else None))
     uses = evaluate_simulated(graph, admitted, problem.platform, problem.deadline).devices
-    device = max(range(len(uses)), key=lambda d: uses[d].peak_bytes - uses[d].memory_bytes)
+    device = max(range(len(uses)), key=lambda d: uses[d].over_bytes)
     use = uses[device]
     stage = next(stage for stage in rejected.stages if device in stage.devices)
     what = "in its order"
@@ -215,7 +214,7 @@ def _binding(problem: Problem, least: int | None) -> str:
 def _tightest(problem: Problem, allocation: Allocation) -> tuple[Stage, DeviceUse, str]:
     """Return the stage that is most over its memory with one microbatch in flight, its memory, its devices' name."""
     uses = uses_alone(problem, allocation)
-    stages, use, where = max(uses, key=lambda item: item[1].peak_bytes - item[1].memory_bytes)
+    stages, use, where = max(uses, key=lambda item: item[1].over_bytes)
     return allocation.stages[stages[0]], use, where
 
 

@@ -32,7 +32,7 @@ def cost_and_excess(
     """
     result = evaluate_simulated(graph, schedule, platform, deadline)
     cost = result.period_ns if result.makespan_ns is None else result.makespan_ns
-    return cost, max(use.peak_bytes - use.memory_bytes for use in result.devices)
+    return cost, max(use.over_bytes for use in result.devices)
 
 
 def drained_floor_ns(graph: StageGraph, kind: ScheduleKind, microbatches: int) -> int:

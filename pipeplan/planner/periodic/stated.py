@@ -78,12 +78,12 @@ def why_not_stated(incumbent: Incumbent) -> str | None:
     uses = uses_alone(problem, Allocation(stages))
     lacking = []
     for members, use, where in uses:
-        if use.peak_bytes > use.memory_bytes:
+        if use.over_bytes > 0:
             what = " and ".join(f"stage {s} ({named(problem, stages[s])})" for s in members)
             lacking.append(
                 f"{what} on {where} need{'s' if len(members) == 1 else ''} {format_bytes(use.peak_bytes)} "
                 f"(weights {format_bytes(use.weights_bytes)}, activations {format_bytes(use.activation_bytes)}, "
-                f"buffers {format_bytes(use.buffer_bytes)}), {format_bytes(use.peak_bytes - use.memory_bytes)} more "
+                f"buffers {format_bytes(use.buffer_bytes)}), {format_bytes(use.over_bytes)} more "
                 f"than the {format_bytes(use.memory_bytes)} there"
             )
     if not lacking:
@@ -93,7 +93,7 @@ def why_not_stated(incumbent: Incumbent) -> str | None:
     for other in ("each", "all"):
         segments = _segments(other, problem.chain)
         again = Allocation(tuple(replace(x, checkpoint=_inside(segments, x.start, x.stop)) for x in stages))
-        if all(use.peak_bytes <= use.memory_bytes for _, use, _ in uses_alone(problem, again)):
+        if all(use.over_bytes <= 0 for _, use, _ in uses_alone(problem, again)):
             remedies.append(f"with --recompute {other}")
             break
     if possible(problem) is not None:

@@ -130,7 +130,7 @@ class Simulation:
     def fits(self) -> bool:
         """Whether every device stays within its memory."""
         return all(
-            self.uses[lane.device].peak_bytes <= self.uses[lane.device].memory_bytes
+            self.uses[lane.device].over_bytes <= 0
             for lane in self.timeline.program.lanes
             if lane.device is not None and lane.steps
         )

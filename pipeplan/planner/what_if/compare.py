@@ -184,6 +184,6 @@ def gpipe_period_ns(problem: Problem, microbatches: int) -> int | None:
             if endless(len(graph.operations) * microbatches, GPIPE) is not None:
                 continue
             timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
-            if all(use.peak_bytes <= use.memory_bytes for use in run_uses(timeline, problem.platform)):
+            if all(use.over_bytes <= 0 for use in run_uses(timeline, problem.platform)):
                 return ceil_div(flush_makespan_ns(timeline), microbatches)
     return None
