@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 
 from cases.runtime import Whole
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.check.targets import refuse_chain
@@ -273,6 +272,8 @@ class Threefold(torch.autograd.Function):
     ],
 )  # fmt: skip
 def test_plans_for_torch_are_refused_just_where_it_does_not_train_the_model_as_it_is(way, layer):
+    from torch.distributed.pipelining import SplitPoint, pipeline  # which takes a second
+
     x, names = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), ("first", "middle", "last")
     module = Whole(
         nn.Sequential(OrderedDict(zip(names, (nn.Linear(4, 4), Centred(way), nn.Linear(4, 4)), strict=True)))
