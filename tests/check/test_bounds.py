@@ -379,3 +379,8 @@ def test_one_microbatch_has_to_fit():
     truth = optimum(problem)
     assert truth is not None
     assert proof(problem).period_ns <= truth
+
+
+@pytest.mark.parametrize("seed", [115, 533, 541])
+def test_inputs_of_segments_are_kept_of_every_microbatch_that_is_inside(seed):
+    assert proof(instance(seed)).period_ns == optimum(instance(seed))

@@ -149,7 +149,7 @@ class Sets:
 
 def uncovered(facts: Facts, runs: Runs, segments: Segments, tau: int | None) -> bool:
     """Whether no sets cover the chain in periods of ``tau`` ticks; None: in periods of any length."""
-    load = (work_of(facts) + facts.recomputed).astype(np.float64)
+    load = work_of(facts) + runs.again
     work = np.zeros(load.shape)
     if tau is not None:
         work = load / (float(tau) * np.array([spread.high for spread in facts.spreads])[:, None, None])

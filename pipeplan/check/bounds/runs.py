@@ -7,12 +7,14 @@ The conditions of one run, ``layers[j:k]`` on r devices at period T, each necess
 3. a device holds its weights, two buffers for either side of each end that is a cut, and the least that one microbatch
    needs at its worst instant, whatever is recomputed;
 4. when the run's first forward starts, ceil(life / (r T)) microbatches are inside its first layer, at least
-   floor(life / (r T)) inside each other one, and what they keep has to fit, less what recomputation in the time
-   that the run's work leaves can take off.
+   floor(life / (r T)) inside each other one, and what they keep has to fit: of recomputed segments their inputs, where
+   the time that the run's work leaves suffices for all their forwards. For any price of that time a dynamic program
+   finds the least of what is kept or paid; what exceeds the memory, over the price, is time that the run needs.
 
 A layer's *life* is the time from its forward to the end of its backward: the work of all layers from it on, and the way
-over the cuts behind, both as in 1F1B* (what doesn't fit into a period waits for the next). Runs are looked at from
-the last to the first, so the least of what lies behind a cut is known. ALGORITHMS section 11.3, conditions 1 to 4.
+over the cuts behind, both as in 1F1B* (what doesn't fit into a period waits for the next), and what whole runs must
+recompute. Runs are looked at from the last to the first, so the least of what lies behind a cut is known. ALGORITHMS
+section 11.3, conditions 1 to 4.
 
 Of a run's layers q and i, its last, one device does all. Let microbatches m and m' follow each other by n of its
 periods. Either (a) F_i of m' begins before B_q of m ends, or (b) not, but F_q of m' begins before B_i of m ends, or
@@ -38,7 +40,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ from .facts import Facts, Floats
 
 ROUNDING = 1e-9  # relative, of sums of products in floating point
 LONGEST = 2**50  # ticks of a period, with replicas far below 2**63
+FREE = 2.0**-60  # bytes per tick
 LEVELS = 6  # numbers of microbatches inside a layer that are looked at, of all
 
 
@@ -55,17 +57,18 @@ LEVELS = 6  # numbers of microbatches inside a layer that are looked at, of all
 class Runs:
     """What :func:`runs_at` finds; tables ``[first, end]`` by the facts' ``spreads``, (R, L + 1, L + 1).
 
-    ``possible``; ``always``, bytes of a device that the run takes at every instant; ``spare``, bytes that it takes
-    more at some; ``at_once``, bytes that it takes when its device starts the last of all its layers' forwards, where
-    the same microbatch is inside all others. ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut
-    until it comes back there, NEVER where no runs lead; ``turning`` the same from when a run ends before the cut, with
-    the way over it.
+    ``possible``; ``again``, ticks of recomputation for a microbatch, at least; ``always``, bytes of a device that the
+    run takes at every instant; ``spare``, bytes that it takes more at some; ``at_once``, bytes that it takes when its
+    device starts the last of all its layers' forwards, where the same microbatch is inside all others.
+    ``delay``, (L + 1,): least ticks from when a microbatch reaches a cut until it comes back there, NEVER where no runs
+    lead; ``turning`` the same from when a run ends before the cut, with the way over it.
     """
 
     possible: npt.NDArray[np.bool_]
-    always: Ints
-    spare: Ints
-    at_once: Ints
+    again: Floats
+    always: Floats
+    spare: Floats
+    at_once: Floats
     delay: list[int]
     turning: list[int]
 
@@ -81,11 +84,12 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
     tau = NEVER if period is None else period * facts.ticks
     devices = np.array([spread.high for spread in spreads], dtype=np.float64)
     steps = np.array([spread.high * min(tau, LONGEST) for spread in spreads], dtype=np.int64)  # of one replica, ticks
-    possible = np.zeros((len(spreads), count + 1, count + 1), dtype=np.bool_)
-    always, spare, at_once = (np.zeros(possible.shape, dtype=np.int64) for _ in range(3))
-    delay = [NEVER] * count + [0]
-    before_cut = [NEVER] * (count + 1)
-    prices, again = _price_levels(facts, int(devices[-1]) * 4), facts.recomputed
+    prices = _price_levels(facts, int(devices[-1]) * 4)
+    shape = (len(spreads), count + 1, count + 1)
+    possible, again = np.zeros(shape, dtype=np.bool_), np.array(facts.recomputed, dtype=np.float64)
+    always, spare, at_once = (np.zeros(shape) for _ in range(3))
+    delay, before_cut = [NEVER] * count + [0], [NEVER] * (count + 1)
+    memory, counted = facts.memories[:, None], period is not None and facts.periodic
     for end in range(count, 0, -1):
         turning = _before_cut(facts, end, delay[end], tau)
         if turning is None:
@@ -94,39 +98,63 @@ def runs_at(facts: Facts, period: int | None) -> Runs:
         life = _lives(facts, end, turning, tau)
         load = facts.behind[:end] - facts.behind[end] + facts.blocked[:end] + facts.blocked[end]
         idle = devices[:, None] * float(tau) - load
-        fixed, memory, peak = facts.fixed[:, :end, end], facts.memories[:, None], facts.least_peak[:end, end]
-        fits = (idle >= again[:, :end, end]) & (fixed + peak <= memory)
-        inside, more = np.zeros(fits.shape, dtype=np.int64), np.broadcast_to(peak, fits.shape)
-        lasting = inside
+        fixed, peak, alone = facts.fixed[:, :end, end], facts.least_peak[:end, end], facts.fixed_alone[:, :end, end]
+        found = _priced(facts, _counts(facts, end, life, steps[:, None], counted), prices[:, None, None], idle)
+        least = ((fixed + found - memory) / prices[:, None, None, None]).max(axis=(0, 1))
+        again[:, :end, end] = np.maximum(again[:, :end, end], least)
+        fits = (again[:, :end, end] * (1 - ROUNDING) <= idle) & (fixed + peak <= memory)
         if period is not None:
             fits &= facts.sync_ns[:, :end, end] <= period
-        if period is not None and facts.periodic:
-            inside = life // steps[:, None]
-            lasting, more = _inside(facts, end, life, steps, idle, prices)
-            fits &= fixed + lasting + more <= memory
         possible[:, :end, end] = fits
-        always[:, :end, end] = facts.fixed_alone[:, :end, end] + lasting
-        spare[:, :end, end] = more
-        at_once[:, :end, end] = facts.fixed_alone[:, :end, end] + _held(facts, np.maximum(inside, 1), idle, prices)
+        held = np.maximum((found - prices[:, None, None, None] * idle).max(axis=0), 0)
+        always[:, :end, end] = alone + held[0]
+        spare[:, :end, end] = np.maximum(held.max(axis=0), peak) - held[0]
+        at_once[:, :end, end] = alone + held[1]
+        if counted:  # a microbatch waits for what is recomputed of it
+            least = np.where(fits, again[:, :end, end], np.inf).min(axis=0) * (1 - ROUNDING)
+            path = turning + facts.path_behind[:end] - facts.path_behind[end]
+            life = np.maximum(life, path + np.where(least < NEVER, least, 0).astype(np.int64))
         for start in np.flatnonzero(fits.any(axis=0)).tolist():
             delay[start] = min(delay[start], int(life[start]))
-    return Runs(possible, always, spare, at_once, delay, before_cut)
+    return Runs(possible, again, always, spare, at_once, delay, before_cut)
 
 
-def _inside(facts: Facts, end: int, life: Ints, steps: Ints, idle: Floats, prices: Floats) -> tuple[Ints, Ints]:
-    """Return what activations of the runs up to ``end`` take at every instant, and what they take more at some.
+def _counts(facts: Facts, end: int, life: Ints, steps: Ints, counted: bool) -> list[tuple[Ints, Ints]]:
+    """Return how many microbatches are inside each layer of runs at least, and inside a run's first one: at all
+    instants, when a device starts the last of its forwards, when a run's first forward starts, when a microbatch comes
+    to a layer, and when it does so in a run of which it has all layers."""
+    inside = life // steps if counted else 0 * (life + steps)
+    once = np.maximum(inside, 1)
+    found = [(inside, inside), (once, once)]
+    if counted:
+        most = ceil_div(life, steps)
+        at_once = ceil_div(life[..., -1:] + facts.path_behind[:end] - facts.path_behind[end - 1], steps)
+        found.append((inside, most))
+        found += [(x, x) for x in (*_arrivals(inside, most), *_arrivals(once, at_once))]
+    return found
 
-    That is when the first forward starts, or when a microbatch comes to a layer, beside those inside each other one.
+
+def _priced(facts: Facts, counts: list[tuple[Ints, Ints]], price: Floats, idle: Floats) -> Floats:
+    """Return what runs keep of each of ``counts`` and pay to recompute the rest at least, bytes, (P, N, R, end).
+
+    ``price``, (P, 1, 1), is paid for the forwards of all layers of a segment, which keeps its input alone.
     """
-    first = _first(facts)[:end]
-    inside, most = life // steps[:, None], ceil_div(life, steps[:, None])
-    lasting = _held(facts, inside, idle, prices)
-    more = (most - inside) * first
-    at_once = life[-1] + facts.path_behind[:end] - facts.path_behind[end - 1]
-    beside_one = _arrivals(np.maximum(inside, 1), ceil_div(at_once, steps[:, None]))
-    for there in (*_arrivals(inside, most), *beside_one):
-        more = np.maximum(more, _held(facts, there, idle, prices) - lasting)
-    return lasting, more
+    within, first = (np.stack(x).astype(np.float64) for x in zip(*counts, strict=True))
+    if not facts.recomputes:
+        size = within.shape[-1]
+        held = within * facts.kept[:size]
+        behind = np.cumsum(held[..., ::-1], axis=-1)[..., ::-1] - held
+        return np.asarray(behind + facts.first_kept[:size] * first)[None]
+    found = np.zeros((len(price), *within.shape))
+    best, behind = np.full(found.shape[:-1], np.inf), np.zeros(found.shape[:-1])
+    for i in range(within.shape[-1] - 1, -1, -1):
+        best = np.minimum(best, behind) + price * float(facts.forward[i])
+        once = np.where(facts.forward[i] > idle[:, i], np.inf, best)  # every microbatch, or none
+        sizes = facts.kept[i], facts.first_kept[i], facts.input_kept[i]
+        some, begun = within[..., i], first[..., i]
+        found[..., i] = np.minimum(behind + sizes[1] * begun, once + sizes[2] * begun)
+        behind = np.minimum(behind + sizes[0] * some, once + sizes[2] * some)
+    return found * (1 - ROUNDING)
 
 
 def _arrivals(inside: Ints, most: Ints) -> Iterator[Ints]:
@@ -177,52 +205,14 @@ def _lives(facts: Facts, end: int, delay: int, tau: int) -> Ints:
 
 
 def _price_levels(facts: Facts, most: int) -> Floats:
-    """Return prices of recomputation, bytes per tick, at which what it takes off may be bounded: any are valid."""
-    if not facts.recomputes:
-        return np.full(1, np.inf)
+    """Return prices of recomputation, bytes per tick, at which what it takes off may be bounded: any are valid. The
+    first is as good as none."""
     worth = facts.kept[facts.forward > 0] / facts.forward[facts.forward > 0]
     worth = worth[worth > 0]
-    if not len(worth):
-        return np.ones(1)
+    if not facts.recomputes or not len(worth):
+        return np.array([FREE])
     low, high = float(np.quantile(worth, 0.1)), float(worth.max()) * most
-    return np.geomspace(low, max(high, 2 * low), 9)
-
-
-def _first(facts: Facts) -> Ints:
-    return np.minimum(facts.first_kept, facts.input_kept) if facts.recomputes else facts.first_kept
-
-
-def _held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
-    """Return what all layers of each run keep at least when ``inside`` microbatches are inside each."""
-    return inside * _first(facts)[: inside.shape[1]] + _least_held(facts, inside, idle, prices)
-
-
-def _least_held(facts: Facts, inside: Ints, idle: Floats, prices: Floats) -> Ints:
-    """Return what the layers of each run keep at least, its first one beside its input, when ``inside`` microbatches
-    are inside each.
-
-    Recomputing layer i costs its forward, of the run's ``idle`` time. For any price of that time the least of what is
-    kept or paid, less the price of all of it, is a bound.
-    """
-    size = inside.shape[1]
-    held = inside * facts.kept[:size]
-    if not facts.recomputes:
-        return _behind(held)
-    again = prices[None, :, None] * facts.forward[:size]
-    paid = _behind(np.minimum(held[:, None, :], again))
-    whole = np.where(facts.forward[:size] > idle[:, None, :], np.inf, again)  # every microbatch again, or none
-    paid += np.minimum((inside * (facts.first_kept - _first(facts))[:size])[:, None, :], whole)
-    best = (paid - prices[None, :, None] * idle[:, None, :]).max(axis=1)
-    found: Ints = (np.maximum(best, 0) * (1 - ROUNDING)).astype(np.int64)
-    return found
-
-
-def _behind(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the sums of all behind each place, along the last axis."""
-    total = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
-    found = np.zeros_like(values)
-    found[..., :-1] = total[..., 1:]
-    return found
+    return np.concatenate([[FREE], np.geomspace(low, max(high, 2 * low), 9)])
 
 
 GROUPS = 12  # of paths by the time that their cuts add
