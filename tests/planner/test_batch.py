@@ -10,7 +10,8 @@ from cases.chains import random_chain, random_platform
 from pipeplan.cost.saved import storages
 from pipeplan.integers import NEVER, ceil_div
 from pipeplan.plan import Stage
-from pipeplan.planner.drained.tables import Layout, tables_of_pipelines
+from pipeplan.planner.drained.layout import Layout
+from pipeplan.planner.drained.tables import tables_of_pipelines
 from pipeplan.planner.grids.pipelines import batch_time, drained_bound, held
 from pipeplan.problem import Platform, Policy, Problem
 

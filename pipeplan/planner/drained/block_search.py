@@ -27,9 +27,10 @@ from ...problem import Problem
 from ...schedule.kinds import KINDS
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
+from .layout import Layout
 from .run import any_run
 from .search import Config, climbed, until_ended
-from .tables import Layout, Rule, RuledTables, work_floor_ns
+from .tables import Rule, RuledTables, work_floor_ns
 
 MOST_CHUNKS = 4  # stages per GPU that are looked at, and more, up to as many, where all have equally many blocks
 MOST_EVEN = 24

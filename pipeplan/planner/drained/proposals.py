@@ -23,7 +23,8 @@ from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose
 from ..periodic.limits import LimitSearch
 from ..periodic.portfolio import on_less_memory
-from .tables import Layout, tables_of_pipelines
+from .layout import Layout
+from .tables import tables_of_pipelines
 
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
 QUICK_RUN = 200  # operations that a run has which is simulated in the time that scheduling takes

@@ -25,8 +25,9 @@ from ...plan import Allocation, ScheduleKind, Stage
 from ...problem import Problem
 from ...schedule.kinds import KINDS
 from ..periodic.incumbent import Incumbent
+from .layout import Layout
 from .run import Run, any_run, fitting_run
-from .tables import Layout, Split, Tables, tables_of
+from .tables import Split, Tables, tables_of
 
 Groups = tuple[tuple[int, ...], ...]  # the GPUs of each stage
 _FEW = 8  # GPUs of which every way to share them is looked at

@@ -19,8 +19,9 @@ from ...schedule.program import side_by_side
 from ...schedule.programs.deciding import message_driven
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns, run_uses
+from ..drained.layout import Layout
 from ..drained.search import climbed
-from ..drained.tables import Layout, Tables, tables_of_pipelines
+from ..drained.tables import Tables, tables_of_pipelines
 
 _WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
