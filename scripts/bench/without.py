@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import resolve_name
@@ -111,8 +112,14 @@ PARTS = {
 }
 
 
+@cache
 def answers(part: str | None, way: str) -> list[Answer]:
-    """Return what comes of the questions of a way, without a part or with all."""
+    """Return what comes of the questions of a way, without a part or with all, by a process of its own."""
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(_answers, (part, way))
+
+
+def _answers(part: str | None, way: str) -> list[Answer]:
     taken = PARTS[part] if part else None
     with patch(f"pipeplan.{taken.path}", taken.nothing) if taken else nullcontext():
         if way in TINY:
@@ -146,20 +153,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*PARTS, []])
     names = parser.parse_args().names or list(PARTS)
     print(f"{'without':26s} lines  plans  longer  shorter   none  period  most  bound  seconds")
-    known: dict[str, list[Answer]] = {}
     for name in names:
         part = PARTS[name]
-        before, after = list[Answer](), list[Answer]()
-        for way in part.ways:
-            for asked, answered in ((None, before), (name, after)):
-                if asked is None and way in known:
-                    answered += known[way]
-                    continue
-                with get_context("fork").Pool(1) as pool:  # what a search remembers doesn't go from one to the other
-                    found = pool.apply(answers, (asked, way))
-                answered += found
-                if asked is None:
-                    known[way] = found
+        before, after = (list(chain.from_iterable(answers(x, way) for way in part.ways)) for x in (None, name))
         print(f"{name:26s} {line(part, before, after)}", flush=True)
 
 
