@@ -121,9 +121,8 @@ def spawned(batch):
 
 
 def killing(whom):
-    """Run, and end the run, of two ranks, or its only rank once all are at work; print what is told."""
-    stages = [(0, 3, (0,)), (3, 6, (1,))] if whom == "run" else [(0, 6, (0,))]
-    plan = plan_of(chain_of(healthy, 4), stages, accumulate=2)
+    """Run, and end the run or its only rank once all are at work; print what is told."""
+    plan = plan_of(chain_of(healthy, 4), [(0, 6, (0,))], accumulate=2)
     model = ModelSpec("cases.runtime:healthy", f"{__name__}:spawned")
     server = multiprocessing.forkserver._forkserver
 

@@ -13,7 +13,7 @@ from cases.mutations import PLACE, document_of, judged_edit, kinds, makers, muta
 
 from pipeplan.schedule.kinds import KINDS as KINDS_OF_SCHEDULES
 
-SAMPLE = 25  # changes of each kind of plan
+SAMPLE = 16  # changes of each kind of plan
 
 MAKERS = makers()
 
@@ -36,11 +36,11 @@ def test_every_change_of_a_field_is_refused_with_its_place_or_right(kind, tmp_pa
 
 def test_the_figures_of_what_is_accepted_are_those_of_an_oracle(tmp_path):
     ends = Counter()
-    for seed in range(150):
+    for seed in range(100):
         ended, wrong = judged_edit(random.Random(seed), tmp_path)
         ends[ended] += 1
         assert not wrong, seed
-    assert ends["accepted"] > 20
+    assert ends["accepted"] > 12
     assert ends["counted anew"] > 1
 
 

@@ -47,7 +47,7 @@ def small_problem(rng: random.Random, full: bool) -> Problem:
 def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
     rng = random.Random(3 + full)
     compared = equal = 0
-    while compared < 15:
+    while compared < 10:
         problem = small_problem(rng, full)
         best = optimum(problem, waits=True)
         try:
@@ -60,7 +60,7 @@ def test_reaches_the_optimum_over_all_allocations(full: bool) -> None:
         assert best >= found >= any_bound(problem).period_ns
         compared += 1
         equal += found == best  # else by a longer pattern for which updates wait less than for the shortest
-    assert equal >= 14
+    assert equal >= 9
 
 
 def test_is_never_worse_than_exact_contiguous_and_says_what_it_proved() -> None:

@@ -1,7 +1,6 @@
 """The checks of machines with GPUs, as far as they can be tried without one."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,11 +73,7 @@ def test_time_that_is_over_leaves_the_rest_unreached_and_says_so(results, tmp_pa
 
 def test_streams_that_block_train_what_the_host_would(tmp_path):
     """Over a stand-in for NCCL whose streams are threads here."""
-    command = [
-        sys.executable, CHECKS, tmp_path, "--device", "cpu", "--part", "streams_straight", "--part", "streams_replicas",
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
+    done = forked(CHECKS, tmp_path, "--device", "cpu", "--part", "streams_straight", "--part", "streams_replicas")
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
     assert done.returncode == 0, [part["trace"] or part["sentence"] for part in parts.values()]
     assert set(parts) == {"streams_straight", "streams_replicas"}

@@ -61,10 +61,9 @@ def test_evaluations_are_those_of_plain_torch_and_change_nothing(case, build, tm
     told = [x for x in heard if x.evaluation is not None]
     assert [x.step for x in told] == [2, 4, 6, 8]
     assert report.best_step == min(report.evaluations, key=lambda step: report.evaluations[step]["loss"])
-    best = run_plan(
-        plan, model, uncorrected(steps=1, lr=0.05, checkpoint=tmp_path / "d" / "best", resume=True, evaluates=True)
-    )
-    assert math.isfinite(best.losses[0])
+    if case == "2bw":
+        best = uncorrected(steps=1, lr=0.05, checkpoint=tmp_path / "d" / "best", resume=True, evaluates=True)
+        assert math.isfinite(run_plan(plan, model, best).losses[0])
 
 
 def test_weights_that_evaluation_has_in_another_layer_are_the_trained_ones(tmp_path):

@@ -57,11 +57,11 @@ def test_one_stage_runs_cores_again_on_two_processes_and_the_other_keeps_them_on
 def test_of_two_blocks_in_a_stage_one_runs_its_core_again(model):
     chain = pp.profile(model, **QUICK).chain
     both = enumerate(zip(chain.layers, chain.variants[0].layers, strict=True))
-    first, stop = (i for i, (x, y) in both if x.saved_bytes > y.saved_bytes)
+    first, _ = (i for i, (x, y) in both if x.saved_bytes > y.saved_bytes)
     found = []
     for cores in ((), ((first, first + 1),)):
-        stages = [Stage(0, stop + 1, (0,), selective=cores), Stage(stop + 1, len(chain), (1,))]
-        found.append(trained(plan_of(chain, stages, accumulate=4), model, lr=0.1))
+        stage = Stage(0, len(chain), (0,), selective=cores)
+        found.append(trained(plan_of(chain, [stage], accumulate=2), model, lr=0.1))
     assert found[0].losses == found[1].losses
     kept, one = (x.activations[0].measured_bytes for x in found)
-    assert kept - one == 2 * (chain.layers[first].saved_bytes - chain.variants[0].layers[first].saved_bytes)
+    assert kept - one == chain.layers[first].saved_bytes - chain.variants[0].layers[first].saved_bytes

@@ -86,7 +86,7 @@ def random_plan(seed):
     return Plan(problem.chain, platform, policy, Allocation(tuple(stages)), pattern, (), Provenance("x"), Schedule())
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(9))
 def test_a_long_run_is_put_together_from_a_short_one(seed, monkeypatch):
     plan = random_plan(seed)
     steps = 400 // lower_run(plan, 1).interval
@@ -104,8 +104,8 @@ def test_a_long_run_is_put_together_from_a_short_one(seed, monkeypatch):
 
 def test_most_long_runs_are_put_together(monkeypatch):
     monkeypatch.setattr(segments, "LEAST", 10)
-    found = [lower_run(plan, 4000 // lower_run(plan, 1).interval).program for plan in map(random_plan, range(8))]
-    assert sum(program.microbatches < 2000 for program in found) >= 6
+    found = [lower_run(plan, 4000 // lower_run(plan, 1).interval).program for plan in map(random_plan, range(5))]
+    assert sum(program.microbatches < 2000 for program in found) >= 4
 
 
 def test_a_run_of_a_million_microbatches_takes_no_longer_to_prepare():

@@ -23,10 +23,10 @@ class Block(nn.Module):
     def __init__(self, index=0, width=8):
         super().__init__()
         self.index = index
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x, mask):
-        return x + self.down(torch.relu(self.up(self.norm(x)))) * mask
+        return x + self.down(torch.relu(self.up(x))) * mask
 
 
 class Net(nn.Module):
