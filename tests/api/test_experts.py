@@ -18,17 +18,18 @@ from pipeplan.report.searched import tensor_degree
 SEQUENCE, HIDDEN, EXPERTS, CHOSEN, WIDTH = 64, 256, 8, 2, 128
 SIZES = f"blocks=2,hidden={HIDDEN},heads=8,groups=4,expert_width={WIDTH},vocabulary=1000,sequence={SEQUENCE}"
 MIXTURE = f"zoo:mixtral-8x7b,{SIZES},experts={EXPERTS},chosen={CHOSEN}"
+ONE_BLOCK = MIXTURE.replace("blocks=2", "blocks=1")
 BATCH = 2
 WHERE = {"gpus": "2x4", "gpu": "h100", "network": "25GB/s", "batch": 64, "weights": "flush", "effort": "quick"}
 
 
-def estimated(options="", **more):
-    return pp.profile(MIXTURE + options, gpu="h100", microbatch=BATCH, dtype="bfloat16", optimizer="adam", **more)
+def estimated(options="", model=ONE_BLOCK, **more):
+    return pp.profile(model + options, gpu="h100", microbatch=BATCH, dtype="bfloat16", optimizer="adam", **more)
 
 
 @pytest.fixture(scope="module")
 def profiled():
-    return estimated(experts="1,4")
+    return estimated(model=MIXTURE, experts="1,4")
 
 
 def test_a_rank_has_a_share_of_the_experts_and_all_routed_tokens(profiled):
@@ -49,7 +50,7 @@ def test_a_rank_has_a_share_of_the_experts_and_all_routed_tokens(profiled):
 
 
 def test_the_fullest_rank_has_as_many_more_tokens_as_is_said():
-    even, uneven = (estimated(f",expert_ranks=4,imbalance={x}", engine="graphs").layers[2] for x in (1.0, 1.5))
+    even, uneven = (estimated(f",expert_ranks=4,imbalance={x}", engine="graphs").layers[1] for x in (1.0, 1.5))
     assert [x.bytes for x in uneven.exchanges] == [x.bytes * (1 if x.update else 1.5) for x in even.exchanges]
     assert uneven.forward_ns >= even.forward_ns
     assert uneven.saved_bytes > even.saved_bytes
@@ -61,9 +62,9 @@ def test_experts_on_tensor_parallel_ranks_are_whole():
     found = estimated(tensor=4, sequence_parallel=True, experts=8).chain
     part = found.part(found.variants[0])
     experts, matrices = 3 * HIDDEN * WIDTH, HIDDEN * 3 * HIDDEN // 4
-    assert part.layers[2].parameter_count == experts + matrices + HIDDEN * (EXPERTS + 2)
+    assert part.layers[1].parameter_count == experts + matrices + HIDDEN * (EXPERTS + 2)
     assert (part.width, part.several) == (8, 2)
-    sums = [x for x in part.layers[2].exchanges if x.update]
+    sums = [x for x in part.layers[1].exchanges if x.update]
     assert [(x.bytes, x.ranks) for x in sums] == [(2 * (matrices + HIDDEN * (EXPERTS + 2)), 2)]
     with pytest.raises(BadInput, match="experts go with sequence parallelism"):
         estimated(tensor=2)

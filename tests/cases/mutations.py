@@ -182,10 +182,9 @@ def changes(path: Place, value: Any) -> Iterator[tuple[str, Any]]:
 
 def changed(document: Any, path: Place, value: Any) -> Any:
     """Return the document with another value at one place."""
-    document = copy.deepcopy(document)
-    inner = document
+    document = inner = copy.copy(document)
     for key in path[:-1]:
-        inner = inner[key]
+        inner[key] = inner = copy.copy(inner[key])  # all else is shared
     if value is ...:
         del inner[path[-1]]
     else:

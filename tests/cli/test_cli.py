@@ -35,22 +35,6 @@ def plan(tmp_path: Path, profile: str, pipeplan: Command) -> str:
     return path
 
 
-def test_plan_prints_period_throughput_bounds_gap_and_stages(profile: str, pipeplan: Command) -> None:
-    code, out, err = pipeplan("plan", profile, "--gpus", "2", "--mem", "1GB", "--no-replicas")
-    assert (code, err) == (0, "")
-    assert (
-        "batch 32 samples (assumed; --batch says another, --batch any the best of any)\nassumed: bandwidth 12 GB/s"
-        in out
-    )
-    assert "period      12.000 ms per microbatch, 83.33 microbatches/s = 333.3 samples/s, 2.00 times one GPU" in out
-    assert "bound       12.000 ms for class contiguous with checkpointing of segments, this interval: optimal" in out
-    assert "bound       12.000 ms for class any with checkpointing of segments, this interval: optimal" in out
-    assert "weights     stash: a version for each update that a microbatch in flight misses" in out
-    assert "late        gradients by 0.12 updates on average, 1 at most; by stage 0.25 0.00" in out
-    assert "update      every 8 microbatches = 32 samples" in out
-    assert "0-3 l0..l3" in out
-
-
 @pytest.mark.parametrize("solver", ["cbc", "highs"])
 def test_a_solver_that_fails_costs_candidates_and_not_the_plan(
     solver: str, profile: str, pipeplan: Command, monkeypatch: pytest.MonkeyPatch

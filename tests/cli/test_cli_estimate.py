@@ -34,14 +34,6 @@ def test_an_update_has_four_microbatches_a_gpu(pipeplan: Command) -> None:
     assert (code, found["batch"], found["pipelines"], found["days"]) == (0, 16, 1, None)
 
 
-def test_an_estimate_is_of_groups_on_the_links_of_the_gpu(pipeplan: Command) -> None:
-    code, out, _ = pipeplan(*TINY, "--gpu", "h100", "--tensor", "2")
-    assert code == 0
-    assert "tensor degree 2" in out
-    assert "joined 2 at 450 GB/s" in out
-    assert "in each of 2 GPUs that run a layer together" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [

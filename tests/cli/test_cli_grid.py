@@ -42,22 +42,6 @@ def second(tmp_path: Path) -> str:
     return written(tmp_path, profile_at(2), "p2.json")
 
 
-def test_the_grid_its_settings_the_bound_and_the_other_grids_are_printed(profile: str, pipeplan: Command) -> None:
-    code, out, err = pipeplan("grid", profile, *GRID, "--microbatch", "1,2")
-    assert (code, err) == (0, "")
-    first, bound, *rest = out.splitlines()
-    assert first.startswith("grid ")
-    assert "microbatch 1" in first
-    assert "per batch of 16 (bound " in first
-    assert "gap" in first
-    assert "no grid of up to 4 GPUs with contiguous stages and microbatches of 1, 2" in bound
-    for name in ("4 x 1", "2 x 2", "1 x 4"):
-        assert any(line.startswith(name) for line in rest)
-    assert "assumed: microbatches of 2: times and sizes proportional to those of the profile at 1" in out
-    assert "assumed: any two GPUs have a link of their own" in out
-    assert "drained, in " in out
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -10,8 +10,6 @@ from cases.even_profile import PROFILE
 from cases.files import written
 from conftest import Command
 
-EQUAL = ["--gpus", "2", "--times", "1,1,1", "--microbatches", "3"]
-
 
 def test_an_order_of_a_plan_is_written_and_simulates_to_the_same(tmp_path: Path, pipeplan: Command) -> None:
     plan, order = str(tmp_path / "plan.json"), str(tmp_path / "order.csv")
@@ -33,13 +31,6 @@ def test_an_order_of_a_plan_is_written_and_simulates_to_the_same(tmp_path: Path,
     )
     assert (code, err) == (0, "")
     assert next(run["schedule"] for run in json.loads(out)["schedules"]) == "best"
-
-
-def test_equal_stages_are_ordered_drawn_and_bounded(pipeplan: Command) -> None:
-    code, out, err = pipeplan("synthesize", *EQUAL, "--placement", "vee", "--limit", "4", "--moves", "200")
-    assert (code, err) == (0, "")
-    assert out.splitlines()[1].startswith("GPU 0 F0")
-    assert "bound    19: no order has a shorter makespan; proved best" in out
 
 
 @pytest.mark.parametrize(

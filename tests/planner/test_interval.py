@@ -131,15 +131,6 @@ def test_a_batch_of_broken_microbatches_is_refused(options, message, pipeplan):
         assert message in err
 
 
-@pytest.mark.parametrize("weights", ["2bw", "stash", "flush", "latest"])
-def test_a_batch_in_samples_fixes_the_updates_of_every_policy(weights, pipeplan):
-    common = ("plan", "example:gpt-tiny", "--gpus", "2", "--mem", "1GB", "--no-replicas", "--algorithm", "contiguous")
-    code, out, _ = pipeplan(*common, "--weights", weights, "--batch", "64", "--accumulate", "8")
-    assert code == 0
-    assert "update      every 8 microbatches = 64 samples" in out
-    assert "this interval" in out
-
-
 def test_an_interrupt_before_any_interval_is_decided_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> Iterator[tuple[int, Scheduled]]:
         raise KeyboardInterrupt

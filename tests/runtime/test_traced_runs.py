@@ -147,14 +147,11 @@ def test_several_values_cross_the_cuts_and_some_are_only_passed_on():
     assert middle.backward.nbytes == 2 * 4 * 4 * 5 * 8
 
 
-@pytest.mark.parametrize("weights", ["stash", "2bw"])
-def test_weight_versions_are_those_of_the_plan(weights, tmp_path):
+def test_weight_versions_are_those_of_the_plan(tmp_path):
     build = traced_cases.residual
     profile = chain(build)
-    accumulate = None if weights == "stash" else 3
     stages = stages_of(profile, CUTS[build], SHAPES["contiguous"])
-    plan = plan_of(profile, stages, weights=weights, accumulate=accumulate)
-    interval = plan.policy.accumulate
+    plan = plan_of(profile, stages, weights="2bw", accumulate=3)
     report, state = run(plan, build, tmp_path, steps=6, lr=0.05)
     model = load_model(spec_of(build), 4, 0)
     stage_of = {
@@ -163,16 +160,9 @@ def test_weight_versions_are_those_of_the_plan(weights, tmp_path):
         for layer in model.layers[start:stop]
         for name in layer.names.values()
     }
-    version = simulated_version(plan, 6 * interval)
-    losses, expected = serial(
-        build,
-        steps=6,
-        accumulate=interval,
-        optimizer="sgd",
-        lr=0.05,
-        version=version,
-        stage_of=lambda n: stage_of.get(n, 0),
-    )
+    version = simulated_version(plan, 18)
+    how = {"optimizer": "sgd", "lr": 0.05, "version": version, "stage_of": lambda n: stage_of.get(n, 0)}
+    losses, expected = serial(build, steps=6, accumulate=3, **how)
     assert equal(report.losses, losses)
     assert largest_difference(state, expected) < 1e-6
 
@@ -242,10 +232,12 @@ def uneven(profile):
     return replace(profile, layers=tuple(replace(x, forward_ns=10**6 + i) for i, x in enumerate(profile.layers)))
 
 
-@pytest.mark.parametrize("merge", [merge_articulation, lambda profile: merge_share(uneven(profile), 0.1)])
-def test_merged_layers_are_found_again(merge, tmp_path):
+def test_merged_layers_are_found_again(tmp_path):
     build = traced_cases.residual
-    profile = merge(chain(build))
+    profile = merge_share(uneven(chain(build)), 0.1)
+    assert 3 < len(profile) < len(chain(build))
+    fit(load_model(spec_of(build), 4, 0), profile)
+    profile = merge_articulation(chain(build))
     assert 3 < len(profile) < len(chain(build))
     half = len(profile) // 2
     plan = plan_of(profile, [(0, half, (0,)), (half, len(profile), (1,))], weights="flush", accumulate=2)
@@ -445,20 +437,9 @@ def test_from_the_profile_to_the_trained_model(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     profile, plan, trained = tmp_path / "profile.json", tmp_path / "plan.json", tmp_path / "trained.pt"
     model = ["--data", "cases.traced:images"]
+    measured = ["--microbatch", 4, "--steps", 1, "--granularity", "1%", "-o", profile]
     for arguments in (
-        [
-            "profile",
-            "cases.traced:residual",
-            *model,
-            "--microbatch",
-            4,
-            "--steps",
-            1,
-            "--granularity",
-            "1%",
-            "-o",
-            profile,
-        ],
+        ["profile", "cases.traced:residual", *model, *measured],
         ["plan", profile, "--gpus", 2, "--mem", "1GB", "--weights", "flush", "--accumulate", 4, "-o", plan],
         ["run", plan, "--model", "cases.traced:residual", *model, "--steps", 2, "--save", trained, "--json"],
     ):

@@ -52,12 +52,19 @@ ALL = [(workers, count) for workers in range(2, 9) for count in range(2, 9)]
 
 @pytest.mark.parametrize(("workers", "count"), ALL)
 def test_unit_time(workers, count):
+    """Sequences are the residues of the version difference; as many versions are kept as there are workers at most."""
     found = analyse(workers, count)
     assert found.forward_times[0] == workers + count - 1
     assert found.forward_times[1] == workers + count
     assert found.version_differences == (ceil(Fraction(workers, count + 1)),)
     assert (found.version_difference == 1) == (workers <= count + 1)
     assert found.activations == tuple(count + 2 * (workers - s) for s in range(1, workers + 1))
+    v, last = found.version_difference, found.steady.stop
+    chains = [tuple(k for k in chain if k <= last) for chain in found.sequences]
+    assert chains == [tuple(range(start, last + 1, v)) for start in range(1, v + 1)]
+    assert (max(found.live_versions) == workers) if count == 2 else (max(found.live_versions) <= workers)
+    assert found.live_versions[0] == v
+    assert list(found.live_versions) == [most_alive(found, stage) for stage in range(workers)]
 
 
 def test_the_papers_formula_is_wrong_at_three_pairs_alone():
@@ -80,14 +87,6 @@ def test_longer_backwards(workers, count):
         assert found.forward_times[1] == workers + count - 1 + backward
         assert paper_holds(found) is None
     assert analyse(workers, count, Fraction(2 * count)).version_difference == ceil(Fraction(2 * workers, 3))
-
-
-@pytest.mark.parametrize(("workers", "count"), ALL)
-def test_sequences_are_the_residues_of_the_version_difference(workers, count):
-    found = analyse(workers, count)
-    v, last = found.version_difference, found.steady.stop
-    chains = [tuple(k for k in chain if k <= last) for chain in found.sequences]
-    assert chains == [tuple(range(start, last + 1, v)) for start in range(1, v + 1)]
 
 
 def test_realistic_backwards_hold_more_than_1f1b():
@@ -135,17 +134,6 @@ def test_a_staircase_of_long_and_broken_backwards():
 def test_a_forward_takes_a_time_point_more_than_the_one_before_only_while_the_pipeline_fills():
     """The paper says so of every mini-batch."""
     assert analyse(4, 4).forward_times[:6] == (7, 8, 9, 9, 9, 9)
-
-
-@pytest.mark.parametrize(("workers", "count"), ALL)
-def test_vertical_sync_keeps_up_to_as_many_versions_as_workers(workers, count):
-    found = analyse(workers, count)
-    assert max(found.live_versions) <= workers
-    if count == 2:
-        assert max(found.live_versions) == workers
-    assert found.live_versions[0] == found.version_difference
-    for stage in range(workers):
-        assert found.live_versions[stage] == most_alive(found, stage)
 
 
 def test_with_longer_backwards_vertical_sync_keeps_more_versions_than_workers():

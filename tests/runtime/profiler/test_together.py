@@ -48,10 +48,10 @@ def test_measured_parts_are_planned_and_run_with_the_bytes_that_they_have(tmp_pa
         assert (one.name, one.weight_bytes, one.output_bytes) == (other.name, other.weight_bytes, other.output_bytes)
         assert one.forward_ns > 0
         assert one.exchanges == ()  # the passes have taken them along
-    split = f"2,{len(found) - 2}" if model is OWN else f"{len(found)}"
-    asked = {"gpus": 4 if model is OWN else 2, "mem": "1GB", "tensor": 2, "batch": 4, "split": split, "weights": "flush"}
-    planned = pp.plan(tmp_path / "profile.json", **asked)
-    assert [(len(x.gpus), x.tensor) for x in planned.stages] == [(2, 2)] * (2 if model is OWN else 1)
+    split = [2, len(found) - 2] if model is OWN else [len(found)]
+    asked = {"gpus": 2 * len(split), "mem": "1GB", "tensor": 2, "batch": 4, "weights": "flush"}
+    planned = pp.plan(tmp_path / "profile.json", **asked, split=",".join(map(str, split)))
+    assert [(len(x.gpus), x.tensor) for x in planned.stages] == [(2, 2)] * len(split)
     report = run_plan(
         planned.plan, ModelSpec(model, data), RunOptions(steps=2, lr=0.1, seed=1, device="cpu", timeout_s=60.0)
     )
