@@ -11,6 +11,7 @@ import pytest
 from cases.chains import uneven_chain
 from cases.drained import open_and_named, open_instance, soonest_in_any_order
 
+import pipeplan as pp
 from pipeplan.plan import ScheduleKind, Stage
 from pipeplan.planner.drained.run import any_run, drained_run, fitting_run
 from pipeplan.planner.drained.search import search_stages
@@ -147,3 +148,12 @@ def test_an_order_of_its_own_names_the_gpus_that_the_plan_has(seed):
     plan = make_plan(Problem(chain, Platform.flat(2, 10**6, 10**9, 1), policy, False), effort="quick").plan
     assert plan.schedule.kind == "written"
     assert plan.allocation.stages[0].devices == (0,)
+
+
+def test_where_memory_is_scarce_several_stages_on_one_gpu_are_tried():
+    asked = {"gpus": 4, "mem": "8GB", "weights": "flush", "no_replicas": True, "checkpointing": "none"}
+    named, split, found = (
+        pp.plan("example:resnet50-1000-b8-v100", algorithm=name, **asked).period_ns
+        for name in ("madpipe", "contiguous", "auto")
+    )
+    assert found <= named < split

@@ -30,6 +30,7 @@ from ...schedule.written import order_of_program
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from ..periodic.interval import at_interval
 from ..periodic.limits import ENOUGH, LimitSearch, drained_floor_ns
+from ..periodic.special import smallest_special
 from ..simulated.other_schedules import schedule_stages
 from ..what_if.best_order import best_order
 from .proposals import holding, move, widened
@@ -79,6 +80,8 @@ def plan_drained(
     phases: dict[str, Callable[[Incumbent], None]] = {
         "stages that drain soonest": partial(search_stages, kinds=searched, effort=effort)
     }
+    if incumbent.limits is None:
+        phases["one GPU with several stages"] = lambda incumbent: incumbent.try_all(smallest_special(problem))
     if kinds:
         phases["other schedules"] = partial(_under_others, kinds=kinds)
         few = PASSES * schedule.mini_batch * len(problem.chain) <= MOST_ORDERED

@@ -239,6 +239,9 @@ class Incumbent:
         cutoff = self._to_beat(len(graph.stages)) if self.periodic and self.best is not None else None
         if cutoff is not None and self._waiting_floor(graph) >= cutoff:
             return None
+        count = self.problem.policy.accumulate or 1
+        if not self.periodic and self.best is not None and count * graph.period_floor_ns >= self.best.cost:
+            return None  # a run of so many microbatches takes no less
         pattern, status = self.schedule(graph, cutoff)
         if pattern is not None:
             return Scheduled(self.cost_ns(graph, pattern), allocation, pattern, status)

@@ -21,6 +21,12 @@ def proved_special(problem: Problem, known_ns: int | None = None) -> int | None:
     return None if low is None or every.infeasible else max(low, every.period_ns)
 
 
+def smallest_special(problem: Problem) -> Iterator[Allocation]:
+    """Yield MadPipe's own allocation, unless there are too many cuts for its tables."""
+    if len(legal_cuts(problem, several=True)) <= MOST_CUTS + 1:
+        yield from filter(None, [smallest_period(problem, "full")])
+
+
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
 
 
@@ -38,7 +44,7 @@ def one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
     if not periods:
-        yield from filter(None, [smallest_period(problem, "full")])
+        yield from smallest_special(problem)
         return
     low = proved_special(problem, incumbent.best_ns)
     if low is None:
