@@ -33,7 +33,7 @@ from ..periodic.limits import ENOUGH, LimitSearch, drained_floor_ns
 from ..periodic.special import smallest_special
 from ..simulated.other_schedules import schedule_stages
 from ..what_if.best_order import best_order
-from .proposals import holding, move, widened
+from .proposals import grids, holding, move, widened
 from .run import drained_run
 from .search import ALTERNATING, search_stages, until_ended
 
@@ -103,6 +103,7 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
         walk = Incumbent(problem, incumbent.settings, limits=limits, start=incumbent.best)
         try:
             walk.try_all(map(Allocation, incumbent.seen))
+            walk.try_all(grids(walk, limits, own=False))
             move(walk)
             for asked in (problem, replace(problem, checkpointing="none")):
                 alone = Incumbent(asked, incumbent.settings, limits=limits)

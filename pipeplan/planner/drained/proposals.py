@@ -23,10 +23,12 @@ from ..grids.space import GridConfig
 from ..periodic.incumbent import Incumbent, Propose
 from ..periodic.limits import LimitSearch
 from ..periodic.portfolio import on_less_memory
+from ..periodic.special import smallest_special
 from .layout import Layout
 from .tables import tables_of_pipelines
 
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
+PARTS = 6  # of all layers, each on all GPUs, at most
 QUICK_RUN = 200  # operations that a run has which is simulated in the time that scheduling takes
 
 
@@ -44,7 +46,8 @@ def widened(propose: Propose, walks: bool = True) -> Propose:
         if walks:
             move(incumbent)
             walked = incumbent.best
-            incumbent.try_all(() if limits is None else _grids(incumbent, limits))
+            incumbent.try_all(() if limits is None else grids(incumbent, limits))
+            incumbent.try_all(smallest_special(incumbent.problem))
             if incumbent.best is not walked:
                 move(incumbent)
 
@@ -84,14 +87,17 @@ def _others(incumbent: Incumbent) -> Iterator[Allocation]:
             yield slower
 
 
-def _grids(incumbent: Incumbent, limits: LimitSearch) -> Iterator[Allocation]:
-    """Yield the best split of every grid of equal pipelines that may drain sooner than the best so far."""
+def grids(incumbent: Incumbent, limits: LimitSearch, own: bool = True) -> Iterator[Allocation]:
+    """Yield the best split of every grid of equal pipelines that may drain sooner than the best so far, with stages on
+    GPUs of their ``own`` if asked for, and of data parallelism in parts, whose sums hide behind backwards."""
     problem, count = incumbent.problem, limits.schedule.mini_batch
-    for stages in range(min(len(problem.platform), len(problem.chain)), 0, -1):
+    most = min(len(problem.platform), len(problem.chain))
+    parts = range(2, min(PARTS, len(problem.chain)) + 1) if problem.replicas else ()
+    for stages, several in chain(((p, 1) for p in range(most, 0, -1) if own), ((1, k) for k in parts)):
         pipelines = len(problem.platform) // stages if problem.replicas else 1
         if count % pipelines:
             continue
-        groups = GridConfig(stages, pipelines, 1).groups()
+        groups = GridConfig(stages, pipelines, 1).groups() * several
         grid = Pipelines(problem, groups, count // pipelines, limits.schedule.limit)
         grid.bound(incumbent.best_ns)
         if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:
