@@ -98,6 +98,8 @@ PARTS = {
     "smaller intervals": Part("planner.plan._decided", lambda found, *_: (found, None), ("patterns",)),
     "own stages": Part(DRAIN + "search._Search._on_own_gpus", no, DRAINED),
     "equal pipelines": Part(DRAIN + "search._Search._placed", no, DRAINED),
+    "drained special GPU": Part(DRAIN + "plan.smallest_special", no, DRAINED),
+    "parts of all layers": Part(DRAIN + "plan.grids", no, DRAINED),
     "other schedules": Part(DRAIN + "plan._under_others", none, DRAINED),
     "by messages": Part(DRAIN + "plan._by_arrival", none, DRAINED),
     "orders of their own": Part(DRAIN + "plan._in_own_order", none, DRAINED),

@@ -1,6 +1,7 @@
 """Which plan costs least where its cost is a run: a drained mini-batch (patterned or message-driven), or nF1B?
 
-Stages that drain soonest are searched for, then tried under other schedules, by messages and in orders of their own.
+Stages that drain soonest are searched for, then MadPipe's, then all under other schedules, by messages and in orders of
+their own.
 """
 
 from __future__ import annotations
