@@ -100,6 +100,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory, good: Path) -> Commands:
 @pytest.mark.parametrize(("name", "param"), FILES, ids=lambda x: getattr(x, "name", x))
 def test_what_is_no_file_is_one_sentence_wherever_a_file_is_named(name, param, commands, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeplan.files.text.WRITER_S", 0.01)
+    monkeypatch.setattr("pipeplan.files.text.read_text.__defaults__", (10**5,))
+    monkeypatch.setattr("pipeplan.runtime.measure.trace_file.MOST_BYTES", 10**5)
     monkeypatch.setattr("pipeplan.cli.showing.QUIET_S", math.inf)
     for what, make in ODD.items():
         path = tmp_path / f"{what}.csv"

@@ -1,6 +1,7 @@
 """What few like blocks tell of a model is what all of them do, byte for byte; where they can't, all are estimated."""
 
 import time
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from pipeplan.api import questions
 from pipeplan.api.given.profiling import profile
 from pipeplan.deadline import Deadline
+from pipeplan.errors import PipeplanError
 from pipeplan.files.profiles import profile_text
 from pipeplan.planner.periodic.incumbent import Status
 from pipeplan.runtime.profiler import estimate
@@ -58,50 +60,57 @@ class Net(nn.Module):
         return self.last(x + seen[2] if self.kind == "read late" else x)
 
 
+class Whole(PipeplanError):
+    """Nothing is told from few blocks, so all would be estimated now."""
+
+
+def told(real, *about):
+    found = real(*about)
+    if found is None:
+        raise Whole
+    return found
+
+
 def both(monkeypatch, make):
-    """Return the profile by like blocks and the whole one, and what was told from few."""
-    told, real = [], estimate._by_like_blocks
-    monkeypatch.setattr(estimate, "_by_like_blocks", lambda *a: told.append(real(*a)) or told[-1])
+    """Return the profile by like blocks and the whole one."""
+    monkeypatch.setattr(estimate, "_by_like_blocks", partial(told, estimate._by_like_blocks))
     few = make()
-    if told[0] is None:  # it is the whole one
-        return profile_text(few.chain), profile_text(few.chain), False
     monkeypatch.setattr(estimate, "_by_like_blocks", lambda *a: None)
     whole = make()
     assert few.measured.host_bound == whole.measured.host_bound
     assert few.notes == whole.notes
     assert [x.layer for x in few.measured.layers] == [x.layer for x in whole.measured.layers]
-    return profile_text(few.chain), profile_text(whole.chain), True
+    return profile_text(few.chain), profile_text(whole.chain)
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        *(("by turns", True), ("skips", False), ("read late", False), ("other width", True)),
-        *(("tied", False), ("two lists", True)),
-    ],
-)
-def test_few_blocks_of_an_own_model_tell_all(monkeypatch, kind, told):
+def profiled(kind):
     inputs, split = torch.randn(2, 4, 8), kind == "other width"
-    few, whole, by_few = both(
-        monkeypatch,
-        lambda: profile(Net(kind), inputs, lambda y, t: y.square().mean(), gpu="a100", split_backward=split),
-    )
-    assert (few == whole, by_few) == (True, told)
+    return profile(Net(kind), inputs, lambda y, t: y.square().mean(), gpu="a100", split_backward=split)
+
+
+@pytest.mark.parametrize("kind", ["by turns", "other width", "two lists"])
+def test_few_blocks_of_an_own_model_tell_all(monkeypatch, kind):
+    few, whole = both(monkeypatch, lambda: profiled(kind))
+    assert few == whole
+
+
+@pytest.mark.parametrize("kind", ["skips", "read late", "tied"])
+def test_nothing_is_told_from_few_blocks_that_others_reach_into(monkeypatch, kind):
+    with pytest.raises(Whole):
+        both(monkeypatch, lambda: profiled(kind))
 
 
 @pytest.mark.parametrize("name", ["zoo:llama3-8b,blocks=5,sequence=64", "zoo:resnet50"])
 def test_few_blocks_of_a_zoo_model_tell_all(monkeypatch, name):
-    few, whole, by_few = both(monkeypatch, lambda: profile(name, gpu="a100", microbatch=1))
+    few, whole = both(monkeypatch, lambda: profile(name, gpu="a100", microbatch=1))
     assert few == whole
-    assert by_few
 
 
 @WITH_TRANSFORMERS
 def test_few_blocks_of_a_transformers_model_tell_all(monkeypatch):
     name = "hf:GPT2LMHeadModel,n_layer=5,n_embd=16,n_head=2,vocab_size=29,sequence=8"
-    few, whole, by_few = both(monkeypatch, lambda: profile(name, gpu="h100", microbatch=1, dtype="bfloat16"))
+    few, whole = both(monkeypatch, lambda: profile(name, gpu="h100", microbatch=1, dtype="bfloat16"))
     assert few == whole
-    assert by_few
 
 
 def test_the_time_limit_leaves_out_what_an_estimate_takes(monkeypatch):
