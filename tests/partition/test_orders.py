@@ -77,7 +77,7 @@ def best_of_listed(problem: Problem) -> int | None:
 
 def test_one_search_finds_the_best_of_all_orders() -> None:
     compared = {1: 0, 2: 0, 3: 0}
-    for seed in (*range(8), 81):  # 81: a stage passes through a server and takes devices of one kind there
+    for seed in (*range(5), 81):  # 81: a stage passes through a server and takes devices of one kind there
         problem = of_few_kinds(seed)
         found, truth = smallest_period(problem), best_of_listed(problem)
         assert (found is None) == (truth is None), seed

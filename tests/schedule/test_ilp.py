@@ -92,7 +92,7 @@ def test_equals_1f1b_star_on_contiguous_stages(solver):
 
 def test_the_solvers_agree_on_shared_devices():
     statuses = Counter()
-    for seed in range(25, 50):
+    for seed in range(25, 40):
         graph = varied_graph(seed, contiguous=False, roomy=(1, 1.2))
         results = [schedule_ilp(graph, solver=solver) for solver in SOLVERS]
         assert judged(graph, results[0]) == judged(graph, results[1]), seed
@@ -101,8 +101,8 @@ def test_the_solvers_agree_on_shared_devices():
         statuses["bound not tight"] += results[0].pattern is not None and judged(graph, results[0]) != group_bound(
             graph
         )
-    assert statuses["optimal"] >= 8
-    assert statuses["optimal"] + statuses["infeasible"] == 25
+    assert statuses["optimal"] >= 5
+    assert statuses["optimal"] + statuses["infeasible"] == 15
     assert statuses["bound not tight"] >= 1
 
 
