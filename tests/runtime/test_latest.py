@@ -330,19 +330,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
     assert largest_difference(whole, straight) > 0  # a drain gives the next mini-batches newer weights
 
 
-@pytest.mark.parametrize("to", ["other cuts", "2bw"])
-def test_a_run_goes_on_under_another_plan(to, tmp_path):
+def test_a_run_goes_on_under_other_plans(tmp_path):
+    """With other cuts, and under 2bw."""
     chain = chain_of(sequences, 4)
-    first = nf1b_plan(chain, THREE, 2)
-    state = state_after(first, "sequences", tmp_path, 4, checkpoint=tmp_path / "steps", every=4)
-    if to == "2bw":
-        other = plan_of(chain, [(0, 5, (0,)), (5, 9, (1,))], weights="2bw", optimizer="momentum")
-    else:
-        other = nf1b_plan(chain, [(0, 5), (5, 9)], 4, limit=3, vertical_sync=True)
-    resumed = state_after(other, "sequences", tmp_path, 7, checkpoint=tmp_path / "steps", resume=True)
-    assert newest(str(tmp_path / "steps")).position.step == 7
-    assert largest_difference(state, resumed) > 0
-    assert all(bool(x.isfinite().all()) for x in resumed.values())
+    cut = nf1b_plan(chain, [(0, 5), (5, 9)], 4, limit=3, vertical_sync=True)
+    plans = (
+        nf1b_plan(chain, THREE, 2),
+        cut,
+        plan_of(chain, [(0, 5, (0,)), (5, 9, (1,))], weights="2bw", optimizer="momentum"),
+    )
+    before = {}
+    for turn, plan in enumerate(plans):
+        options = {"checkpoint": tmp_path / "steps", "resume": True}
+        state = state_after(plan, "sequences", tmp_path, 4 + 3 * turn, **options)
+        assert newest(str(tmp_path / "steps")).position.step == 4 + 3 * turn
+        assert not turn or largest_difference(before, state) > 0
+        assert all(bool(x.isfinite().all()) for x in state.values())
+        before = state
 
 
 @pytest.fixture(scope="module")

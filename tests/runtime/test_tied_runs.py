@@ -207,11 +207,11 @@ def test_each_weight_is_summed_over_its_own_holders(weights, tmp_path):
 
 
 def test_any_plan_goes_on_where_another_one_stopped(chain, tmp_path):
-    """Copies apart, one weight on one device, copies on one device, apart again: weights, momenta, counts, all bits."""
+    """Copies apart, one weight on one device, copies on one device, three apart: weights, momenta, counts, all bits."""
     folder, saved = tmp_path / "c", tmp_path / "s"
     options = {"lr": 0.002, "resume": True, "save": saved, "checkpoint": folder}
-    losses, state = [], {}
-    for turn, stages in enumerate([APART, [(0, 6, (0,))], TOGETHER, APART]):
+    losses, state, three = [], {}, [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))]
+    for turn, stages in enumerate([APART, ONE, TOGETHER, three]):
         plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
         if turn:
             run_plan(plan, ModelSpec(GPT), uncorrected(steps=1, evaluates=True, **options))

@@ -180,19 +180,20 @@ def test_segments_of_a_graph_are_recomputed(tmp_path):
     assert planned_bytes_are_held(report)
 
 
-def test_a_checkpoint_goes_on_with_other_cuts(tmp_path):
-    build = traced_cases.tied_transformer
+def test_stages_of_a_graph_share_weights_and_a_checkpoint_goes_on_with_other_cuts(tmp_path):
+    """The head's weight is that of an embedding in the first stage, on another device, then on the same, and at last in
+    the only stage."""
+    build = traced_cases.entwined
     profile = chain(build)
     assert profile.tied
-    first, last = ([(0, x, (0,)), (x, len(profile), (1,))] for x in (5, position(profile, "again")))
-    folder = tmp_path / "checkpoints"
-    options = {"lr": 0.01, "checkpoint": folder}
-    run(plan_of(profile, first, accumulate=2, optimizer="momentum"), build, tmp_path, steps=2, **options)
-    report, state = run(
-        plan_of(profile, last, accumulate=2, optimizer="momentum"), build, tmp_path, steps=4, resume=True, **options
-    )
-    losses, expected = serial(build, steps=4, accumulate=2, optimizer="momentum", lr=0.01)
-    assert equal(report.losses, losses[4:])
+    options = {"lr": 0.1, "checkpoint": tmp_path / "checkpoints", "resume": True}
+    losses, expected = serial(build, steps=4, accumulate=3, optimizer="momentum", lr=0.1)
+    cuts = ("blocks.0.mix", "head"), ("blocks.0.matmul", "again")
+    for turn, devices in enumerate([((0,), (1,), (2,)), ((0,), (1,), (0,))]):
+        stages = stages_of(profile, cuts[turn], devices)
+        plan = plan_of(profile, stages, weights="flush", accumulate=3, optimizer="momentum")
+        report, state = run(plan, build, tmp_path, steps=2 * turn + 2, **options)
+        assert equal(report.losses, losses[6 * turn : 6 * turn + 6])
     assert largest_difference(state, expected) < 1e-6
     module, _, _ = build(4)
     module.load_state_dict(state)  # under all its names, tied or unused
@@ -200,20 +201,6 @@ def test_a_checkpoint_goes_on_with_other_cuts(tmp_path):
     report, _ = run(plan, build, tmp_path, steps=1, load=tmp_path / "trained.pt")
     x, target = DATA[build](0, 0)
     assert report.losses[0] == pytest.approx(traced_cases.text_loss(module(x), target).item(), abs=1e-6)
-
-
-def test_stages_of_a_graph_share_weights(tmp_path):
-    """The head's weight is that of an embedding in the first stage, on another device, and then on the same."""
-    build = traced_cases.entwined
-    profile = chain(build)
-    options = {"lr": 0.1, "checkpoint": tmp_path / "checkpoints", "resume": True}
-    losses, expected = serial(build, steps=4, accumulate=3, optimizer="momentum", lr=0.1)
-    for turn, devices in enumerate([((0,), (1,), (2,)), ((0,), (1,), (0,))]):
-        stages = stages_of(profile, ("blocks.0.mix", "head"), devices)
-        plan = plan_of(profile, stages, weights="flush", accumulate=3, optimizer="momentum")
-        report, state = run(plan, build, tmp_path, steps=2 * turn + 2, **options)
-        assert equal(report.losses, losses[6 * turn : 6 * turn + 6])
-    assert largest_difference(state, expected) < 1e-6
 
 
 def test_several_inputs_outputs_and_targets_by_threads(tmp_path):

@@ -16,7 +16,8 @@ WITHOUT = {"2bw-uniform": {"fp16"}, "stash": {"fp16", "clip", "tied", "replicas"
 CASES = [
     Case(
         schedule,
-        frozenset(SETS[index % len(SETS)].split() + ["autocast"] * (index >= len(SETS))) - WITHOUT.get(schedule, set()),
+        frozenset(SETS[index % len(SETS)].split() + ["autocast"] * (index >= len(SETS)))
+        - WITHOUT.get(schedule, {"zero", "replicas"} if index >= 2 * len(SETS) else set()),
     )
     for index, schedule in enumerate(SCHEDULES)
 ]

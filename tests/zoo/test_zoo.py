@@ -120,7 +120,7 @@ def test_text_target_is_the_next_character():
     assert int(corpus().max()) < 128
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [x for x in SMALL if "alexnet" not in x])  # whose parameters are many
 def test_parameters_depend_on_seed_and_layer_alone(name):
     model = zoo.load(name)
     state = torch.get_rng_state()

@@ -37,7 +37,7 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 @pytest.mark.parametrize("model", [OWN, pytest.param(QWEN, marks=needs_transformers)])
 def test_measured_parts_are_planned_and_run_with_the_bytes_that_they_have(tmp_path, model):
     data = "cases.parted:data" if model is OWN else None
-    beside = 3 if model is OWN else 1  # each imports all of transformers
+    beside = 2 if model is OWN else 1  # each imports all of transformers
     found = pp.profile(model, tensor="1,2", data=data, beside=beside, **QUICK)
     assert multiprocessing.active_children() == []
     found.save(tmp_path / "profile.json")

@@ -77,38 +77,6 @@ def test_asynchronous_weights_drain_before_a_checkpoint(tmp_path):
     assert largest_difference(torch.load(saved), state) <= 1e-6
 
 
-def test_another_plan_takes_up_every_tensor(tmp_path):
-    """Two stages, then one device, three, and two that hold stages in turn: flush training as if nothing happened."""
-    chain = zoo_chain(GPT, 2)
-    layouts = [
-        [(0, 2, (0,)), (2, 6, (1,))],
-        [(0, 6, (0,))],
-        [(0, 2, (0,)), (2, 4, (1,)), (4, 6, (2,))],
-        [(0, 2, (0,)), (2, 3, (1,)), (3, 6, (0,))],
-    ]
-    folder, state = tmp_path / "c", tmp_path / "state.pt"
-    losses = []
-    for turn, stages in enumerate(layouts):
-        plan = plan_of(chain, stages, weights="flush", accumulate=2, optimizer="adam")
-        if turn:
-            evaluated = tmp_path / "evaluated.pt"
-            run_plan(
-                plan,
-                ModelSpec(GPT),
-                uncorrected(steps=1, lr=1.0, checkpoint=folder, resume=True, evaluates=True, save=evaluated),
-            )
-            assert largest_difference(torch.load(evaluated), torch.load(state)) == 0
-        report = run_plan(
-            plan,
-            ModelSpec(GPT),
-            uncorrected(steps=2 * (turn + 1), lr=0.002, checkpoint=folder, resume=True, save=state),
-        )
-        losses += report.losses
-    expected, trained = serial(GPT, 2, steps=8, accumulate=2, optimizer="adam", lr=0.002)
-    assert losses == pytest.approx(expected, abs=1e-6)
-    assert largest_difference(torch.load(state), trained) <= 1e-6
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A folder with checkpoints after updates 2 and 4, and the plan that wrote it."""
