@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,7 @@ def _algorithms() -> Rows:
     return [dict(zip(("name", "summary", "source", "optimal", "options"), row, strict=True)) for row in rows]
 
 
-NAMED: dict[str, Callable[[], Rows]] = {
-    "gpus": _gpus,
-    "models": _models,
-    "profiles": _profiles,
-    "schedules": _schedules,
-    "algorithms": _algorithms,
-}
+NAMED = {"gpus": _gpus, "models": _models, "profiles": _profiles, "schedules": _schedules, "algorithms": _algorithms}
 
 
 @new_command("pipeplan list gpus", "pipeplan list algorithms --json")

@@ -9,6 +9,7 @@ from fractions import Fraction
 from ..problem import Chain, Device, Problem
 
 _LEAST = ("forward_ns", "backward_ns", "waited_ns", "optimizer_ns")  # that no device takes less than the fastest
+_PICKED = ("forward_ns", "backward_ns", "optimizer_ns", "weight_bytes", "output_bytes")
 
 
 def relative(problem: Problem) -> Problem:
@@ -44,19 +45,9 @@ def extreme(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
         return chain
     layers = []
     for own in zip(*(x.layers for x in chain.choices), strict=True):
-        weights = pick(x.parameter_count for x in own)
-        layers.append(
-            replace(
-                own[0],
-                forward_ns=pick(x.forward_ns for x in own),
-                backward_ns=pick(x.backward_ns for x in own),
-                backward_weight_ns=pick(x.weight_part_ns for x in own),
-                optimizer_ns=pick(x.optimizer_ns for x in own),
-                weight_bytes=pick(x.weight_bytes for x in own),
-                output_bytes=pick(x.output_bytes for x in own),
-                parameters=weights,
-            )
-        )
+        picked = {name: pick(getattr(x, name) for x in own) for name in _PICKED}
+        later, weights = pick(x.weight_part_ns for x in own), pick(x.parameter_count for x in own)
+        layers.append(replace(own[0], **picked, backward_weight_ns=later, parameters=weights))
     return replace(chain, layers=tuple(layers), variants=())
 
 

@@ -127,14 +127,7 @@ def as_profile(
         dtype = HALF[precision or "fp32"]
         if precision == "mixed" and dtype not in accelerator(gpu).tflops:  # older GPUs have the other half
             dtype = "float16"
-        found = profile(
-            given,
-            gpu=gpu,
-            microbatch=microbatch,
-            optimizer=optimizer,
-            dtype=dtype,
-            **parted,
-        )
+        found = profile(given, gpu=gpu, microbatch=microbatch, optimizer=optimizer, dtype=dtype, **parted)
         named = accelerator(gpu)
         what = f"layers as estimated for {named.name}, not measured, microbatches of {found.microbatch} in {dtype}"
         what += "" if parted.get("engine") is None else f", operations issued as --engine {parted['engine']} says"

@@ -34,23 +34,8 @@ from .choosing import choosing_proof
 from .covers import all_contiguous
 from .strong import IMPOSSIBLE, PARTS, Part, Proved, deeper, strong_bound
 
-__all__ = [
-    "IMPOSSIBLE",
-    "PARTS",
-    "Proved",
-    "all_contiguous",
-    "any_bound",
-    "bounded",
-    "derived_up_to",
-    "follows",
-    "layer_bound",
-    "load_bound",
-    "overstated",
-    "proof",
-    "quick_proof",
-    "reaches",
-    "work_ns",
-]
+__all__ = ["IMPOSSIBLE", "PARTS", "Proved", "all_contiguous", "any_bound", "bounded", "derived_up_to", "follows",
+           "layer_bound", "load_bound", "overstated", "proof", "quick_proof", "reaches", "work_ns"]  # fmt: skip
 
 
 def any_bound(problem: Problem, up_to: int | None = None) -> Bound:

@@ -82,9 +82,7 @@ FREEDOMS = (
     Freedom(("scale", "host"), (_SCALE, _HOST)),
     Freedom(("scale", "host forward", "host backward"), (_SCALE, *_APART), ((1, 2),)),
     Freedom(
-        ("compute", "bandwidth", "host forward", "host backward"),
-        (*((x,) for x in _SHARES), *_APART),
-        ((0, 1), (2, 3)),
+        ("compute", "bandwidth", "host forward", "host backward"), (*((x,) for x in _SHARES), *_APART), ((0, 1), (2, 3))
     ),
 )
 

@@ -113,13 +113,7 @@ def justified(problem: OrderProblem, words: Sequence[Word]) -> tuple[int, list[W
 
 
 def shake(
-    problem: OrderProblem,
-    words: Sequence[Word],
-    rounds: int,
-    heat: float,
-    seed: int,
-    deadline: Deadline,
-    enough: int,
+    problem: OrderProblem, words: Sequence[Word], rounds: int, heat: float, seed: int, deadline: Deadline, enough: int
 ) -> tuple[int, int, list[Word]]:
     """Return how many of ``rounds`` were tried, and the value and the words of the best order that they led to.
 

@@ -262,11 +262,7 @@ class PartHead(nn.Linear):
 
 
 def decoder(
-    config: Any,
-    seed: int,
-    embedding: Factory,
-    block: Callable[[int], nn.Module],
-    norm: Factory,
+    config: Any, seed: int, embedding: Factory, block: Callable[[int], nn.Module], norm: Factory
 ) -> tuple[nn.Sequential, Loss]:
     """Return the layers ``embedding, block0, .., norm, head`` and the loss of a model with such a configuration, of
     which ``block`` makes one by its number."""

@@ -221,10 +221,7 @@ class Vee(Placed):
         done, two = (self.work - self.later + messages for messages in held)
         one, other = (self.work + self.steps + messages for messages in held)
         back = self.tables.back
-        always: list[_Condition] = [
-            (done, _falling(two), lambda budget: budget - back),
-            *self._room(rank, one, other),
-        ]
+        always: list[_Condition] = [(done, _falling(two), lambda budget: budget - back), *self._room(rank, one, other)]
         if self.shape.pipelines == 1:
             return [[(one, _falling(other), lambda budget: budget), *always]]
         return [

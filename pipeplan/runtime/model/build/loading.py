@@ -214,13 +214,7 @@ class OwnPart:
     :meth:`filled` makes those of its own part. ``small`` bytes is what isn't large."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        batch: int,
-        seed: int,
-        device: torch.device = CPU,
-        small: int = SMALL,
-        **options: Any,
+        self, spec: ModelSpec, batch: int, seed: int, device: torch.device = CPU, small: int = SMALL, **options: Any
     ) -> None:
         self._load: Callable[[Deferred], LoadedModel] = partial(load_model, spec, batch, seed, device, **options)
         self._name, self._promised = spec.build, Deferred(small)

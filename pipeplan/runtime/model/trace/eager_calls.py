@@ -26,16 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ....errors import BadInput
 from ..places import buffers_kept
-from ..structure import (
-    closed_leaf,
-    contains,
-    leaves_in,
-    leaves_of,
-    refilling,
-    substitute,
-    tensors_in,
-    tensors_of,
-)
+from ..structure import closed_leaf, contains, leaves_in, leaves_of, refilling, substitute, tensors_in, tensors_of
 from .adapted import as_operation, assigned_in_place, replaced
 from .noted import Noted
 from .regions import CALL, HOOK, PART, Region, code_of, forward_of

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import BadInput
-from ..structure import (
-    PLAIN,
-    leaves_in,
-    refilling,
-    tensors_in,
-)
+from ..structure import PLAIN, leaves_in, refilling, tensors_in
 
 
 class Noted:
