@@ -220,8 +220,8 @@ def command(
             write_text(trace, measured_trace(loaded, report))
 
     heard = {} if as_json else {"say": status().say}
-    measure = partial(period_now, loaded, spec, asked.threads, **heard)
-    before = measure() if bracket else None
+    measure = partial(period_now, loaded, spec, asked.threads, **heard) if bracket else None
+    before = 0.0 if measure is None else measure()
     with ExitStack() as held:
         scalars = None if log_dir is None else held.enter_context(closing(Late("runtime.scalars:Scalars")(log_dir)))
         if scalars is not None:
@@ -241,7 +241,7 @@ def command(
             scalars.finish(report, asked.steps)
     if report is None:  # another rank under torchrun reports
         return
-    if before is not None:
+    if measure is not None:
         try:
             report = replace(report, bracket=(before, measure()))
         except PipeplanError as error:  # what was trained counts more

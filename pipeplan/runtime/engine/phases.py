@@ -43,7 +43,8 @@ assembled, averaged, trained_state, wholes, save_config, save_model = (
     for name in ("assembled", "averaged", "trained_state", "wholes", "save_config", "save_model")
 )
 arrival_order = Late("runtime.engine.arrival_order:arrival_order")
-threaded, evaluating = Late("runtime.exchange.threaded:ThreadedTransport"), Late("runtime.engine.held_out:HeldOut")
+threaded = Late("runtime.exchange.threaded:ThreadedTransport")
+evaluating = Late("runtime.engine.held_out:HeldOut")
 OFTEN: Final = (2_000, 10, 10)  # collections, whoever has started the rank: a user's circles may hold activations
 
 

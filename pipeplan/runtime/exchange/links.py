@@ -32,7 +32,9 @@ MOST_BLOCKS: Final = 4  # of threads, one for each processor; each moves some 20
 ROOM: Final = 2  # messages of an edge between processes that wait to be taken, where a sender could go on for ever
 LATE: Final = 2  # messages before it that are over when a receive begins
 
-open_nearby = Late("runtime.exchange.nearby:open_nearby")
+WIRES = (
+    Late("runtime.exchange.nearby:open_nearby"),
+)  # what opens ways between CPUs of one machine, None where it can't
 nearby_transport = Late("runtime.exchange.nearby:NearbyTransport")
 
 Pair = tuple[int, int]  # sender, receiver
@@ -95,8 +97,8 @@ def open_links(
     }
     if exchange != "nccl":
         peers = sorted({r for pair in found if rank in pair for r in pair if r != rank})
-        way = None if nearby is None else open_nearby(rank, peers, nearby, timeout)
-        return Links(exchange, device, timeout, nearby=way)
+        ways = (wires(rank, peers, nearby, timeout) for wires in WIRES if nearby is not None)
+        return Links(exchange, device, timeout, nearby=next(ways, None))
     pairs: dict[Pair, Group] = {}
     in_hosts_order()
     with exchanging("the connecting of GPUs"):

@@ -83,6 +83,11 @@ class HuggingFace:
         found = getattr(self.config, "dtype", None)
         return found if isinstance(found, torch.dtype) else None
 
+    def beside(self) -> tuple[str, bytes]:
+        """Return the name of the file, and what is in it, by which its library knows what a state beside it is of."""
+        self.config.architectures = [self.kind.__name__]
+        return CONFIG, self.config.to_json_string().encode()
+
     def data(self, batch: int) -> Data:
         """Return ``data(index, seed)`` of microbatches of ``batch`` samples."""
         if batch < 1:

@@ -25,7 +25,6 @@ from ...exchange.collective import Specs, Take, handed_over, share_from
 from ...exchange.layer_group import LayerGroup
 from ...exchange.transport import Group
 from ...measure.progress import Trial
-from ...model.build.hugging_face import CONFIG, HuggingFace
 from ...model.build.spec import ModelSpec, builder_of
 from ...model.build.state_file import SAFETENSORS, SafetensorsWriter
 from ...model.contract import Batches
@@ -107,10 +106,7 @@ def take_averages(rank: Rank, updates: Mapping[int, StageUpdate], groups: Mappin
 
 
 def training_state(
-    rank: Rank,
-    updates: Mapping[int, StageUpdate],
-    scaling: Scaling | None,
-    trial: Trial | None = None,
+    rank: Rank, updates: Mapping[int, StageUpdate], scaling: Scaling | None, trial: Trial | None = None
 ) -> TrainingState:
     """Return what ``rank`` writes to a checkpoint, with whole tensors of what those who run
     its layers have parts of; all ranks together."""
@@ -224,10 +220,11 @@ def _weights(rank: Rank, s: int, update: StageUpdate) -> Iterator[tuple[str, int
 def save_config(path: Path, spec: ModelSpec) -> None:
     """Write the config of a transformers model beside a state with the name by which its library looks for one."""
     build = builder_of(spec) if path.name == f"model{SAFETENSORS}" else None
-    if isinstance(build, HuggingFace):
-        build.config.architectures = [build.kind.__name__]
-        with replaced(str(path.with_name(CONFIG))) as file:
-            file.write(build.config.to_json_string().encode())
+    beside = getattr(type(build), "beside", None)
+    if beside is not None:
+        name, text = beside(build)
+        with replaced(str(path.with_name(name))) as file:
+            file.write(text)
 
 
 def save_model(number: int, trained: Mapping[str, Tensor], model: LoadedModel, path: Path, patient: Group) -> None:
