@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cases.lifted import dangling, lift
 from cases.patience import SECONDS
 
 PACKAGE = Path(__file__).parents[1] / "pipeplan"
-COMMANDS = "cli/__init__.py"
-LIFTED = {  # feature -> its files, and the files and the rows that name it
-    "calibrate": (
-        "cli/calibrate.py api/calibrating.py planner/calibrate report/tables/calibrations.py files/measured_runs.py",
-        f"{COMMANDS} __init__.py",
-        r' +("calibrate": |from .api.calibrating ).*\n',
-    ),
-    "diff": ("cli/diff.py report/tables/differences.py", COMMANDS, r'    "diff": .*\n'),
-    "synthesize": (
-        "cli/synthesize.py api/synthesizing.py report/tables/synthesis.py",
-        f"{COMMANDS} __init__.py",
-        r' +("synthesize": |from .api.synthesizing ).*\n',
-    ),
-    "doctor": ("cli/doctor.py", COMMANDS, r'    "doctor": .*\n'),
-    "what other papers and programs publish": (
-        "partition/piper.py partition/madpipe/paper.py",
-        "partition/__init__.py choices.py",
-        r'    "(?:piper|madpipe-paper)": Algorithm\(\n(?:        .*\n)+    \),\n|, "(?:piper|madpipe-paper)"',
-    ),
-    "models of images": ("zoo/images", "zoo/__init__.py", r'    "[\w-]+": "images\.\w+",\n'),
+LIFTED = {  # feature -> its files, and the names of its rows that don't say its files
+    "calibrate": "cli/calibrate.py api/calibrating.py planner/calibrate report/tables/calibrations.py "
+    "files/measured_runs.py",
+    "diff, and plans under other times": "cli/diff.py report/tables/differences.py planner/what_if/carry.py "
+    "api/bracket.py api/resuming.py planner/what_if/moves.py",
+    "grids, and GPUs that decide as they go": "api/grids.py planner/grids schedule/programs/deciding.py grid estimate "
+    "latest",
+    "compare and import": "api/comparing.py planner/what_if/compare.py compare import",
+    "MadPipe": "partition/madpipe planner/periodic/special.py",
+    "walks": "partition/moves planner/periodic/walks.py",
+    "bounds on what drains": "check/bounds/drained",
+    "zero bubble": "schedule/programs/zero_bubble.py",
+    "V-Half and V-Min": "schedule/programs/controlled.py",
+    "deepspeed": "files/frameworks/deepspeed.py deepspeed",
+    "Megatron-LM": "files/frameworks/megatron.py megatron megatron-bridge",
+    "models of images": "zoo/images",
+    "memory that processes share": "runtime/exchange/nearby.py",
+    "evaluations while training": "runtime/engine/held_out.py",
+    "comparison with plain training": "runtime/engine/comparison.py",
+    "transformers": "runtime/model/build/hugging_face.py runtime/model/build/tensor_plan.py",
+    "orders of their own": "cli/synthesize.py api/synthesizing.py report/tables/synthesis.py schedule/synthesis "
+    "planner/what_if/best_order.py BEST",
+    "doctor": "cli/doctor.py",
+    "plans for frameworks, and what is read of them": "planner/what_if/target.py planner/what_if/towers.py "
+    "planner/drained/block_search.py api/comparing.py planner/what_if/compare.py compare import",
+    "torchtitan": "files/frameworks/torchtitan.py torchtitan",
+    "what other weights take": "planner/what_if/alternatives.py",
+    "orders of a DAG's layers": "planner/layer_orders.py",
+    "PipeDream": "partition/pipedream",
+    "Piper": "partition/piper.py",
+    "several chunks in a loop": "schedule/programs/loops.py",
+    "stages like a V": "schedule/programs/vees.py schedule/programs/controlled.py",
+    "threads, and the order of arrival": "runtime/exchange/threaded.py runtime/engine/arrival_order.py",
 }
+HALF = list(LIFTED).index("orders of their own")
+TESTS = (
+    "cost/test_shared_links.py",
+    "cost/test_storages.py",
+    "partition/test_cuts.py",
+    "test_problem.py",
+)  # quick ones
 CORE = """
 import sys
 from importlib import import_module
 from pathlib import Path
-package = Path(sys.argv[1])
+package, tests = Path(sys.argv[1]), sys.argv[2:]
 for path in sorted(package.rglob("*.py")):
     name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
     if name.split(".")[1:2] not in (["runtime"], ["zoo"], ["__main__"]) and not name.endswith("figures"):
@@ -46,42 +66,27 @@ import pipeplan as pp
 from pipeplan.cli import COMMANDS, group
 for name in COMMANDS:
     assert group.get_command(None, name) is not None
-found = pp.plan("example:published/alexnet", gpus=2, mem="16GB", weights="2bw", algorithm="contiguous")
-assert found.samples_per_second > 0 and found.gap >= 0
+for weights in ("2bw", "flush"):
+    found = pp.plan("example:published/alexnet", gpus=2, mem="16GB", weights=weights)
+    assert found.samples_per_second > 0 and found.gap >= 0
+pp.plan("example:gpt-tiny-b8-cpu", gpus=2, mem="1GB", weights="flush", batch=16).save("plan.json")
+import pytest
 assert Path(pp.__file__).is_relative_to(package)
+sys.exit(pytest.main(["--noconftest", "-qp", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", *tests]))
 """
 
 
-@pytest.mark.parametrize(
-    "features",
-    [("calibrate", "diff", "models of images"), ("synthesize", "doctor", "what other papers and programs publish")],
-)
-def test_features_can_be_lifted_out(features, tmp_path):
+@pytest.mark.parametrize(("features", "runs"), [(list(LIFTED)[:HALF], True), (list(LIFTED)[HALF:], False)])
+def test_features_can_be_lifted_out(features, runs, tmp_path):
     """Each is seen gone where others are there."""
     package = shutil.copytree(PACKAGE, tmp_path / "pipeplan")  # what is compiled already among it
-    for files, rows_in, rows in (LIFTED[x] for x in features):
-        for file in files.split():
-            gone = package / file
-            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-        for name in rows_in.split():
-            without, count = re.subn(rows, "", (package / name).read_text())
-            assert count
-            (package / name).write_text(without)
+    lift(package, " ".join(LIFTED[x] for x in features).split())
     assert list(dangling(package)) == []
-    done = subprocess.run(
-        [sys.executable, "-c", CORE, str(package)], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
-        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-def dangling(package):
-    """What modules of a package import of it that isn't there."""
-    modules = {path.relative_to(package).with_suffix("").parts for path in package.rglob("*.py")}
-    there = {parts[:-1] if parts[-1] == "__init__" else parts for parts in modules}
-    for parts in modules:
-        text = package.joinpath(*parts).with_suffix(".py").read_text()
-        for dots, name in re.findall(r"^ *from (\.+)([\w.]*) import ", text, re.MULTILINE):
-            base = (*parts[: len(parts) - len(dots)], *filter(None, name.split(".")))
-            if base not in there:
-                yield ".".join(parts), ".".join(base)
+    own = Path(__file__).parent
+    called = ["-c", CORE, package, *(own / name for name in TESTS)], ["-m", "pipeplan", "run", "plan.json", "--steps=1"]
+    for arguments in called[: 1 + runs]:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS,
+            env={"PYTHONPATH": f"{tmp_path}:{own}", "PATH": "/usr/bin:/bin"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -112,7 +112,6 @@ def _as_often(other: Problem, problem: Problem) -> Problem:
 
 
 DEFAULTS: Comparing = defaults(Comparing)
-NAMES = (AUTO, GPIPE, *ALGORITHMS)
 MOST_CASES = 1000  # without a time limit
 
 
@@ -144,6 +143,11 @@ class Comparison:
         print_rows(self.problem, self.rows, self.assumptions, width)
 
 
+def names() -> tuple[str, ...]:
+    """Return what can be compared."""
+    return AUTO, GPIPE, *ALGORITHMS
+
+
 def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Comparing]) -> Comparison:
     """Return what each of ``algorithms`` reaches for ``gpus`` such as ``"2-8"`` and ``mem`` such as ``"3GB,4GB"``.
 
@@ -153,8 +157,8 @@ def compare(profile: Given, *, status: Status | None = None, **asked: Unpack[Com
     said: Comparing = {**DEFAULTS, **asked}
     algorithms = said["algorithms"].split(",") if isinstance(said["algorithms"], str) else said["algorithms"]
     for name in algorithms:
-        if name not in NAMES:
-            raise BadInput(f"--algorithms: '{shown(name)}' is not one of {', '.join(NAMES)}")
+        if name not in names():
+            raise BadInput(f"--algorithms: '{shown(name)}' is not one of {', '.join(names())}")
     if said["platform"] is not None:
         raise BadInput("compare builds its platforms from --gpus and --mem; leave out --platform")
     deadline = deadline_of(said["time_limit"])

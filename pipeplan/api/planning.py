@@ -20,7 +20,7 @@ from ..plan import Plan, ScheduleKind
 from ..planner.periodic.incumbent import GAP, Settings
 from ..planner.plan import AUTO, Planned
 from ..problem import SHARING, Problem, small_matrices
-from ..runtime.training.state.checkpoint import plan_of
+from ..registry import Late
 from ..schedule.kinds import KINDS
 from ..status import Status
 from .asked import Asked, Parts, Planning, defaults, part_of
@@ -30,8 +30,15 @@ from .given.tensor import EACH, OfDegree, Worth, best_degree, by_layer, for_each
 from .plans import own_export
 from .questions import Given, given_profiles, options_of, refuse_with_target, stated_of, timed
 from .result import PlanResult
-from .resuming import going_on, moving_least
 
+make_target_plan: Callable[..., Planned] = Late("planner.what_if.target:make_target_plan")
+priced: Callable[..., Planned] = Late("planner.what_if.target:priced")
+ordered: Callable[..., Planned] = Late("planner.what_if.best_order:ordered")
+refuse_undrained = Late("planner.what_if.best_order:refuse_undrained")
+going_on, moving_least = Late("api.resuming:going_on"), Late("api.resuming:moving_least")
+UNPIPELINED = (Late("planner.what_if.alternatives:with_unpipelined"),)  # what is told beside a plan's part
+ALTERNATIVES = (Late("planner.what_if.alternatives:with_alternatives"),)  # and beside the plan that is chosen
+ORDERS = {"best": Late("planner.layer_orders:planned_in_best_order")}  # of a DAG's layers, beside that which is given
 DEFAULTS: Planning = defaults(Planning)
 SEGMENTS = (AUTO, "data-parallel", "piper")  # which choose among them where nobody says what may be recomputed
 
@@ -70,12 +77,11 @@ class Question:
 
     def found(self, problem: Problem) -> tuple[Planned, Problem]:
         """Return the plan in the order of layers that is asked for, and the problem in that order."""
-        from ..planner.layer_orders import planned_in_best_order
         from ..planner.least_late import fresher
 
-        found = None
-        if self.said["order"] == "best" and self.stated is None and self.said["algorithm"] in (AUTO, "contiguous"):
-            found, problem = planned_in_best_order(problem, self.settings, self.made)
+        found, in_order = None, ORDERS.get(self.said["order"])
+        if in_order is not None and self.stated is None and self.said["algorithm"] in (AUTO, "contiguous"):
+            found, problem = in_order(problem, self.settings, self.made)
         found = found or self.made(problem)
         return fresher(found, problem) if self.said["algorithm"] == AUTO else found, problem
 
@@ -114,22 +120,18 @@ class Question:
 
     def problem(self, part: Profile) -> OfDegree:
         """Return the problem of a part; BadInput for one that it can't have."""
-        from ..planner.what_if.best_order import WHY_NOT
-
         said = self.said
         segments, each = said["algorithm"] in SEGMENTS, bool(part.chain.variants)
         problem, assumptions = problem_of(part, **self.words, segments=segments, each=each, deadline=self.deadline)
         if said["algorithm"] == "data-parallel" and part.chain.changed and len(problem.platform) > 1:
             raise BadInput(f"--algorithm data-parallel: {part.chain.one_of_each}")
-        if said["schedule"] == BEST and not problem.policy.drains:
-            raise BadInput(f"schedule: {WHY_NOT.format(weights=problem.policy.weights)}")
+        if said["schedule"] == BEST:
+            refuse_undrained(problem.policy, "schedule")
         held = [] if said["for_"] is None else as_held(problem, said["for_"])[1]
         return OfDegree(problem, [*assumptions, *held])
 
     def plan(self, part: OfDegree, beat_ns: int | None) -> Planned:
         """Return the best plan of a part, however replicas share where that is open, and what no pipeline takes."""
-        from ..planner.what_if.alternatives import with_unpipelined
-
         problem, find = part.problem, partial(self._found, part.assumptions)
         if self.said["zero"] == ANY:
             return self._best_sharing(problem, find, beat_ns)
@@ -137,7 +139,9 @@ class Question:
         counted = policy.bytes_per_parameter is not None
         if problem.chain.variants or counted or not OPTIMIZERS[policy.optimizer].elementwise:
             return found
-        return with_unpipelined(problem.with_policy(with_zero(policy, problem.chain, 3)), found)
+        for told in UNPIPELINED:
+            found = told(problem.with_policy(with_zero(policy, problem.chain, 3)), found)
+        return found
 
     def _best_sharing(
         self, problem: Problem, find: Callable[[Problem, int | None], Planned], beat_ns: int | None
@@ -179,11 +183,10 @@ class Question:
         """Return what no plan of a problem takes less than, quickly, whatever weights it may choose."""
         from ..check.bounds import load_bound, quick_proof
         from ..cost.relaxations import relative
-        from ..planner.what_if.target import as_run_by
 
         target = self.said["for_"]
         if target is not None:
-            problem = as_run_by(problem, target)
+            problem = problem.with_policy(replace(problem.policy, engine=TARGETS[target].engine))
         elif self.said["weights"] is None:
             return load_bound(relative(problem) if problem.chain.variants else problem)
         return quick_proof(problem).period_ns
@@ -197,16 +200,9 @@ class Question:
 
     def _for_target(self, problem: Problem, tell: Callable[[Planned], None], beat_ns: int | None) -> Planned:
         """Return the best plan that a target can express."""
-        from ..planner.what_if.target import make_target_plan
-
         target, kinds = self.said["for_"], () if self.kind is None else (self.kind,)
         assert target is not None, "else it is searched for without"
-        if problem.chain.variants:
-            from ..planner.what_if.towers import make_towers_plan
-
-            found = make_towers_plan(problem, target, beat_ns)
-        else:
-            found = make_target_plan(problem, target, self.settings, self.effort, kinds, tell, beat_ns)
+        found = make_target_plan(problem, target, self.settings, self.effort, kinds, tell, beat_ns)
         tell(found)
         return found
 
@@ -250,17 +246,13 @@ def plan(
     :func:`..planner.what_if.best_order.ordered`. ``jobs`` processes search at a time; any number finds the same.
     ``progress`` hears of each improvement, ``status`` says at any time what is going on. BadInput for what contradicts.
     """
-    from ..planner.what_if.alternatives import with_alternatives
-    from ..planner.what_if.best_order import OWN, TRIED, ordered
-    from ..planner.what_if.target import priced
-
     status, before = status or Status(), None
     asking: Planning = {**DEFAULTS, **asked}
     if asking["resume_from"] is not None:
         if profile is not None:
             raise BadInput("--resume-from: its checkpoint has a profile of its own; leave out PROFILE")
-        before = load_plan(plan_of(asking["resume_from"]))
-        profile, asking = before.chain, going_on(asking, before)
+        before, asking = going_on(asking, asking["resume_from"])
+        profile = before.chain
     if profile is None:
         raise BadInput("profile: None is not a profile, and no --resume-from names a checkpoint with one")
     question = _question(asking, progress, status)
@@ -280,7 +272,8 @@ def plan(
     if said["for_"] is None and question.stated is None and not found.plan.chain.variants:
         here = question.orders[found.plan.chain.variant, found.plan.policy.zero]
         drained = said["weights"] is not None or not question.free  # else it was looked for
-        found = with_alternatives(found, replace(here, deadline=until), question.settings, drained)
+        for told in ALTERNATIVES:
+            found = told(found, replace(here, deadline=until), question.settings, drained)
     if said["for_"] is not None:
         problem = replace(as_held(degree.problem, said["for_"])[0], deadline=until)
         found = found if problem.chain.variants else priced(problem, found, said["for_"], question.settings)
@@ -292,7 +285,7 @@ def plan(
         found = moving_least(found, before)
     if best:
         status.phase = "orders of passes"
-        found = ordered(found, deadline, TRIED if question.stated is None else (OWN,))
+        found = ordered(found, deadline, question.stated is None)
     return timed(found, degree.assumptions, began)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,12 +15,17 @@ from ..files.plans import any_class_bound, gpus_of, plan_text
 from ..files.text import write_text
 from ..names import shown
 from ..plan import Bound, Plan
+from ..registry import Late
 from ..units import format_ns
 from .door import door
 
 if TYPE_CHECKING:
     from ..planner.simulated.simulation import Simulation
     from ..runtime.lowering.instructions import Instruction
+
+print_plan, chart_html = Late("report.tables.plan:print_plan"), Late("report.page.html:chart_html")
+report_page: Callable[..., tuple[str, int]] = Late("api.plans:report_page")
+PRINTED = {"grid": Late("report.tables.searches:print_grids")}  # what an algorithm's plans are printed by, else that
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +192,6 @@ class PlanResult:
     ) -> int:
         """Write it as one self-contained HTML page, under its own schedule, or several side by side; with ``trace`` the
         run that it has the times of as well. Return how many microbatches of its run the page shows."""
-        from .plans import report_page
-
         text, count = report_page(self.plan, schedules, microbatches, None if trace is None else str(trace))
         write_text(str(path), text)
         return count
@@ -215,14 +219,8 @@ class PlanResult:
 
     def show(self, width: int | None = None, verbose: bool = False) -> None:
         """Print the plan's table, as ``pipeplan plan`` does; ``verbose``: also what its bound follows from."""
-        from ..planner.grids.grid_search import ALGORITHM as GRID
-        from ..report.tables.plan import print_plan
-        from ..report.tables.searches import print_grids
-
-        if self.plan.provenance.algorithm == GRID:
-            print_grids(self.plan, self.assumptions, width, self.evaluation)
-        else:
-            print_plan(self.plan, self.assumptions, width, self.evaluation, verbose)
+        found = PRINTED.get(self.plan.provenance.algorithm, print_plan)
+        found(self.plan, self.assumptions, width, self.evaluation, verbose)
 
     def __repr__(self) -> str:
         stages, platform = self.plan.allocation.stages, self.plan.platform
@@ -233,8 +231,6 @@ class PlanResult:
         )
 
     def _repr_html_(self) -> str:
-        from ..report.page.html import chart_html
-
         told = io.StringIO()
         with redirect_stdout(told):
             self.show()

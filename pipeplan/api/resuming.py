@@ -7,19 +7,23 @@ from math import prod
 from typing import Any, cast
 
 from ..errors import BadInput
+from ..files.plans import load_plan
 from ..plan import Plan
 from ..planner.plan import Planned
 from ..planner.what_if.moves import nearest
 from ..problem import Platform
+from ..runtime.training.state.checkpoint import plan_of
 from ..units import gpu_counts
 from .asked import Planning
 
 SAID = ("batch", "accumulate", "weights", "microbatch", "granularity", "blocks")  # by the plan of the checkpoint
+KEPT = "weights", "optimizer", "precision", "offload", "zero", "vertical_sync"
 MACHINE = ("platform", "gpu", "mem", "bandwidth")  # which say a machine of their own
 
 
-def going_on(said: Planning, before: Plan) -> Planning:
-    """Return what is asked with what the plan ``before`` says; BadInput for what it says otherwise."""
+def going_on(said: Planning, checkpoint: str) -> tuple[Plan, Planning]:
+    """Return the plan of the checkpoint, and what is asked with what it says; BadInput for what it says otherwise."""
+    before = load_plan(plan_of(checkpoint))
     if said["for_"] is not None or said["tensor"] is not None:
         raise BadInput("--resume-from: run resumes in the degree of its plan; leave out --for and --tensor")
     words: dict[str, Any] = {**said}
@@ -30,14 +34,9 @@ def going_on(said: Planning, before: Plan) -> Planning:
     shared = policy.shared_bytes_per_parameter
     kept: dict[str, Any] = {
         "accumulate": before.interval,
-        "weights": policy.weights,
-        "optimizer": policy.optimizer,
-        "precision": policy.precision,
-        "offload": policy.offload,
-        "zero": policy.zero,
+        **{name: getattr(policy, name) for name in KEPT},
         "clipped": policy.clip,
         "predicted": policy.predict,
-        "vertical_sync": policy.vertical_sync,
         "granularity": "node",
         "bytes_per_parameter": size if size is None or shared is None else f"{size - shared}+{shared}",
     }
@@ -45,7 +44,7 @@ def going_on(said: Planning, before: Plan) -> Planning:
         if said["gpus"] is None:
             raise BadInput("--resume-from: --gpus says how many GPUs are left, such as 3x8")
         kept |= {"platform": _resized(before.platform.whole or before.platform, said["gpus"]), "gpus": None}
-    return cast("Planning", words | kept)
+    return before, cast("Planning", words | kept)
 
 
 def _resized(platform: Platform, gpus: Any) -> Platform:

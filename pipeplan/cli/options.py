@@ -61,12 +61,6 @@ def profiles() -> Iterable[str]:
 _schedules: Callable[[], Iterable[str]] = Late("schedule.kinds:schedules")
 
 
-def _algorithms() -> Iterable[str]:
-    from ..api.comparing import NAMES
-
-    return NAMES
-
-
 def _knobs_known(tuning: Iterable[str] = ()) -> Iterable[str]:
     """Return what -O may say: names that tune a search, and the options of algorithms with their values."""
     from ..partition import ALGORITHMS
@@ -216,7 +210,7 @@ def time_limit(what: str, name: str = "time_limit") -> Callable[[Command], Comma
 
 GIVE_UP = time_limit("Give up after this time, such as 30s.", "deadline")
 PROFILE = click.argument("profile", metavar="PROFILE", type=Named(profiles, files=True))
-COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": GPU, "algorithms": Named(_algorithms, lists=True)}
+COMPLETED: dict[str, click.ParamType[Any]] = {"gpu": GPU, "algorithms": Named(Late("api.comparing:names"), lists=True)}
 
 
 def type_of(word: Word) -> click.ParamType[Any]:

@@ -18,6 +18,7 @@ import click
 from ..api.asked import Comparing, Grids, Planning
 from ..errors import BadInput
 from ..names import shown
+from ..registry import Late
 from ..units import format_bytes
 from .options import JSON, MODEL, PROFILE, Count, Named, asking, options, profiles, time_limit
 from .showing import new_command, note, print_json, refuse_two_documents, say_written, status
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..api.result import PlanResult
     from ..planner.what_if.compare import OnePlatform
 
+write_text = Late("files.text:write_text")
 Command = TypeVar("Command", bound=Callable[..., Any])
 MOST = 10**18  # samples, tokens, dollars
 NUMBER = re.compile(r"[0-9]{1,19}(\.[0-9]{1,18})?([eE]\+?[0-9]{1,2})?")
@@ -116,7 +118,6 @@ def _search(
 ) -> PlanResult:
     """Write or show what ``find(progress=, status=)`` finds, ``verbose`` with reasons, and with the ``bill``; return
     it."""
-    from ..files.text import write_text
     from ..planner.periodic.incumbent import unsolved
 
     about = status()
@@ -163,7 +164,6 @@ def plan(
         raise click.UsageError("Missing argument 'PROFILE'.")
     from ..api.planning import plan
     from ..api.plans import own_export
-    from ..files.text import write_text
 
     find = partial(plan, profile, **asked)
     if asked["for_"] is not None and output not in (None, "-"):  # it is there before its price is known
@@ -275,7 +275,6 @@ def estimate(profile: str, gpus: tuple[int, ...], bill: Bill | None, as_json: bo
 def compare(profile: str, csv_file: str | None, as_json: bool, bill: Bill | None, **asked: Any) -> None:
     """Compare algorithms on PROFILE for --gpus such as 2-8 or 2,4,8 and --mem such as 3GB,4GB."""
     from ..api.comparing import compare
-    from ..files.text import write_text
 
     refuse_two_documents(as_json, csv=csv_file)
     found = compare(profile, status=status(), **asked)

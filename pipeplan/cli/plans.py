@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,16 @@ import click
 from ..choices import FORMS
 from ..deadline import Deadline, OutOfTime
 from ..errors import InvalidPlan, PipeplanError
+from ..registry import Late
 from .options import FILE, GIVE_UP, JSON, PLAN, SCHEDULE, WRITTEN, options, refuse_without
 from .showing import new_command, print_json, refuse_two_documents, say_written, status
 
 if TYPE_CHECKING:
+    from ..plan import Plan
     from ..schedule.deadlock import Semantics
 
+load_plan: Callable[[str], Plan] = Late("files.plans:load_plan")
+write_text = Late("files.text:write_text")
 CHECK = """
 --schedule FILE.csv
     Judge a schedule that torch's pipelining reads or writes instead, for PLAN's stages if there is one.
@@ -49,7 +54,7 @@ def check(
         )
     from ..check.lateness import plan_delays
     from ..files.plans import read_plan
-    from ..planner.what_if.target import derived
+    from ..planner.claims import derived
     from ..report.tables.plan import headline
     from ..report.words import bound_figures
     from ..schedule.deadlock import plan_deadlock
@@ -80,7 +85,6 @@ def check(
 
 def _check_schedule(path: str, plan: str | None, chosen: Semantics | None, as_json: bool) -> None:
     """Print what is wrong with a schedule, and under which semantics its ranks wait for each other; exit 1 if so."""
-    from ..files.plans import load_plan
     from ..files.schedule_csv import read_schedule
     from ..planner.simulated.simulation import simulate_written
     from ..schedule.deadlock import SEMANTICS
@@ -123,7 +127,6 @@ SHOW = """
 @JSON
 def show(plan: str, width: int | None, links: bool, output: str | None, as_json: bool) -> None:
     """Draw one period of PLAN: what every GPU and link does when. Of a message-driven plan, draw its mini-batch."""
-    from ..files.plans import load_plan
     from ..report.gantt import plan_window, rows_data, save_pattern
     from ..report.tables.simulations import print_pattern
     from ..schedule.kinds import plan_groups
@@ -170,10 +173,7 @@ SIMULATE = """
 """
 
 
-@new_command(
-    "pipeplan simulate plan.json --microbatches 64",
-    "pipeplan simulate plan.json --schedule all --jitter 5%",
-)
+@new_command("pipeplan simulate plan.json --microbatches 64", "pipeplan simulate plan.json --schedule all --jitter 5%")
 @PLAN
 @options(SIMULATE, names={"multiple": True, "type": WRITTEN})
 @GIVE_UP
@@ -196,8 +196,6 @@ def simulate(
     With several schedules, or all, print them side by side, the best for this plan first.
     """
     from ..api.plans import ALL, simulations
-    from ..files.plans import load_plan
-    from ..files.text import write_text
     from ..report.tables.simulations import print_schedules, print_simulation
 
     refuse_without("jitter", "seed", "runs")
@@ -248,8 +246,6 @@ REPORT = """
 def report(plan: str, output: str, names: tuple[str, ...], microbatches: int | None, trace: str | None) -> None:
     """Write PLAN as one self-contained HTML page: table, Gantt charts, memory, lower bounds."""
     from ..api.plans import report_page
-    from ..files.plans import load_plan
-    from ..files.text import write_text
 
     text, count = report_page(load_plan(plan), names, microbatches, trace, status())
     if microbatches is not None and count < microbatches:
@@ -284,7 +280,6 @@ def export(plan: str, name: str, output: str, as_json: bool, **asked: Any) -> No
     with -o schedule.csv also writes the stages, schedule.py, beside it.
     """
     from ..api.plans import exported
-    from ..files.plans import load_plan
 
     made = exported(load_plan(plan), name, output, **asked)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import click
 
 from ..choices import BEST, DRAINED
 from ..errors import BadInput
+from ..registry import Late
 from .options import refuse_without
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ..runtime.engine.job import RunOptions
     from ..runtime.model.build.spec import ModelSpec
 
+load_plan: Callable[[str], Plan] = Late("files.plans:load_plan")
+ordered_alike = Late("planner.what_if.best_order:ordered_alike")
 STEPS = 50
 
 
@@ -57,8 +60,6 @@ def model_of(typed: str | None, data: str | None, plan: str, named: str) -> Mode
 def plan_against(name: str, first: str, given: Mapping[str, Any]) -> Plan:
     """Return the plan to train from again, ``flush`` for the best that drains by a quick search; BadInput where its
     updates aren't those of the ``first``."""
-    from ..files.plans import load_plan
-
     one = load_plan(first)
     if name == DRAINED:
         return _drained(one, given["clip_norm"] is not None)
@@ -88,7 +89,6 @@ def _drained(plan: Plan, clip: bool) -> Plan:
 def plan_to_run(name: str, given: dict[str, Any]) -> Plan:
     """Return the plan that is named, as the options that are ``given``, which are taken out, let its devices run it."""
     vertical_sync, schedule, limit = (given.pop(x) for x in ("vertical_sync", "schedule", "limit"))
-    from ..files.plans import load_plan
     from ..schedule.kinds import KINDS
 
     loaded = load_plan(name)
@@ -97,8 +97,6 @@ def plan_to_run(name: str, given: dict[str, Any]) -> Plan:
     from ..runtime.engine.asked import clipping, run_otherwise
 
     if schedule == BEST:
-        from ..planner.what_if.best_order import ordered_alike
-
         loaded, schedule = ordered_alike(loaded), None
     loaded = run_otherwise(loaded, vertical_sync, schedule or (None if limit is None else loaded.schedule.kind), limit)
     return clipping(loaded, given["clip_norm"] is not None and not given["evaluates"])

@@ -17,12 +17,14 @@ from ..registry import Late
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """A registered partitioner: ``optimal`` says whether its first allocation is the best contiguous one; ``options``
-    names the keyword arguments that it takes, and the values of each, the default first."""
+    names the keyword arguments that it takes, and the values of each, the default first. ``simple``: its allocations,
+    with any options, are tried for whatever a plan costs."""
 
     partition: Callable[..., Iterator[Allocation]]
     summary: str
     source: str
     optimal: bool = False
+    simple: bool = False
     options: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
 
 
@@ -48,6 +50,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Late("partition.pipedream.paper:pipedream"),
         "hierarchical dynamic program with replicated stages, blind to memory in flight",
         "PipeDream section 3.1",
+        simple=True,
         options={"straight": (False, True)},
     ),
     "piper": Algorithm(
@@ -56,7 +59,10 @@ ALGORITHMS: dict[str, Algorithm] = {
         "Piper section 4, on layers in their order",
     ),
     "balance": Algorithm(
-        Late("partition.balance:balance"), "equal compute per device, one stage each", "baseline (block partition)"
+        Late("partition.balance:balance"),
+        "equal compute per device, one stage each",
+        "baseline (block partition)",
+        simple=True,
     ),
     "data-parallel": Algorithm(Late("partition.balance:data_parallel"), "the whole model on every device", "baseline"),
 }

@@ -39,7 +39,7 @@ why_infeasible: Callable[..., str] = Late("planner.periodic.explain:why_infeasib
 why_not_admitted: Callable[..., str] = Late("planner.periodic.explain:why_not_admitted")
 why_not_placed: Callable[..., str] = Late("planner.periodic.explain:why_not_placed")
 why_not_stated: Callable[..., str | None] = Late("planner.periodic.stated:why_not_stated")
-bounds_of_drained: Callable[..., Iterator[Bound]] = Late("check.bounds.drained.proofs:quoted")
+OF_DRAINED = (Late("check.bounds.drained.proofs:quoted"),)  # what yields bounds on plans that drain
 BEFORE = {"high": "normal"}  # the effort that is made first, so that more of it is never worse
 
 
@@ -338,5 +338,5 @@ def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, 
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains and not problem.chain.variants:
         own = scheduled.schedule.kind if scheduled.schedule else kind
-        found = list(bounds_of_drained(problem, own))
+        found = [bound for bounds in OF_DRAINED for bound in bounds(problem, own)]
     return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]

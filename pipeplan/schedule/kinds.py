@@ -55,8 +55,10 @@ def _own(path: str) -> Late:
     return Late(f"schedule.programs.{path}")
 
 
-one_f_one_b, default_limit = _own("one_f_one_b:one_f_one_b"), _own("deciding:default_limit")
-no_vee, not_interleaved = _own("vees:no_vee"), _own("loops:not_interleaved")
+one_f_one_b = _own("one_f_one_b:one_f_one_b")
+default_limit = _own("deciding:default_limit")
+no_vee = _own("vees:no_vee")
+not_interleaved = _own("loops:not_interleaved")
 unfit: Callable[..., str | None] = Late("schedule.written:unfit")
 
 
@@ -204,7 +206,7 @@ OTHERS: dict[str, Kind] = {  # that stages can be simulated under, and no plan h
         "1F1B without flush, NOAM microbatches in flight, one weight version for each; 1F1B-RR with replicas",
         "PipeDream section 3.2",
         options=("depth",),
-    ),
+    )
 }
 
 

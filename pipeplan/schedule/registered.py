@@ -12,6 +12,7 @@ from ..problem import Weights
 from .program import Program
 from .timeline import Timeline
 
+DEFAULT_BATCH = 4  # microbatches of a mini-batch, all of which one backward covers
 Homes = Callable[[int, int], list[int]]  # (devices, chunks per device) -> which device has each stage
 
 

@@ -46,6 +46,11 @@ def longest_span_ns(timeline: Timeline) -> int:
     )
 
 
+def worth(timeline: Timeline, barrier: bool) -> int:
+    """Return what a drained mini-batch takes: its makespan, or without a barrier the longest span of one device."""
+    return flush_makespan_ns(timeline) if barrier else longest_span_ns(timeline)
+
+
 Times = tuple[tuple[int, ...], ...]  # [microbatch][position], in ns
 
 

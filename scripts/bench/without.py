@@ -85,24 +85,24 @@ def same(found: Any, *_: Any, **__: Any) -> Any:
     return found
 
 
-PERIODIC, DRAIN, BOUNDS = "planner.periodic.portfolio.", "planner.drained.", "check.bounds."
+WALKS, DRAIN, BOUNDS = "planner.periodic.walks.", "planner.drained.", "check.bounds."
 PARTS = {
-    "one special GPU": Part(PERIODIC + "one_special", no, PATTERNS, "planner/periodic/special.py"),
-    "every allocation": Part(PERIODIC + "every_allocation", none, PATTERNS, "partition/moves/every.py"),
-    "walks": Part(PERIODIC + "_walked", none, PATTERNS, "partition/moves/wander.py partition/moves/misfits.py"),
-    "hotter walks": Part(PERIODIC + "_walk_hotter", none, PATTERNS),
-    "walks that store": Part(PERIODIC + "_walk_stored", none, PATTERNS),
-    "beside data parallelism": Part(PERIODIC + "_beside", no, PATTERNS),
-    "more starts": Part(PERIODIC + "_widen", none, PATTERNS),
-    "less memory": Part(PERIODIC + "_elsewhere", none, PATTERNS),
+    "one special GPU": Part("planner.periodic.special.one_special", no, PATTERNS, "planner/periodic/special.py"),
+    "every allocation": Part(WALKS + "every_allocation", none, PATTERNS, "partition/moves/every.py"),
+    "walks": Part(WALKS + "_walked", none, PATTERNS, "partition/moves/wander.py partition/moves/misfits.py"),
+    "hotter walks": Part(WALKS + "_walk_hotter", none, PATTERNS),
+    "walks that store": Part(WALKS + "_walk_stored", none, PATTERNS),
+    "beside data parallelism": Part(WALKS + "_beside", no, PATTERNS),
+    "more starts": Part(WALKS + "_widen", none, PATTERNS),
+    "less memory": Part(WALKS + "_elsewhere", none, PATTERNS),
     "smaller intervals": Part("planner.plan._decided", lambda found, *_: (found, None), ("patterns",)),
     "own stages": Part(DRAIN + "search._Search._on_own_gpus", no, DRAINED),
     "equal pipelines": Part(DRAIN + "search._Search._placed", no, DRAINED),
-    "drained special GPU": Part(DRAIN + "plan.smallest_special", no, DRAINED),
-    "parts of all layers": Part(DRAIN + "plan.grids", no, DRAINED),
+    "drained special GPU": Part("planner.periodic.special.try_smallest", none, DRAINED),
+    "parts of all layers": Part("planner.grids.pipelines.try_parts", none, DRAINED),
     "other schedules": Part(DRAIN + "plan._under_others", none, DRAINED),
     "by messages": Part(DRAIN + "plan._by_arrival", none, DRAINED),
-    "orders of their own": Part(DRAIN + "plan._in_own_order", none, DRAINED),
+    "orders of their own": Part("planner.what_if.best_order.in_own_order", none, DRAINED),
     "local moves": Part(DRAIN + "plan.move", none, DRAINED),
     "wider proposals": Part(DRAIN + "plan.widened", same, DRAINED, "planner/drained/proposals.py"),
     "moves of a target's blocks": Part("planner.drained.block_search.BlockSearch._improve", none, ("megatron",)),

@@ -16,9 +16,9 @@ from pipeplan.deadline import Deadline, OutOfTime
 from pipeplan.errors import Infeasible
 from pipeplan.files.plans import load_plan, plan_text
 from pipeplan.files.profiles import read_profile
+from pipeplan.planner.claims import derived
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.simulated.simulation import simulate_plan
-from pipeplan.planner.what_if.target import derived
 from pipeplan.problem import Platform, Policy, Problem
 from pipeplan.report.page.html import report_html
 from pipeplan.report.tables.plan import headline, print_plan

@@ -17,10 +17,9 @@ from pipeplan.errors import BadInput, Infeasible
 from pipeplan.files.plans import plan_text, read_plan
 from pipeplan.files.text import write_text
 from pipeplan.plan import Stage
-from pipeplan.planner.grids.grid_search import make_grid_plan, search_grids, segment_length
+from pipeplan.planner.grids.grid_search import make_grid_plan, search_grids, segment_length, why_no_grid
 from pipeplan.planner.grids.pipelines import limits
 from pipeplan.planner.grids.space import GridConfig, GridProblem, configs, grid_problem, profiles, work_bound
-from pipeplan.planner.periodic.explain import why_no_grid
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.problem import Chain, Layer, Level, Platform, Policy, Problem
 

@@ -13,12 +13,12 @@ from cases.chains import random_chain, random_platform
 from pipeplan.check.bounds import any_bound
 from pipeplan.errors import Infeasible
 from pipeplan.files.profiles import read_profile
+from pipeplan.planner.claims import derived
 from pipeplan.planner.periodic.incumbent import Scheduled, Settings
 from pipeplan.planner.periodic.interval import at_interval
 from pipeplan.planner.plan import make_plan, with_interval
 from pipeplan.planner.what_if.alternatives import with_alternatives
 from pipeplan.planner.what_if.compare import compare
-from pipeplan.planner.what_if.target import derived
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 RESNET = str(Path(__file__).parents[2] / "profiles" / "resnet50-1000-b8-v100.json")

@@ -4,7 +4,7 @@ import pytest
 
 import pipeplan as pp
 from pipeplan.files.plans import load_plan
-from pipeplan.planner.what_if.target import derived
+from pipeplan.planner.claims import derived
 from pipeplan.problem import Chain, Layer, Platform
 
 LAYERS = (

@@ -37,7 +37,8 @@ def path(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """Few moves, and none of the orders that the open question finds for itself."""
-    monkeypatch.setattr(drained, "MOST_ORDERED", 0)
+    for module in (drained, best_order):
+        monkeypatch.setattr(module, "MOST_ORDERED", 0)
     monkeypatch.setattr(best_order, "synthesize", partial(best_order.synthesize, moves=5000))
 
 
@@ -95,7 +96,7 @@ def test_backwards_stay_whole_where_their_parts_do_not_fit():
     )
     plan = replace(plan, platform=Platform.flat(1, evaluate(plan).devices[0].peak_bytes, 10**9))
     planned = Planned(plan, evaluate(plan))
-    assert ordered(planned, placements=("own",)) == planned
+    assert ordered(planned, elsewhere=False) == planned
     whole = best_orders(plan, 3, placements=("own",))[0].order
     assert (whole.program.split, whole.optimal, whole.value_ns) == (False, True, planned.evaluation.makespan_ns)
 
@@ -115,7 +116,7 @@ def test_its_own_order_recomputes_early_where_no_other_has_room():
         schedule=Schedule("1f1b", 3),
     )
     planned = Planned(plan, check(plan))
-    found = ordered(planned, placements=("own",))
+    found = ordered(planned, elsewhere=False)
     assert found.plan.schedule.order == ("0F0,0F1,0R0,0B0,0F2,0R1,0B1,0R2,0B2", "1F0,1B0,1F1,1B1,1F2,1B2")
     # the last backward is 4000 shorter, and the first, so that the last forward's output waits and isn't waited for
     assert (planned.evaluation.makespan_ns, found.evaluation.makespan_ns) == (52_016 + 12_000, 52_008 + 8_000)

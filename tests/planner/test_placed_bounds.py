@@ -14,10 +14,10 @@ from pipeplan.check.targets import Shape
 from pipeplan.deadline import Deadline
 from pipeplan.integers import ceil_div
 from pipeplan.plan import Stage
+from pipeplan.planner.claims import derived
 from pipeplan.planner.drained.run import drained_run
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
-from pipeplan.planner.what_if.target import derived
 from pipeplan.problem import Chain, Layer, Platform, Policy, Problem
 
 

@@ -14,12 +14,12 @@ from pipeplan.check.targets import TARGETS, target_violations
 from pipeplan.check.validate import check, violations
 from pipeplan.errors import BadInput, Ended, Infeasible
 from pipeplan.plan import Schedule
+from pipeplan.planner.claims import derived
 from pipeplan.planner.drained.block_search import BlockSearch
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.target import (
     as_run_by,
-    derived,
     make_target_plan,
     priced,
     target_bound,

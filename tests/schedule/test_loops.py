@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cases.schedules import balanced, held, looped, picture, staircase, vee
 
-from pipeplan.check.bounds.drained.tables import held_at_most, in_flight
+from pipeplan.check.shapes import held_at_most, in_flight
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.errors import BadInput
 from pipeplan.plan import Stage

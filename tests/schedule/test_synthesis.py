@@ -21,9 +21,9 @@ from pipeplan.schedule.synthesis import synthesize as searching
 from pipeplan.schedule.synthesis.bounds import floor, raised
 from pipeplan.schedule.synthesis.justify import Orders, justified, shake
 from pipeplan.schedule.synthesis.problem import order_problem
-from pipeplan.schedule.synthesis.synthesize import synthesize, worth
+from pipeplan.schedule.synthesis.synthesize import synthesize
 from pipeplan.schedule.synthesis.time_indexed import Slots, refuted
-from pipeplan.schedule.timeline import lane_use
+from pipeplan.schedule.timeline import lane_use, worth
 
 
 def stages(homes, forward, backward, weight, transfer=0, **more):

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from ...check.units import CannotExpress
 from ...errors import BadInput
 from ...plan import Plan, Stage
+from ...registry import Late
 from .asked import Asked, Imported, Source, parsed_renames, placed
-from .deepspeed import deepspeed
-from .megatron import by_heads, megatron, megatron_bridge, read_megatron, selective
 from .options import Options, read_options
-from .torch_pipelining import torch_csv, torch_split, torch_stages
-from .torchtitan import read_torchtitan, torchtitan
 
 __all__ = ["READERS", "WRITERS", "Asked", "CannotExpress", "Imported", "Reader", "Source", "Writer", "notes",
            "parsed_renames", "placed", "read_options"]  # fmt: skip
@@ -39,12 +36,17 @@ class Writer:
 
 
 WRITERS: dict[str, Writer] = {
-    "megatron": Writer(megatron, "megatron"),
-    "megatron-bridge": Writer(megatron_bridge, "megatron"),
-    "torchtitan": Writer(torchtitan, "torchtitan"),
-    "deepspeed": Writer(deepspeed, "deepspeed"),
-    "torch-split": Writer(torch_split, "torch"),
-    "torch-csv": Writer(torch_csv, "torch", beside=(".py", torch_stages), schedule=True),
+    "megatron": Writer(Late("files.frameworks.megatron:megatron"), "megatron"),
+    "megatron-bridge": Writer(Late("files.frameworks.megatron:megatron_bridge"), "megatron"),
+    "torchtitan": Writer(Late("files.frameworks.torchtitan:torchtitan"), "torchtitan"),
+    "deepspeed": Writer(Late("files.frameworks.deepspeed:deepspeed"), "deepspeed"),
+    "torch-split": Writer(Late("files.frameworks.torch_pipelining:torch_split"), "torch"),
+    "torch-csv": Writer(
+        Late("files.frameworks.torch_pipelining:torch_csv"),
+        "torch",
+        beside=(".py", Late("files.frameworks.torch_pipelining:torch_stages")),
+        schedule=True,
+    ),
 }
 
 
@@ -93,7 +95,7 @@ class Reader:
 
 READERS: dict[str, Reader] = {
     "megatron": Reader(
-        read_megatron,
+        Late("files.frameworks.megatron:read_megatron"),
         "Megatron-LM's arguments, with or without --pipeline-model-parallel-layout",
         ("num-layers", "pipeline-model-parallel-", "micro-batch-size", "global-batch-size"),
         {
@@ -101,11 +103,11 @@ READERS: dict[str, Reader] = {
             "context": "context-parallel-size",
             "experts": "expert-model-parallel-size",
         },
-        by_heads,
-        selective,
+        Late("files.frameworks.megatron:by_heads"),
+        Late("files.frameworks.megatron:selective"),
     ),
     "torchtitan": Reader(
-        read_torchtitan,
+        Late("files.frameworks.torchtitan:read_torchtitan"),
         "torchtitan's flags or TOML, with or without module_fqns_per_model_part",
         ("parallelism.",),
         {

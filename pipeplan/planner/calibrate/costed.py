@@ -21,7 +21,7 @@ from ...problem import Chain, Platform, Policy, Problem
 from ...schedule.kinds import schedules
 from ...schedule.program import PASSES, Step
 from ...schedule.simulate import simulate
-from ...schedule.timeline import Timeline, flush_makespan_ns, longest_span_ns, run_uses
+from ...schedule.timeline import Timeline, run_uses, worth
 from ..periodic.stated import replicated, stated
 
 
@@ -54,7 +54,7 @@ class Costed:
     @property
     def iteration_ns(self) -> int:
         """From the first forward to the next iteration's: the makespan with a barrier, else the longest span."""
-        return flush_makespan_ns(self.timeline) if self.barrier else longest_span_ns(self.timeline)
+        return worth(self.timeline, self.barrier)
 
     @property
     def peak_bytes(self) -> int:

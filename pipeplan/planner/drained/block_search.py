@@ -13,8 +13,7 @@ from itertools import islice, takewhile
 
 import numpy as np
 
-from ...check.bounds.drained.proofs import shape_bound
-from ...check.bounds.drained.tables import held_at_most, shapes
+from ...check.shapes import held_at_most, shapes
 from ...check.targets import Recompute, Shape, Target, refusals, weight_bytes
 from ...cost import relaxations
 from ...cost.stage_tables import StageTables
@@ -24,6 +23,7 @@ from ...partition.tables.split_paths import near as near_splits
 from ...partition.tables.stages import Ranges
 from ...plan import ScheduleKind, Stage
 from ...problem import Problem
+from ...registry import Late
 from ...schedule.kinds import KINDS
 from ...units import format_bytes, format_ns
 from ..periodic.incumbent import Settings
@@ -37,6 +37,7 @@ MOST_EVEN = 24
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # units that are recomputed at a time, or of each stage
 FINALISTS = 4  # grids whose cuts are moved about
 IMPOSSIBLE_NS = 2**62
+BOUNDS = (Late("check.bounds.drained.proofs:shape_bound"),)  # on shapes with several stages on each GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,9 @@ class BlockSearch:
     def chunked_bound(self, config: Config) -> int:
         """Return a time (ns) below which no mini-batch of a configuration with several stages on each GPU is done."""
         kept = replace(self.problem, checkpointing="none") if KINDS[config.kind].splits else self.problem
-        found = shape_bound(kept, config.kind, config.shape, np.array(self.cuts, dtype=np.int64))
-        return IMPOSSIBLE_NS if found is None else max(config.bound_ns, found)
+        cuts = np.array(self.cuts, dtype=np.int64)
+        found = (bound(kept, config.kind, config.shape, cuts) for bound in BOUNDS)
+        return max([config.bound_ns, *(IMPOSSIBLE_NS if x is None else x for x in found)])
 
     def bound_ns(self, kind: ScheduleKind | None = None) -> int:
         """Return a time below which no plan of the class runs a mini-batch; with ``kind`` none under that schedule."""

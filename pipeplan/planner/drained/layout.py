@@ -193,3 +193,13 @@ class Layout:
             path += int(table[pair])
         loads = (int(load[at]) for load, at in zip(self.loads, split[1:-1], strict=True))
         return max(least, rounds * path, count * max(loads, default=0))
+
+
+def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what ``stages`` stages hold when ``limit`` mini-batches of ``batch`` microbatches are in the pipeline.
+
+    First the most, whatever arrives when: the last stage alone runs every backward right after its forward. Then
+    counts that fall towards the last stage, as they often do; simulation says whether they hold.
+    """
+    most = (limit * batch,) * (stages - 1) + (batch,)
+    return most, tuple(batch * min(limit, 2 * (stages - s) - 1) for s in range(stages))

@@ -6,40 +6,36 @@ their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, combinations, pairwise, product
-from math import comb
+from itertools import chain
 
 from ...check.validate import structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import Deadline
 from ...errors import BadInput
 from ...partition.balance import simplest
-from ...partition.contiguous.claims import by_first_use
 from ...plan import Allocation, Pattern, Plan, Provenance, Schedule, ScheduleKind, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, Problem
+from ...registry import Late
 from ...schedule.kinds import KINDS, too_long
 from ...schedule.program import unroll
 from ...schedule.simulate import STEP_S, simulate
-from ...schedule.synthesis.problem import NoRoom
-from ...schedule.synthesis.synthesize import least_ns
 from ...schedule.timeline import flush_makespan_ns
-from ...schedule.written import order_of_program
 from ..periodic.incumbent import Incumbent, Propose, Scheduled, Settings, run_search
 from ..periodic.interval import at_interval
 from ..periodic.limits import ENOUGH, LimitSearch, drained_floor_ns
-from ..periodic.special import smallest_special
 from ..simulated.other_schedules import schedule_stages
-from ..what_if.best_order import best_order
-from .proposals import grids, holding, move, widened
+from .proposals import holding, move, widened
 from .run import drained_run
 from .search import ALTERNATING, search_stages, until_ended
 
 PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
-FEW_SPLITS, ORDERED_STAGES, FULLY_ORDERED, ORDER_MOVES = 500, 64, 8, 20_000
+PARTS = (Late("planner.grids.pipelines:try_parts"),)  # what tries more for what is driven by messages
+SPECIAL = {"one GPU with several stages": Late("planner.periodic.special:try_smallest")}  # phases of patterns alone
+LAST = {"orders of their own": Late("planner.what_if.best_order:in_own_order")}  # phases that let others beat the best
 
 
 def plan_drained(
@@ -82,12 +78,12 @@ def plan_drained(
         "stages that drain soonest": partial(search_stages, kinds=searched, effort=effort)
     }
     if incumbent.limits is None:
-        phases["one GPU with several stages"] = lambda incumbent: incumbent.try_all(smallest_special(problem))
+        phases |= SPECIAL
     if kinds:
         phases["other schedules"] = partial(_under_others, kinds=kinds)
         few = PASSES * schedule.mini_batch * len(problem.chain) <= MOST_ORDERED
         phases["by messages"] = partial(_by_arrival, kinds=kinds, propose=widened(propose) if few else None)
-        phases["orders of their own"] = _in_own_order
+        phases |= LAST
     for phase, search in phases.items():
         if status is None:
             settings.status.phase = phase
@@ -104,7 +100,8 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
         walk = Incumbent(problem, incumbent.settings, limits=limits, start=incumbent.best)
         try:
             walk.try_all(map(Allocation, incumbent.seen))
-            walk.try_all(grids(walk, limits, own=False))
+            for parts in PARTS:
+                parts(walk)
             move(walk)
             for asked in (problem, replace(problem, checkpointing="none")):
                 alone = Incumbent(asked, incumbent.settings, limits=limits)
@@ -116,46 +113,6 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
             found, incumbent.best = incumbent.best, walk.best
         if incumbent.best is not found:
             _under_others(incumbent, kinds)
-
-
-def _in_own_order(incumbent: Incumbent) -> None:
-    """Let the soonest stages that were tried, in the best order of few passes that a quick search finds, beat it."""
-    problem, best = incumbent.problem, incumbent.best
-    if best is None:  # nothing fits
-        return
-    count = problem.policy.accumulate or 1
-    graphs, most = [], MOST_ORDERED // (PASSES * count)
-    every = (best.allocation.stages, *incumbent.seen, *_few_splits(problem, most))
-    for stages in dict.fromkeys(by_first_use(problem.platform, x) for x in every):  # as orders name GPUs
-        if len(stages) <= most and not any(x.replicas > 1 for x in stages):
-            graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
-            graphs.append((count * graph.period_floor_ns, stages, graph))
-    hopeful = []
-    for floor_ns, stages, graph in sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]:
-        if not structure_violations(problem.chain, problem.platform, problem.policy, stages):
-            with suppress(NoRoom):  # of parts of backwards
-                floor_ns = least_ns(graph, count)
-            hopeful.append((floor_ns, stages, graph))
-    for number, (floor_ns, stages, graph) in enumerate(sorted(hopeful, key=lambda one: one[0]), 1):
-        if incumbent.expired or floor_ns >= best.cost:
-            return
-        with suppress(BadInput, NoRoom):
-            found = best_order(graph, count, moves=ORDER_MOVES // max(1, number - FULLY_ORDERED), solver=None)
-            if found.value_ns < best.cost - best.cost // ENOUGH:
-                order = Schedule("written", count, order=order_of_program(found.program))
-                best = Scheduled(found.value_ns, Allocation(stages), None, schedule=order)
-                incumbent.take(best)
-
-
-def _few_splits(problem: Problem, most: int) -> Iterator[tuple[Stage, ...]]:
-    """Yield every split into so many stages, at ``most``, nothing recomputed, on any GPUs, where these are few."""
-    layers, gpus = len(problem.chain), range(len(problem.platform))
-    for stages in range(1, min(layers, most) + 1):
-        if comb(layers - 1, stages - 1) * len(gpus) ** stages <= FEW_SPLITS:
-            for cuts, homes in product(combinations(range(1, layers), stages - 1), product(gpus, repeat=stages)):
-                if all(a != b for a, b in pairwise(homes)):
-                    parts = zip(pairwise((0, *cuts, layers)), homes, strict=True)
-                    yield tuple(Stage(*part, (home,)) for part, home in parts)
 
 
 def _under_others(incumbent: Incumbent, kinds: Sequence[ScheduleKind]) -> None:

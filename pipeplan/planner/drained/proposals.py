@@ -7,28 +7,25 @@ other stages, and so may a pattern whose stages all keep as many versions of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, takewhile
+from itertools import product
 
 from ...check.bounds import any_bound
 from ...cost.stage_graph import stage_graph
-from ...partition.balance import balance
+from ...partition import ALGORITHMS
 from ...partition.contiguous.claims import longest_period_ns
 from ...partition.contiguous.contiguous import feasible
-from ...partition.moves.wander import wander
-from ...partition.pipedream.paper import pipedream
 from ...plan import Allocation, Stage
 from ...problem import Problem
-from ..grids.pipelines import Pipelines, held
-from ..grids.space import GridConfig
+from ...registry import Late
 from ..periodic.incumbent import Incumbent, Propose
 from ..periodic.limits import LimitSearch
 from ..periodic.portfolio import on_less_memory
-from ..periodic.special import smallest_special
-from .layout import Layout
+from .layout import Layout, held
 from .tables import tables_of_pipelines
 
+BESIDE = (Late("planner.grids.pipelines:try_each"), Late("planner.periodic.special:try_smallest"))  # the best of others
+WALKS = (Late("partition.moves.wander:wander"),)  # what goes from an allocation to better ones
 DRAINED_STEPS = 3000  # of a walk from a plan whose cost is a simulated run
-PARTS = 6  # of all layers, each on all GPUs, at most
 QUICK_RUN = 200  # operations that a run has which is simulated in the time that scheduling takes
 
 
@@ -46,8 +43,8 @@ def widened(propose: Propose, walks: bool = True) -> Propose:
         if walks:
             move(incumbent)
             walked = incumbent.best
-            incumbent.try_all(() if limits is None else grids(incumbent, limits))
-            incumbent.try_all(smallest_special(incumbent.problem))
+            for beside in BESIDE:
+                beside(incumbent)
             if incumbent.best is not walked:
                 move(incumbent)
 
@@ -67,14 +64,17 @@ def move(incumbent: Incumbent) -> None:
     def times(stages: tuple[Stage, ...]) -> int:
         return max(1, 4 * len(stages) * (incumbent.problem.policy.accumulate or 1) // QUICK_RUN)
 
-    wander(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired, hot=0.0, times=times)
+    for walk in WALKS:
+        walk(incumbent.problem, start, misfit, try_, DRAINED_STEPS, lambda: incumbent.expired, hot=0.0, times=times)
 
 
 def _others(incumbent: Incumbent) -> Iterator[Allocation]:
-    """Yield the baselines' splits, those that hold what a limit admits, then the best contiguous plans of periods
-    longer than the best so far has; the last are also what fits little memory, or has replicas."""
+    """Yield the splits of simple partitioners, those that hold what a limit admits, then the best contiguous plans of
+    periods longer than the best so far has; the last are also what fits little memory, or has replicas."""
     problem = incumbent.problem
-    yield from chain(balance(problem), pipedream(problem), pipedream(problem, straight=True))
+    for row in (row for row in reversed(ALGORITHMS.values()) if row.simple):
+        for values in product(*row.options.values()):
+            yield from row.partition(problem, **dict(zip(row.options, values, strict=True)))
     if incumbent.limits is not None:
         yield from holding(problem, incumbent.limits)
         if incumbent.best is not None and not problem.replicas:
@@ -85,28 +85,6 @@ def _others(incumbent: Incumbent) -> Iterator[Allocation]:
         slower = feasible(problem, period)
         if slower is not None:
             yield slower
-
-
-def grids(incumbent: Incumbent, limits: LimitSearch, own: bool = True) -> Iterator[Allocation]:
-    """Yield the best split of every grid of equal pipelines that may drain sooner than the best so far, with stages on
-    GPUs of their ``own`` if asked for, and of data parallelism in parts, whose sums hide behind backwards."""
-    problem, count = incumbent.problem, limits.schedule.mini_batch
-    most = min(len(problem.platform), len(problem.chain))
-    parts = range(2, min(PARTS, len(problem.chain)) + 1) if problem.replicas else ()
-    for stages, several in chain(((p, 1) for p in range(most, 0, -1) if own), ((1, k) for k in parts)):
-        pipelines = len(problem.platform) // stages if problem.replicas else 1
-        if count % pipelines:
-            continue
-        groups = GridConfig(stages, pipelines, 1).groups() * several
-        grid = Pipelines(problem, groups, count // pipelines, limits.schedule.limit)
-        grid.bound(incumbent.best_ns)
-        if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:
-            continue
-        proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
-        for _ in grid.try_(takewhile(lambda _: not incumbent.expired, proposals)):
-            pass  # the last is the best
-        if grid.best is not None:
-            yield Allocation(grid.best.stages)
 
 
 def holding(problem: Problem, limits: LimitSearch) -> Iterator[Allocation]:

@@ -15,7 +15,7 @@ from itertools import accumulate, combinations, islice, pairwise, permutations, 
 from typing import Protocol, TypeVar
 
 from ...check.bounds import work_ns
-from ...check.bounds.drained.tables import shapes
+from ...check.shapes import shapes
 from ...check.targets import Shape
 from ...cost import relaxations
 from ...deadline import OutOfTime

@@ -4,7 +4,7 @@ moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from ...plan import Provenance, Schedule, Stage
 from ...units import format_ns
 from ...version import __version__
 from ..drained.search import EFFORTS, until_ended
-from ..periodic.explain import grid_shortfall, why_no_grid, why_no_grid_fits, why_not_asked
+from ..periodic.explain import shortfall
 from ..periodic.incumbent import GRACE_S, Settings
 from ..plan import Planned, checked
 from .pipelines import Pipelines, Proposal, Split, batch_time
@@ -212,7 +212,7 @@ class _Search:
         if not own:
             return GridRow(inter, data, None, None, why_no_grid(self.asked, inter, data))
         if not alive:
-            return GridRow(inter, data, None, None, grid_shortfall(self.asked, own))
+            return GridRow(inter, data, None, None, _grid_shortfall(self.asked, own))
         bound = min(self.grids[c].bound_ns for c in alive)
         fitting = [c for c in alive if self.grids[c].best is not None]
         if not fitting:
@@ -229,10 +229,10 @@ def make_grid_plan(asked: GridProblem, settings: Settings | None = None, effort:
     ``provenance.options`` holds the table of grids: the best figure of each, or what rules it out, and the bound.
     """
     if not any(True for _ in configs(asked)):
-        raise BadInput(why_not_asked(asked))
+        raise BadInput(_why_not_asked(asked))
     outcome = search_grids(asked, settings or Settings(), effort)
     if outcome.best is None:
-        raise Infeasible(why_no_grid_fits(outcome))
+        raise Infeasible(_why_no_grid_fits(outcome))
     found = outcome.best
     problem = asked.of(found.config)
     options = _options(asked, outcome, found, effort)
@@ -277,3 +277,48 @@ def _figures(row: GridRow) -> dict[str, Any]:
     if row.reason is not None:
         figures["reason"] = row.reason
     return figures
+
+
+# --- where there is none ---------------------------------------------------------------------------------------------
+
+
+def _why_not_asked(asked: GridProblem) -> str:
+    """Return in words which of the options of ``asked`` leaves no grid at all, whatever the memory."""
+    count, pipelines = len(asked.problem.platform), asked.pipelines
+    if pipelines is not None and pipelines > count:
+        return f"--data-parallel: {pipelines} pipelines are more than the {count} GPUs"
+    alone = (pipelines or 1) > 1 and asked.problem.chain.changed
+    return f"{f'--data-parallel {pipelines}' if alone else '--batch'}: {why_no_grid(asked, 1, pipelines or 1)}"
+
+
+def why_no_grid(asked: GridProblem, stages: int, pipelines: int) -> str | None:
+    """Return why no configuration has this grid, whatever the memory; None when some do."""
+    if pipelines > 1 and asked.problem.chain.changed:
+        return asked.problem.chain.one_of_each
+    layers = len(asked.problem.chain)
+    if stages > layers:
+        return f"{stages} stages are more than the network's {layers} layers"
+    if asked.batch % pipelines:
+        return f"a batch of {asked.batch} cannot be shared by {pipelines} pipelines"
+    fitting = [size for size in asked.sizes if asked.batch // pipelines % size == 0]
+    if not fitting:
+        sizes = ", ".join(map(str, asked.sizes))
+        return f"the {asked.batch // pipelines} samples of each pipeline aren't a multiple of microbatches of {sizes}"
+    return asked.too_long(stages, max(fitting))
+
+
+def _why_no_grid_fits(outcome: Outcome) -> str:
+    """Return one sentence on a search that has found no grid: what ended it, or what each grid lacks."""
+    if outcome.stopped is not None:
+        return f"the {outcome.stopped} ended the search before it found a grid that fits"
+    reasons = [f"{row.stages} x {row.pipelines}: {row.reason}" for row in outcome.rows if row.reason]
+    return "no grid fits: " + "; ".join(reasons)
+
+
+def _grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
+    """Return what the lightest of the ``unfit`` configurations of a grid lacks, on one pipeline of slowest devices."""
+    config = min(unfit, key=lambda c: (c.microbatch, not c.offload))
+    problem = asked.of(config)
+    problem = problem.with_policy(replace(problem.policy, pipelines=config.pipelines))
+    devices = tuple(problem.platform.slowest(group) for group in config.groups())
+    return shortfall(replace(problem, platform=replace(problem.platform, devices=devices), replicas=False))

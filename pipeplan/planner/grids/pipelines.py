@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 from ...cost.stage_graph import stage_graph
 from ...integers import ceil_div
 from ...partition.tables.split_paths import near
-from ...plan import Stage
+from ...plan import Allocation, Stage
 from ...problem import Problem
 from ...schedule.program import side_by_side
 from ...schedule.programs.deciding import message_driven
 from ...schedule.simulate import simulate
 from ...schedule.timeline import flush_makespan_ns, run_uses
-from ..drained.layout import Layout
+from ..drained.layout import Layout, held
 from ..drained.search import climbed
 from ..drained.tables import Tables, tables_of_pipelines
+from ..periodic.incumbent import Incumbent
+from .space import GridConfig
 
 _WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
+_PARTS = 6  # of all layers, each on all GPUs, at most
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
 Groups = Sequence[tuple[int, ...]]
@@ -235,16 +238,6 @@ def limits(stages: int, microbatches: int) -> list[int]:
     return list(dict.fromkeys(min(x, microbatches) for x in tried))
 
 
-def held(stages: int, limit: int, batch: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what ``stages`` stages hold when ``limit`` mini-batches of ``batch`` microbatches are in the pipeline.
-
-    First the most, whatever arrives when: the last stage alone runs every backward right after its forward. Then
-    counts that fall towards the last stage, as they often do; simulation says whether they hold.
-    """
-    most = (limit * batch,) * (stages - 1) + (batch,)
-    return most, tuple(batch * min(limit, 2 * (stages - s) - 1) for s in range(stages))
-
-
 def drained_bound(
     tables: Tables, groups: Groups, least: int = 1, most: int | None = None, enough: int | None = None
 ) -> int:
@@ -260,3 +253,35 @@ def drained_bound(
     found = layout.soonest(fit, enough, 1 if most is None else ceil_div(tables.microbatches, most))
     beyond = tables.most_ns * tables.microbatches  # longer stages are not in the tables
     return found[0] if found is not None else beyond if enough is None else min(beyond, enough)
+
+
+def try_each(incumbent: Incumbent) -> None:
+    """Try the best split of every grid of equal pipelines that may drain sooner than the best so far, and parts."""
+    incumbent.try_all(_best_of_each(incumbent, own=True))
+
+
+def try_parts(incumbent: Incumbent) -> None:
+    """Try data parallelism in parts, whose sums hide behind backwards, that may drain sooner than the best so far."""
+    incumbent.try_all(_best_of_each(incumbent, own=False))
+
+
+def _best_of_each(incumbent: Incumbent, own: bool) -> Iterator[Allocation]:
+    problem, limits = incumbent.problem, incumbent.limits
+    if limits is None:
+        return
+    most, count = min(len(problem.platform), len(problem.chain)), limits.schedule.mini_batch
+    parts = range(2, min(_PARTS, len(problem.chain)) + 1) if problem.replicas else ()
+    for stages, several in chain(((p, 1) for p in range(most, 0, -1) if own), ((1, k) for k in parts)):
+        pipelines = len(problem.platform) // stages if problem.replicas else 1
+        if count % pipelines:
+            continue
+        groups = GridConfig(stages, pipelines, 1).groups() * several
+        grid = Pipelines(problem, groups, count // pipelines, limits.schedule.limit)
+        grid.bound(incumbent.best_ns)
+        if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:
+            continue
+        proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
+        for _ in grid.try_(takewhile(lambda _: not incumbent.expired, proposals)):
+            pass  # the last is the best
+        if grid.best is not None:
+            yield Allocation(grid.best.stages)

@@ -1,4 +1,4 @@
-"""Why does no plan or grid exist, and which least change would give one? Memory, GPUs, checkpointing, weights policy.
+"""Why does no plan exist, and which least change would give one? Memory, GPUs, checkpointing, weights policy.
 
 Every answer on memory is computed with the exact contiguous planner at a period so long that one microbatch runs at a
 time, where memory alone decides.
@@ -26,7 +26,6 @@ from ...problem import WEIGHTS, Level, Platform, Problem
 from ...schedule.kinds import KINDS
 from ...schedule.pattern import DeviceUse, one_at_a_time, resource_use, starts_of
 from ...units import format_bytes, format_ns
-from ..grids.space import GridConfig, GridProblem, Outcome
 
 MOST_GPUS = 1024
 
@@ -64,7 +63,7 @@ def claimed(algorithm: str, stages: Sequence[Stage], period_ns: int) -> str:
     )
 
 
-def _shortfall(problem: Problem) -> str:
+def shortfall(problem: Problem) -> str:
     """Return in few words how much a problem that no plan fits lacks: the stage that binds, what it needs at least."""
     least = least_memory(problem)
     if least is None:
@@ -118,48 +117,6 @@ def why_not_admitted(
         f"microbatches, buffers {format_bytes(use.buffer_bytes)}), the device has {format_bytes(use.memory_bytes)}; "
         f"feasible {either(remedies)}"
     )
-
-
-def why_not_asked(asked: GridProblem) -> str:
-    """Return in words which of the options of ``asked`` leaves no grid at all, whatever the memory."""
-    count, pipelines = len(asked.problem.platform), asked.pipelines
-    if pipelines is not None and pipelines > count:
-        return f"--data-parallel: {pipelines} pipelines are more than the {count} GPUs"
-    alone = (pipelines or 1) > 1 and asked.problem.chain.changed
-    return f"{f'--data-parallel {pipelines}' if alone else '--batch'}: {why_no_grid(asked, 1, pipelines or 1)}"
-
-
-def why_no_grid(asked: GridProblem, stages: int, pipelines: int) -> str | None:
-    """Return why no configuration has this grid, whatever the memory; None when some do."""
-    if pipelines > 1 and asked.problem.chain.changed:
-        return asked.problem.chain.one_of_each
-    layers = len(asked.problem.chain)
-    if stages > layers:
-        return f"{stages} stages are more than the network's {layers} layers"
-    if asked.batch % pipelines:
-        return f"a batch of {asked.batch} cannot be shared by {pipelines} pipelines"
-    fitting = [size for size in asked.sizes if asked.batch // pipelines % size == 0]
-    if not fitting:
-        sizes = ", ".join(map(str, asked.sizes))
-        return f"the {asked.batch // pipelines} samples of each pipeline aren't a multiple of microbatches of {sizes}"
-    return asked.too_long(stages, max(fitting))
-
-
-def why_no_grid_fits(outcome: Outcome) -> str:
-    """Return one sentence on a search that has found no grid: what ended it, or what each grid lacks."""
-    if outcome.stopped is not None:
-        return f"the {outcome.stopped} ended the search before it found a grid that fits"
-    reasons = [f"{row.stages} x {row.pipelines}: {row.reason}" for row in outcome.rows if row.reason]
-    return "no grid fits: " + "; ".join(reasons)
-
-
-def grid_shortfall(asked: GridProblem, unfit: Sequence[GridConfig]) -> str:
-    """Return what the lightest of the ``unfit`` configurations of a grid lacks, on one pipeline of slowest devices."""
-    config = min(unfit, key=lambda c: (c.microbatch, not c.offload))
-    problem = asked.of(config)
-    problem = problem.with_policy(replace(problem.policy, pipelines=config.pipelines))
-    devices = tuple(problem.platform.slowest(group) for group in config.groups())
-    return _shortfall(replace(problem, platform=replace(problem.platform, devices=devices), replicas=False))
 
 
 def why_not_placed(problem: Problem, kind: ScheduleKind) -> str:

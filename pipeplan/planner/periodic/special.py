@@ -21,10 +21,10 @@ def proved_special(problem: Problem, known_ns: int | None = None) -> int | None:
     return None if low is None or every.infeasible else max(low, every.period_ns)
 
 
-def smallest_special(problem: Problem) -> Iterator[Allocation]:
-    """Yield MadPipe's own allocation, unless there are too many cuts for its tables."""
-    if len(legal_cuts(problem, several=True)) <= MOST_CUTS + 1:
-        yield from filter(None, [smallest_period(problem, "full")])
+def try_smallest(incumbent: Incumbent) -> None:
+    """Try MadPipe's own allocation, unless there are too many cuts for its tables."""
+    if len(legal_cuts(incumbent.problem, several=True)) <= MOST_CUTS + 1:
+        incumbent.try_all(filter(None, [smallest_period(incumbent.problem, "full")]))
 
 
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
@@ -44,7 +44,7 @@ def one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
     if not periods:
-        yield from smallest_special(problem)
+        yield from filter(None, [smallest_period(problem, "full")])
         return
     low = proved_special(problem, incumbent.best_ns)
     if low is None:

@@ -20,7 +20,7 @@ from ...plan import Plan, Schedule, Stage
 from ...problem import WEIGHTS, Platform, Policy, Problem
 from ...schedule.kinds import endless, graph_of, kind_of, loop, named, shown_microbatches, too_long
 from ...schedule.program import Program, pipelines, unroll
-from ...schedule.programs.deciding import DEFAULT_BATCH
+from ...schedule.registered import DEFAULT_BATCH
 from ...schedule.update_sums import shown_with_sums, with_sums
 from ...schedule.written import Written, deadlock, incomplete, order_of, unfit, written_program
 

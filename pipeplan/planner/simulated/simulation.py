@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,20 +17,23 @@ from ...choices import BEST, DRAINED
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput
 from ...plan import Plan
+from ...registry import Late
 from ...schedule.kinds import kind_of, plan_timeline, schedules
 from ...schedule.pattern import DeviceUse
 from ...schedule.program import Program
 from ...schedule.registered import SteadyRun
 from ...schedule.simulate import simulate
-from ...schedule.synthesis.synthesize import Synthesis
-from ...schedule.timeline import Timeline, Times, flush_makespan_ns, in_flight, longest_span_ns, most_held, run_uses
+from ...schedule.timeline import Timeline, Times, in_flight, longest_span_ns, most_held, run_uses, worth
 from ...schedule.weight_versions import Delay, kept_by_stages, weight_policy
 from ...schedule.written import Written
 from ...status import Status
 from ...units import format_ns
-from ..what_if.best_order import best_orders
 from .other_schedules import default_microbatches, drains, own_schedule, program_of, program_of_written
 
+if TYPE_CHECKING:
+    from ...schedule.synthesis.synthesize import Synthesis
+
+best_orders = Late("planner.what_if.best_order:best_orders")
 RUNS, MOST_RUNS = 20, 10**4  # with drawn durations
 
 
@@ -112,7 +115,7 @@ class Simulation:
     @cached_property
     def makespan_ns(self) -> int:
         """Time of the whole run; a drained one ends with its weight synchronisation."""
-        return flush_makespan_ns(self.timeline) if self.drained else self.timeline.makespan_ns
+        return worth(self.timeline, True) if self.drained else self.timeline.makespan_ns
 
     @property
     def span_ns(self) -> int | None:
@@ -220,9 +223,7 @@ def per_microbatch_ns(timeline: Timeline, drained: bool, barrier: bool = True) -
     A drained run takes its makespan, or without a ``barrier`` between updates the longest span of a GPU.
     """
     steady = None if drained else timeline.steady_period_ns()
-    total = timeline.makespan_ns
-    if drained:
-        total = flush_makespan_ns(timeline) if barrier else longest_span_ns(timeline)
+    total = worth(timeline, barrier) if drained else timeline.makespan_ns
     return total / timeline.program.microbatches if steady is None else steady
 
 

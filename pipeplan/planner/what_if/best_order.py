@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import combinations, pairwise, product
+from math import comb
 from typing import TYPE_CHECKING, Any
 
 from ...check.classes import class_violations
-from ...check.validate import check
+from ...check.validate import check, structure_violations
 from ...cost.stage_graph import StageGraph, stage_graph
 from ...deadline import NEVER, Deadline
 from ...errors import BadInput, InvalidPlan, PipeplanError
+from ...partition.contiguous.claims import by_first_use
 from ...plan import Allocation, Plan, Schedule, Stage
+from ...problem import Policy, Problem
 from ...schedule.kinds import drained_programs, kind_of, program_of_kind
 from ...schedule.program import Program, unequal
 from ...schedule.programs.slots import shares
 from ...schedule.synthesis.problem import NoRoom
 from ...schedule.synthesis.recomputing import recomputed_early
-from ...schedule.synthesis.synthesize import INTERRUPTED, Synthesis, proved, synthesize
+from ...schedule.synthesis.synthesize import INTERRUPTED, Synthesis, least_ns, proved, synthesize
 from ...schedule.written import order_of_program
+from ..drained.plan import MOST_ORDERED, PASSES
+from ..periodic.incumbent import Incumbent, Scheduled
+from ..periodic.limits import ENOUGH
 from ..simulated.other_schedules import schedule_graph, schedule_stages
 
 if TYPE_CHECKING:
     from ..plan import Planned
 
 OWN = "own"
-TRIED = (OWN, "vee", "loop")
-PLACEMENTS = {"straight": "zb1p", "loop": "interleaved-zb", "vee": "v-half"}  # the schedule whose stages they are
+PLACEMENTS = {  # the schedule whose stages they are
+    "straight": "zb1p",
+    "vee": "v-half",
+    "loop": "interleaved-zb",
+}
+TRIED = (OWN, *(x for x in PLACEMENTS if x != "straight"))
 MOST = 300_000  # passes: more take too long to order
 
 
@@ -113,13 +125,16 @@ def best_orders(
     return found
 
 
-WHY_NOT = "the best order drains every mini-batch, which is for weights flush; the policy is {weights}"
+def refuse_undrained(policy: Policy, whose: str) -> None:
+    """Raise BadInput for weights that aren't kept as the best order needs."""
+    if not policy.drains:
+        words = "the best order drains every mini-batch, which is for weights flush; the policy is"
+        raise BadInput(f"{whose}: {words} {policy.weights}")
 
 
 def ordered_alike(plan: Plan) -> Plan:
     """Return a plan that drains, on its own stages in the best order that is found; checked."""
-    if not plan.policy.drains:
-        raise BadInput(f"plan: {WHY_NOT.format(weights=plan.policy.weights)}")
+    refuse_undrained(plan.policy, "plan")
     found = in_order(plan, best_orders(plan, plan.schedule.mini_batch, placements=(OWN,))[0])
     check(found)
     return found
@@ -155,9 +170,9 @@ def _written(plan: Plan, program: Program, stages: tuple[Stage, ...], told: Mapp
     return Plan(*given, allocation, None, bounds, provenance, schedule)
 
 
-def ordered(planned: Planned, deadline: Deadline = NEVER, placements: Sequence[str] = TRIED) -> Planned:
-    """Return the plan, which drains, in the best order that is found on its stages or on others on its GPUs, or in its
-    own with recomputations earlier; as it is where none is better."""
+def ordered(planned: Planned, deadline: Deadline = NEVER, elsewhere: bool = True) -> Planned:
+    """Return the plan, which drains, in the best order that is found on its stages, ``elsewhere``: or on others on its
+    GPUs, or in its own with recomputations earlier; as it is where none is better."""
     plan = planned.plan
     if plan.provenance.solver_status == INTERRUPTED:
         return planned
@@ -165,6 +180,7 @@ def ordered(planned: Planned, deadline: Deadline = NEVER, placements: Sequence[s
     if early is not None:
         planned = _better(planned, early)
     try:
+        placements = TRIED if elsewhere else (OWN,)
         found = best_orders(plan, plan.schedule.mini_batch, placements=placements, deadline=deadline)
     except KeyboardInterrupt:
         return replace(planned, plan=_cut(planned.plan, INTERRUPTED))
@@ -192,3 +208,48 @@ def _better(planned: Planned, other: Plan) -> Planned:
 
 def _cut(plan: Plan, status: str) -> Plan:
     return replace(plan, provenance=replace(plan.provenance, solver_status=status))
+
+
+# --- stages that are tried beside a plan's own ----------------------------------------------------------------------
+
+FEW_SPLITS, ORDERED_STAGES, FULLY_ORDERED, ORDER_MOVES = 500, 64, 8, 20_000
+
+
+def in_own_order(incumbent: Incumbent) -> None:
+    """Let the soonest stages that were tried, in the best order of few passes that a quick search finds, beat it."""
+    problem, best = incumbent.problem, incumbent.best
+    if best is None:  # nothing fits
+        return
+    count = problem.policy.accumulate or 1
+    graphs, most = [], MOST_ORDERED // (PASSES * count)
+    every = (best.allocation.stages, *incumbent.seen, *_few_splits(problem, most))
+    for stages in dict.fromkeys(by_first_use(problem.platform, x) for x in every):  # as orders name GPUs
+        if len(stages) <= most and not any(x.replicas > 1 for x in stages):
+            graph = stage_graph(problem.chain, problem.platform, problem.policy, stages)
+            graphs.append((count * graph.period_floor_ns, stages, graph))
+    hopeful = []
+    for floor_ns, stages, graph in sorted(graphs, key=lambda one: one[0])[:ORDERED_STAGES]:
+        if not structure_violations(problem.chain, problem.platform, problem.policy, stages):
+            with suppress(NoRoom):  # of parts of backwards
+                floor_ns = least_ns(graph, count)
+            hopeful.append((floor_ns, stages, graph))
+    for number, (floor_ns, stages, graph) in enumerate(sorted(hopeful, key=lambda one: one[0]), 1):
+        if incumbent.expired or floor_ns >= best.cost:
+            return
+        with suppress(BadInput, NoRoom):
+            found = best_order(graph, count, moves=ORDER_MOVES // max(1, number - FULLY_ORDERED), solver=None)
+            if found.value_ns < best.cost - best.cost // ENOUGH:
+                order = Schedule("written", count, order=order_of_program(found.program))
+                best = Scheduled(found.value_ns, Allocation(stages), None, schedule=order)
+                incumbent.take(best)
+
+
+def _few_splits(problem: Problem, most: int) -> Iterator[tuple[Stage, ...]]:
+    """Yield every split into so many stages, at ``most``, nothing recomputed, on any GPUs, where these are few."""
+    layers, gpus = len(problem.chain), range(len(problem.platform))
+    for stages in range(1, min(layers, most) + 1):
+        if comb(layers - 1, stages - 1) * len(gpus) ** stages <= FEW_SPLITS:
+            for cuts, homes in product(combinations(range(1, layers), stages - 1), product(gpus, repeat=stages)):
+                if all(a != b for a, b in pairwise(homes)):
+                    parts = zip(pairwise((0, *cuts, layers)), homes, strict=True)
+                    yield tuple(Stage(*part, (home,)) for part, home in parts)

@@ -6,27 +6,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Final
 
 from ...check.bounds import any_bound
 from ...check.lateness import plan_delays
-from ...cost.stage_graph import stage_graph
 from ...deadline import OutOfTime
 from ...errors import Infeasible
 from ...integers import ceil_div
 from ...partition.balance import balance
+from ...plan import Schedule
 from ...problem import MICROBATCHES_PER_DEVICE, Device, Problem
-from ...schedule.kinds import endless
-from ...schedule.programs.one_f_one_b import gpipe
-from ...schedule.simulate import simulate
-from ...schedule.timeline import flush_makespan_ns, run_uses
+from ...schedule.kinds import too_long
 from ...schedule.weight_versions import average_delay
+from ..drained.run import drained_run
 from ..least_late import drained_quickly, fresher, least_late
 from ..periodic.incumbent import Settings
 from ..periodic.interval import at_interval
 from ..periodic.jobs import in_order
 from ..plan import AUTO, Planned, make_plan, with_interval
 
-GPIPE = "gpipe"
+GPIPE: Final = "gpipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +176,11 @@ def gpipe_period_ns(problem: Problem, microbatches: int) -> int | None:
     are recomputed where the problem allows it and they don't fit otherwise. None at the problem's deadline, and where
     the mini-batch has too many steps to be simulated.
     """
-    policy = problem.policy.drained(microbatches)
+    drained = problem.with_policy(problem.policy.drained(microbatches))
     with suppress(OutOfTime), problem.deadline.insist():
-        for allocation in balance(problem.with_policy(policy)):
-            graph = stage_graph(problem.chain, problem.platform, policy, allocation.stages)
-            if endless(len(graph.operations) * microbatches, GPIPE) is not None:
-                continue
-            timeline = simulate(gpipe(graph, microbatches), deadline=problem.deadline)
-            if all(use.over_bytes <= 0 for use in run_uses(timeline, problem.platform)):
-                return ceil_div(flush_makespan_ns(timeline), microbatches)
+        for allocation in balance(drained):
+            endless = too_long(4 * len(allocation.stages) - 2, Schedule(GPIPE, microbatches))
+            run = None if endless else drained_run(drained, allocation.stages, GPIPE)
+            if run is not None:
+                return ceil_div(run.makespan_ns, microbatches)
     return None

@@ -1,7 +1,6 @@
 """Which plan is best of those that a target can express, and how far is it from what nothing of them can beat?
 
-How good is what somebody runs with a target today: what does the target's best plan change? And do the lower bounds
-that a plan's file claims follow from its problem, by the searches that prove them, run anew?
+How good is what somebody runs with a target today: what does the target's best plan change?
 """
 
 from __future__ import annotations
@@ -10,20 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ...check.bounds import any_bound, bounded, overstated
-from ...check.bounds.drained.proofs import proved
+from ...check.bounds import any_bound
 from ...check.targets import TARGETS, Target, refuse_chain
 from ...check.units import CannotExpress, Unit
 from ...choices import DRAINED
-from ...deadline import NEVER, Deadline
 from ...errors import BadInput, Infeasible, NoBetter
 from ...integers import ceil_div
 from ...names import shown
-from ...partition.contiguous.contiguous import smallest_period
-from ...plan import Bound, Plan, Provenance, Schedule, ScheduleKind, Stage
+from ...plan import Bound, Provenance, Schedule, ScheduleKind, Stage
 from ...problem import MICROBATCHES_PER_DEVICE, WEIGHTS, Chain, Problem, Weights
-from ...schedule.kinds import kind_of
-from ...status import Status
 from ...version import __version__
 from ..drained.block_search import BlockSearch
 from ..drained.search import EFFORTS
@@ -31,8 +25,8 @@ from ..least_late import found_quickly
 from ..periodic.incumbent import Settings
 from ..periodic.interval import at_interval
 from ..periodic.portfolio import MOST_PLACES, places
-from ..periodic.special import proved_special
 from ..plan import Planned, checked
+from .towers import make_towers_plan
 
 PRICED = [weights for weights, rules in WEIGHTS.items() if rules.together and not rules.fresher]
 BINDS_LOOKS = 10**5  # at the clock, while it is sought what binds
@@ -51,13 +45,15 @@ def make_target_plan(
     """Return the validated plan of the best that the target ``name`` can express; Infeasible, explained, if none fits,
     NoBetter if none has a period below ``beat_ns``.
 
-    ``found`` gets the best of the even splits, which are simulated first, if any of them fits.
+    ``found`` gets the best of the even splits, which are simulated first, if any fits; for variants see :mod:`.towers`.
 
     The policy drains; an undecided ``accumulate`` is four microbatches per device. ``kinds``: only these schedules.
     Every shape of pipelines is bounded, and searched where that may pay: the split whose bound is least, which proves
     itself the best where it takes no longer, some even ones, and local moves of the best, as many as ``effort`` says.
     """
     assert problem.policy.drains, "what others run drains"
+    if problem.chain.variants:
+        return make_towers_plan(problem, name, beat_ns)
     if problem.policy.accumulate is None:
         problem = at_interval(problem, MICROBATCHES_PER_DEVICE * len(problem.platform))
     refuse_chain(problem.chain, name)
@@ -234,10 +230,8 @@ def judge(
     Both have the bounds of the target's class. InvalidPlan says where today's breaks a rule, memory first of all.
     """
     problem = as_run_by(problem, name)
-    told, schedule = (
-        Provenance(IMPORTED, {"from": name}, version=__version__),
-        Schedule(kind, problem.policy.accumulate),
-    )
+    told = Provenance(IMPORTED, {"from": name}, version=__version__)
+    schedule = Schedule(kind, problem.policy.accumulate)
     today = checked(problem, stages, (any_bound(problem),), told, schedule)
     try:
         best = make_target_plan(problem, name, settings, effort)
@@ -252,41 +246,3 @@ def judge(
             beat = best.evaluation.period_ns * other.chain.microbatch // best.plan.chain.microbatch
             best = make_target_plan(other, name, settings, effort, beat_ns=beat)
     return Judged(today, best)
-
-
-def derived(plan: Plan, deadline: Deadline = NEVER, status: Status | None = None) -> tuple[Plan, list[str]]:
-    """Return ``plan`` with none of its bounds merely claimed, and a sentence for each claim that cannot be derived.
-
-    It takes as long as planning did; OutOfTime at the ``deadline``. Bounds of narrower classes are on periods of
-    patterns that never drain.
-    """
-    found = []
-    for bound in plan.lower_bounds:
-        if bound.claimed:
-            (status or Status()).say(f"bound of class {bound.allocation}")
-            found += _refuted(plan, bound, deadline)
-    return replace(plan, lower_bounds=tuple(replace(bound, claimed=False) for bound in plan.lower_bounds)), found
-
-
-def _refuted(plan: Plan, bound: Bound, deadline: Deadline) -> list[str]:
-    kind, problem = kind_of(plan), replace(bounded(plan, bound), deadline=deadline)
-    claim = f"lower_bounds: {bound.period_ns} ns of class {bound.allocation} cannot be derived"
-    least_ns: int | None = None
-    if bound.allocation in TARGETS:
-        least_ns = target_bound(problem, bound.allocation, bound.schedule)
-    elif bound.schedule is not None or (kind.drains and bound.allocation == "contiguous"):
-        drained = proved(problem, bound.allocation, bound.schedule)
-        least_ns = None if drained is None else drained.period_ns
-    elif kind.build is not None or kind.drains:
-        return [f"{claim}: that class has bounds on patterns that never drain; the schedule is {plan.schedule.kind}"]
-    elif bound.allocation == "contiguous":
-        best = smallest_period(problem)
-        least_ns = None if best is None else best.lower_bound_ns
-    elif not problem.replicas and problem.checkpointing == "none":  # one special device
-        least_ns = proved_special(problem)
-    if least_ns is None:
-        return [f"{claim} with replicas {bound.replicas} and checkpointing {bound.checkpointing}: nothing proves such"]
-    found = overstated(bound, least_ns)
-    if found:
-        deadline.check()  # where it ended the search, more may follow than was proved by then
-    return found

@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import exp, log
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
-from ...check.evaluate import Evaluation, gap
+from ...check.evaluate import gap
 from ...check.targets import TARGETS, express
 from ...names import shown
 from ...plan import Plan
-from ...planner.plan import Planned
-from ...planner.what_if.compare import OnePlatform, Reached
-from ...planner.what_if.target import Judged
 from ...problem import Problem
 from ...units import format_bytes, format_ns
 from ..looks import console, make_table, print_fitted
 from ..words import assumed
 from .plan import print_plan
+
+if TYPE_CHECKING:
+    from ...planner.plan import Planned
+    from ...planner.what_if.compare import OnePlatform, Reached
+    from ...planner.what_if.target import Judged
 
 
 def print_rows(
@@ -79,10 +81,8 @@ def _mean_ratio(column: Sequence[Reached], rows: Sequence[OnePlatform]) -> str:
     return f"{exp(sum(map(log, ratios)) / len(ratios)):.3f}" if ratios else "-"
 
 
-def print_grids(
-    plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, result: Evaluation | None = None
-) -> None:
-    """Print the plan of a grid: the grid in one line, the other grids, then the plan as any other."""
+def print_grids(plan: Plan, assumptions: Sequence[str] = (), width: int | None = None, *more: Any) -> None:
+    """Print the plan of a grid: the grid in one line, the other grids, then the plan as any other, which takes more."""
     out = console(width)
     options = plan.provenance.options
     chosen, batch = options["grid"], options["batch"]
@@ -106,7 +106,7 @@ def print_grids(
     out.print()
     print_fitted(out, _grid_table(options["grids"], chosen))
     out.print()
-    print_plan(plan, assumptions, width, result)
+    print_plan(plan, assumptions, width, *more)
 
 
 def seconds(nanoseconds: int) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from ...plan import Plan
 from ...planner.simulated.simulation import Refused, Simulation, percentile_95
-from ...schedule.synthesis.synthesize import Synthesis
 from ...units import format_bytes, format_ns
 from ..gantt import GanttRow, draw, plan_window, print_panels, timeline_rows
 from ..looks import console, make_table, print_fitted
 from ..words import mean_delay, unknown_between
 from .plan import groups_line, headline
+
+if TYPE_CHECKING:
+    from ...schedule.synthesis.synthesize import Synthesis
 
 SCHEDULE_COLUMNS = ("schedule", "stages", "weights", "period", "makespan", "bubble", "held", "peak", "links")
 WIDE = 100  # columns from which a comparison under jitter shows everything

@@ -17,7 +17,7 @@ from ...errors import BadInput
 from ...problem import Platform
 from ..pattern import DeviceUse, alike, unused
 from ..program import Decide, Program, make_program, not_one_each, oldest, on_devices, refuse
-from ..registered import SteadyRun
+from ..registered import DEFAULT_BATCH, SteadyRun
 from ..simulate import STEP_S, simulate
 from ..timeline import Timeline
 
@@ -68,9 +68,6 @@ def next_message(stages: int) -> Decide:
     the backward that made room for it. Otherwise the oldest message, backwards first at equal times.
     """
     return oldest(lambda kind, stage: stage == (stages - 1 if kind == "B" else 0))
-
-
-DEFAULT_BATCH = 4  # microbatches of a mini-batch
 
 
 def nf1b(graph: StageGraph, microbatches: int, batch: int = DEFAULT_BATCH, limit: int | None = None) -> Program:

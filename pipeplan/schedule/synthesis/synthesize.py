@@ -21,7 +21,7 @@ from ..periodic.solvers import Solver
 from ..program import Program, pipelines
 from ..programs.slots import shares
 from ..simulate import simulate
-from ..timeline import Timeline, flush_makespan_ns, longest_span_ns
+from ..timeline import Timeline, worth
 from .bounds import NARROW, SOLVER_S, WIDE, bearable, floor, raised
 from .exact import best_words
 from .justify import Orders, justified, shake
@@ -73,11 +73,6 @@ class Synthesis:
     def optimal(self) -> bool:
         """Whether no order can be better."""
         return self.value_ns <= self.bound_ns
-
-
-def worth(timeline: Timeline, barrier: bool) -> int:
-    """Return what a drained mini-batch takes: its makespan, or without a barrier the longest span of one device."""
-    return flush_makespan_ns(timeline) if barrier else longest_span_ns(timeline)
 
 
 def synthesize(

@@ -20,9 +20,10 @@ from ....integers import Ints, ceil_div, smallest
 from ....plan import AllocationClass, Bound, ScheduleKind
 from ....problem import Problem
 from ....schedule.kinds import KINDS, vee
+from ...shapes import shapes
 from ...targets import Shape
 from .shapes import Loop, Vee
-from .tables import LeastTables, Placed, shapes
+from .tables import LeastTables, Placed
 
 _PRECISION = 4096  # a bound is found to this part
 _MOST = 10**8  # stages, times their replicas and microbatches in flight, beyond which nothing is bounded

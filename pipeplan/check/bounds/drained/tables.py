@@ -5,31 +5,25 @@ All is for the fastest GPU with the most memory, of a problem whose GPUs differ 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import takewhile
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ....choices import DRAINED
 from ....cost import memory_model, relaxations, time_model
 from ....cost.saved import first_saved
-from ....cost.stage_graph import stage_graph
 from ....cost.stage_tables import StageTables
 from ....integers import Ints, ceil_div
-from ....plan import Schedule, ScheduleKind, Stage
-from ....problem import Chain, Device, Layer, Platform, Policy, Problem
-from ....schedule.kinds import KINDS, program_of_kind, too_long, vee
-from ....schedule.simulate import simulate
-from ....schedule.timeline import Timeline, in_flight
+from ....plan import ScheduleKind
+from ....problem import Device, Problem
+from ....schedule.kinds import KINDS
+from ...shapes import held_at_first
 from ...targets import Shape
 
 NEVER = 2**58  # several of them fit into an int64
-UNKNOWN: ScheduleKind = "dualpipev"  # whose forwards before the first backward aren't fixed
 _FINE = 1 - 1e-9  # what rounding of ratios can take off
 
 
@@ -158,7 +152,7 @@ class Placed:
     def counts(self) -> tuple[int, ...]:
         """The microbatches of each stage that its device holds at one time."""
         shape = self.shape
-        if shape.ranks == 1 or self.kind == UNKNOWN:
+        if shape.ranks == 1 or "overlap" in KINDS[self.kind].options:  # whose first forwards have no fixed order
             return (1,) * len(shape.groups())
         return held_at_first(self.kind, shape.ranks, shape.chunks, self.tables.microbatches)
 
@@ -228,53 +222,3 @@ class Placed:
     def room(self) -> int:
         """Bytes of the GPU that has most, and what stages on one count twice."""
         return self.tables.most_bytes + self.shared[0]
-
-
-# --- what pipelines hold whose stages take the same -----------------------------------------------------------------
-
-
-def homes_of(kind: ScheduleKind, ranks: int, chunks: int) -> list[int]:
-    """Return which of ``ranks`` has each stage where they have ``chunks`` each; one each where a kind places none."""
-    homes = KINDS[kind].homes
-    return list(range(ranks)) if homes is None else homes(ranks, chunks)
-
-
-def shapes(problem: Problem, kind: ScheduleKind, units: int, chunks: Callable[[int], Iterable[int]]) -> Iterator[Shape]:
-    """Yield the shapes of pipelines of at most so many ``units`` under a kind that can be simulated, with one of the
-    numbers of ``chunks`` (of ranks) on each rank."""
-    count, gpus, like_vee = problem.policy.accumulate or 1, len(problem.platform), KINDS[kind].homes is vee
-    for ranks in range(1, min(gpus, units) + 1):
-        for each in chunks(ranks):
-            stages = len(homes_of(kind, ranks, each))
-            if stages == ranks * each <= units and too_long(4 * stages - 2, Schedule(kind, count)) is None:
-                for pipelines in range(1, gpus // ranks + 1 if problem.replicas else 2):
-                    yield Shape(ranks, pipelines, each, like_vee)
-
-
-@lru_cache(maxsize=512)
-def held_at_most(kind: ScheduleKind, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """Return how many of ``microbatches`` each stage of one pipeline holds at most, if all take the same."""
-    timeline = _even_run(kind, ranks, chunks, microbatches)
-    counts = [in_flight(timeline, lane) for lane, _ in enumerate(timeline.program.lanes)]
-    return tuple(max(count.get(s, 0) for count in counts) for s in range(len(timeline.program.graph.stages)))
-
-
-@lru_cache(maxsize=512)
-def held_at_first(kind: ScheduleKind, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """Return how many of ``microbatches`` each stage of one pipeline holds when the first backward of its device
-    begins, under a schedule whose forwards and backwards have a fixed order."""
-    timeline = _even_run(kind, ranks, chunks, microbatches)
-    counts: Counter[int] = Counter()
-    for lane in timeline.program.lanes:
-        works = [timeline.program.operations[step.position] for step in lane.steps]
-        counts.update(work.stage for work in takewhile(lambda work: work.kind == "F", works))
-    return tuple(counts[s] for s in range(len(timeline.program.graph.stages)))
-
-
-def _even_run(kind: ScheduleKind, ranks: int, chunks: int, microbatches: int) -> Timeline:
-    homes = homes_of(kind, ranks, chunks)
-    chain = Chain("even", tuple(Layer(str(i), 20, 40, 1, 0, backward_weight_ns=20) for i in range(len(homes))), 0)
-    policy = Policy(weights=DRAINED, accumulate=microbatches)
-    stages = [Stage(s, s + 1, (home,)) for s, home in enumerate(homes)]
-    graph = stage_graph(chain, Platform.flat(ranks, 10**9, 10**9), policy, stages)
-    return simulate(program_of_kind(graph, Schedule(kind, microbatches), None, microbatches))
