@@ -93,8 +93,9 @@ def drained_quickly(problem: Problem, interval: int, settings: Settings) -> Plan
 
 
 def found_quickly(problem: Problem, settings: Settings) -> Planned | None:
-    """Return the best plan of a quick search, or the best so far after :data:`LOOKS` at the clock; None without any."""
-    settings = replace(settings, explained=False, simplest=False, progress=None, status=Status())
+    """Return the best plan of a quick search, without bounds, or the best so far after :data:`LOOKS` at the clock; None
+    without any."""
+    settings = replace(settings, explained=False, bounded=False, simplest=False, progress=None, status=Status())
     with suppress(BadInput, Infeasible, OutOfTime):  # some have too many steps to be simulated
         return make_plan(replace(problem, deadline=problem.deadline.of_looks(LOOKS)), settings=settings, effort="quick")
     return None

@@ -131,9 +131,6 @@ class _Asked:
         if algorithm != STATED:
             allocation = replace(allocation, stages=by_first_use(problem.platform, allocation.stages))
         sooner = more_often(problem, scheduled) if asked.policy.open else None
-        up_to = (incumbent.bounded_up_to or scheduled.cost) if incumbent.periodic else None
-        of_any = any_bound(asked if asked.policy.open else problem, up_to)
-        of_class = _class_bounds(incumbent, problem, scheduled, kind)
         provenance = Provenance(
             algorithm,
             options if algorithm != AUTO else {**options, "effort": effort, "gap": settings.gap},
@@ -147,7 +144,7 @@ class _Asked:
         given = problem.chain, problem.platform, problem.policy
         plan = Plan(*given, allocation, scheduled.pattern, (), provenance, scheduled.schedule or usual)
         evaluation = check(plan)
-        bounds = (*(x for x in of_class if not follows(x, of_any)), of_any)
+        bounds = _bounds(asked, incumbent, scheduled, kind) if settings.bounded else ()
         plan = replace(plan, lower_bounds=tuple(_standing(bounds, evaluation.period_ns, settings.status.notes)))
         if broken := bound_violations(plan, evaluation.period_ns):
             raise InvalidPlan(broken)
@@ -332,11 +329,17 @@ def with_interval(found: Planned, interval: int) -> Planned:
     return Planned(plan, check(plan))
 
 
-def _class_bounds(incumbent: Incumbent, problem: Problem, scheduled: Scheduled, kind: ScheduleKind) -> list[Bound]:
-    """Return the bounds that the search proved and whose class contains ``scheduled``, or of a drained one those of its
-    class."""
+def _bounds(asked: Problem, incumbent: Incumbent, scheduled: Scheduled, kind: ScheduleKind) -> Iterator[Bound]:
+    """Yield the bounds that the search proved and whose class contains ``scheduled``, or of a drained one those of its
+    class, as far as they don't follow from that of all plans, which comes last."""
+    problem = incumbent.problem
+    up_to = (incumbent.bounded_up_to or scheduled.cost) if incumbent.periodic else None
+    of_any = any_bound(asked if asked.policy.open else problem, up_to)
     found = incumbent.bounds if incumbent.periodic else []  # those are bounds on a period that never drains
     if problem.policy.drains and not problem.chain.variants:
         own = scheduled.schedule.kind if scheduled.schedule else kind
         found = [bound for bounds in OF_DRAINED for bound in bounds(problem, own)]
-    return [bound for bound in found if not class_violations(bound, scheduled.allocation, problem.platform)]
+    for bound in found:
+        if not class_violations(bound, scheduled.allocation, problem.platform) and not follows(bound, of_any):
+            yield bound
+    yield of_any

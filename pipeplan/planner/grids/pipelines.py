@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 
 from ...cost.stage_graph import stage_graph
-from ...integers import ceil_div
+from ...integers import NEVER, ceil_div
 from ...partition.tables.split_paths import near
 from ...plan import Allocation, Stage
 from ...problem import Problem
@@ -26,7 +26,7 @@ from ..periodic.incumbent import Incumbent
 from .space import GridConfig
 
 _WHOLE = 20_000  # steps of a batch up to which all of it is simulated, beyond only a part
-_PARTS = 6  # of all layers, each on all GPUs, at most
+_PARTS = 6  # of data parallelism at most
 _IN_FULL = 4_000_000  # steps of a batch up to which the best split is simulated in full
 
 Groups = Sequence[tuple[int, ...]]
@@ -256,32 +256,35 @@ def drained_bound(
 
 
 def try_each(incumbent: Incumbent) -> None:
-    """Try the best split of every grid of equal pipelines that may drain sooner than the best so far, and parts."""
-    incumbent.try_all(_best_of_each(incumbent, own=True))
+    """Try the best split of every grid of equal pipelines that may drain sooner than the best so far, and
+    :func:`try_parts`, where there is a limit."""
+    problem = incumbent.problem
+    for stages in range(min(len(problem.platform), len(problem.chain)), 0, -1):
+        _try(incumbent, GridConfig(stages, len(problem.platform) // stages if problem.replicas else 1, 1).groups())
+    try_parts(incumbent)
 
 
 def try_parts(incumbent: Incumbent) -> None:
-    """Try data parallelism in parts, whose sums hide behind backwards, that may drain sooner than the best so far."""
-    incumbent.try_all(_best_of_each(incumbent, own=False))
+    """Try data parallelism in parts, as many as help, whose sums hide behind the backwards of others."""
+    problem, before = incumbent.problem, NEVER
+    for parts in range(2, min(_PARTS, len(problem.chain)) + 1) if problem.replicas else ():
+        best = _try(incumbent, (tuple(range(len(problem.platform))),) * parts)
+        if best is None or best.makespan_ns >= before:
+            return
+        before = best.makespan_ns
 
 
-def _best_of_each(incumbent: Incumbent, own: bool) -> Iterator[Allocation]:
-    problem, limits = incumbent.problem, incumbent.limits
-    if limits is None:
-        return
-    most, count = min(len(problem.platform), len(problem.chain)), limits.schedule.mini_batch
-    parts = range(2, min(_PARTS, len(problem.chain)) + 1) if problem.replicas else ()
-    for stages, several in chain(((p, 1) for p in range(most, 0, -1) if own), ((1, k) for k in parts)):
-        pipelines = len(problem.platform) // stages if problem.replicas else 1
-        if count % pipelines:
-            continue
-        groups = GridConfig(stages, pipelines, 1).groups() * several
-        grid = Pipelines(problem, groups, count // pipelines, limits.schedule.limit)
-        grid.bound(incumbent.best_ns)
-        if incumbent.best_ns is not None and grid.bound_ns >= incumbent.best_ns:
-            continue
-        proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
-        for _ in grid.try_(takewhile(lambda _: not incumbent.expired, proposals)):
-            pass  # the last is the best
-        if grid.best is not None:
-            yield Allocation(grid.best.stages)
+def _try(incumbent: Incumbent, groups: Groups) -> Split | None:
+    """Try the split on these groups that drains soonest, and return it; None where none drains before the best."""
+    limits, pipelines, best = incumbent.limits, len(groups[0]), incumbent.best_ns
+    if limits is None or limits.schedule.mini_batch % pipelines:
+        return None
+    grid = Pipelines(incumbent.problem, groups, limits.schedule.mini_batch // pipelines, limits.schedule.limit)
+    grid.bound(best)
+    if best is not None and grid.bound_ns >= best:
+        return None
+    proposals = (proposal for limit in grid.limits() for proposal in grid.splits(limit))
+    for _ in grid.try_(takewhile(lambda _: not incumbent.expired, proposals)):
+        pass  # the last is the best
+    incumbent.try_all([Allocation(grid.best.stages)] if grid.best is not None else ())
+    return grid.best

@@ -55,8 +55,8 @@ class Settings:
     in another order, must win by as much, or by :data:`GAP` where that is less. ``simplest``: where time is up before
     there is a plan, the simplest ones are tried. ``jobs`` processes may search at a time, where one search needn't wait
     for another: plans are the same with any number. ``progress`` receives a line at each improvement; ``status`` says
-    at any time what is going on. ``explained``: where there is no plan, why, which
-    may take longer than the search.
+    at any time what is going on. ``explained``: where there is no plan, why, which may take longer than the search.
+    ``bounded``: plans have lower bounds, which may, too.
     """
 
     solver: Solver = "cbc"
@@ -66,6 +66,7 @@ class Settings:
     simplest: bool = True
     jobs: int = 1
     explained: bool = True
+    bounded: bool = True
     progress: Callable[[str], None] | None = None
     status: Status = field(default_factory=Status)
 
