@@ -108,7 +108,6 @@ def test_an_estimate_takes_type_and_optimizer(folder: Path, pipeplan: Command) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--estimate", "z9"), "no accelerator is named 'z9'; known are a10, a100"),
         (("--estimate", "v100", "--dtype", "bfloat16"), "no peak is known for bfloat16"),
         (("--estimate", "v100", "--device", "cpu"), "--estimate needs no device"),
         (("--granularity", "fine"), "'fine' is not auto, node, block, articulation or a share such as 1%"),

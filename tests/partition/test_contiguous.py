@@ -26,14 +26,14 @@ from pipeplan.schedule.periodic.one_f_one_b_star import best_one_f_one_b_star
 
 def test_equals_brute_force() -> None:
     """On more instances: scripts/checks/contiguous.py."""
-    for seed in range(30):
+    for seed in range(20):
         assert_brute_force_agrees(seed)
 
 
 def test_stages_that_share_weights_equal_brute_force() -> None:
     """Sums over stages are no part of the decision, yet the plan is the best and nearly always proved to be."""
     apart = proved = 0
-    for seed in range(25):
+    for seed in range(18):
         rng = random.Random(seed)
         problem = varied_problem(seed)
         count = len(problem.chain)
@@ -67,7 +67,7 @@ def test_stages_that_share_weights_equal_brute_force() -> None:
             assert again.claimed_period_ns == truth[0], seed
         apart += len({sum(s.stop <= i for s in truth[1]) for i in chain.tied[0]}) > 1
     assert apart > 2
-    assert proved > 8
+    assert proved > 5
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,7 +112,7 @@ def alike(platform: Platform) -> Platform:
     return replace(platform, devices=(platform.devices[0],) * len(platform))
 
 
-@pytest.mark.parametrize("seed", range(0, 400, 20))
+@pytest.mark.parametrize("seed", range(0, 400, 40))
 def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
     problem = varied_problem(seed)
     problem = problem.with_policy(replace(problem.policy, accumulate=problem.policy.accumulate or 4))
@@ -328,7 +328,7 @@ def test_replicas_make_room_for_the_versions_between_their_updates() -> None:
         assert [stage.replicas for stage in found.stages] == [devices]
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(10))
 def test_equals_brute_force_where_replicas_stash_versions(seed: int) -> None:
     problem = varied_problem(seed)
     policy = replace(problem.policy, weights="stash", vertical_sync=False, accumulate=(None, 1, 2, 3, 5)[seed % 5])
@@ -365,7 +365,7 @@ def test_the_in_flight_limit_inverts_the_memory_model(
 
 
 def test_where_servers_share_links_it_is_exact_as_if_they_did_not() -> None:
-    for seed in range(40):
+    for seed in range(25):
         problem = varied_problem(seed)
         levels = list(problem.platform.levels)
         levels[seed % len(levels)] = replace(levels[seed % len(levels)], links=1 + seed % 2)
@@ -407,7 +407,7 @@ def test_transfers_that_block_and_messages_overhead_are_work_of_both_their_ends(
 def test_replicas_that_share_bytes_per_parameter_equal_brute_force() -> None:
     """What another engine holds of a parameter may depend on the replicas, whatever the optimizer keeps."""
     replicated = 0
-    for seed in range(40):
+    for seed in range(25):
         problem = varied_problem(seed)
         own, shared = random.Random(seed).choice(((1, 2), (2, 1), (1, 0), (2, 4)))
         policy = replace(
@@ -422,4 +422,4 @@ def test_replicas_that_share_bytes_per_parameter_equal_brute_force() -> None:
         truth, found = contiguous_optimum(problem, as_listed=True), smallest_period(problem, as_listed=True)
         assert (found and found.claimed_period_ns) == (truth and truth[0]), seed
         replicated += truth is not None and any(stage.replicas > 1 for stage in truth[1])
-    assert replicated > 5
+    assert replicated > 3

@@ -53,13 +53,13 @@ def claim(problem: Problem, charge: Charge, split: bool = False) -> int | None:
 @pytest.mark.parametrize("split", [False, True])
 def test_equals_enumeration(charge, split):
     seen = Counter()
-    for seed in range(40):
+    for seed in range(25):
         problem = equal_devices(seed)
         expected = one_special_claim(problem, charge, split)
         assert claim(problem, charge, split) == expected, seed
         seen["feasible"] += expected is not None
         seen["infeasible"] += expected is None
-    assert seen["feasible"] >= 20
+    assert seen["feasible"] >= 12
     assert seen["infeasible"] >= 1
 
 
