@@ -32,7 +32,9 @@ from .proposals import holding, move, widened
 from .run import drained_run
 from .search import ALTERNATING, search_stages, until_ended
 
+Start = tuple[Problem, Propose]  # what is asked, and what proposes stages
 PASSES, MOST_ORDERED = 3, 120  # of a stage and microbatch; that the open question orders itself
+MOST_PROPOSED = 2000  # that it tries as if by messages were asked for
 PARTS = (Late("planner.grids.pipelines:try_parts"),)  # what tries more for what is driven by messages
 SPECIAL = {"one GPU with several stages": Late("planner.periodic.special:try_smallest")}  # phases of patterns alone
 LAST = {"orders of their own": Late("planner.what_if.best_order:in_own_order")}  # phases that let others beat the best
@@ -81,8 +83,11 @@ def plan_drained(
         phases |= SPECIAL
     if kinds:
         phases["other schedules"] = partial(_under_others, kinds=kinds)
-        few = PASSES * schedule.mini_batch * len(problem.chain) <= MOST_ORDERED
-        phases["by messages"] = partial(_by_arrival, kinds=kinds, propose=widened(propose) if few else None)
+        passes = PASSES * schedule.mini_batch * len(problem.chain)
+        starts = [(problem, propose)] if passes <= MOST_PROPOSED else []
+        if passes <= MOST_ORDERED:
+            starts = [(x, widened(propose)) for x in (problem, replace(problem, checkpointing="none"))]
+        phases["by messages"] = partial(_by_arrival, kinds=kinds, starts=starts)
         phases |= LAST
     for phase, search in phases.items():
         if status is None:
@@ -91,9 +96,9 @@ def plan_drained(
     return incumbent, status
 
 
-def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Propose | None) -> None:
-    """Let stages that were tried, some near the best, and what else is proposed, beat it where GPUs decide as they go,
-    which any stages may share."""
+def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], starts: Sequence[Start]) -> None:
+    """Let stages that were tried, some near the best, and some near what ``starts`` propose, beat it where GPUs decide
+    as they go, which any stages may share."""
     problem = incumbent.problem
     for kind in (kind for kind in kinds if KINDS[kind].by_arrival):
         limits = LimitSearch(Schedule(kind, problem.policy.accumulate), problem.platform)
@@ -103,10 +108,10 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], propose: Pr
             for parts in PARTS:
                 parts(walk)
             move(walk)
-            for asked in (problem, replace(problem, checkpointing="none")):
+            for asked, propose in starts:
                 alone = Incumbent(asked, incumbent.settings, limits=limits)
-                if propose is not None:
-                    propose(alone)
+                propose(alone)
+                move(alone)
                 if alone.best is not None:
                     walk.take(alone.best)
         finally:
