@@ -55,7 +55,7 @@ def test_a_drained_plan_is_no_worse_than_any_schedule_that_it_is_simulated_under
     assert found.evaluation.period_ns <= min(run.per_microbatch_ns for run in runs if run.fits) + 1
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 3, 209])
 def test_the_open_question_is_never_worse_than_a_named_schedule_or_algorithm(seed: int) -> None:
     """But for schedules that search for their order, under which the best stages alone are tried."""
     found = open_and_named(open_instance(seed))

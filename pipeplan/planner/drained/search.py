@@ -79,7 +79,7 @@ _EACH = 2  # splits of each way to share the GPUs that may be simulated
 _TRIED = 4  # splits of equal pipelines that are simulated at a time
 _FAR = 4  # places by which one cut moves
 _MOVES = 12  # of its cuts, about the best ones, that are simulated of a run
-_HOPE = 64  # a part of the best by which a run may take longer to be looked at
+_HOPE = 16  # a part of the best by which a run may take longer to be looked at
 _STARTS = 2  # of equal pipelines, from which cuts are moved
 _SEARCH = 50  # what a step costs where its order is searched for
 
