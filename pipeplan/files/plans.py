@@ -6,7 +6,9 @@ recomputed.
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
+from inspect import cleandoc
 from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
@@ -112,7 +114,16 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "plan": PlanFile,
     "accelerator": Accelerator,
 }
-schema = msgspec.json.schema  # of a form, such as one of these
+
+
+def schema(form: type) -> Any:
+    """Return the JSON schema of a form, such as one of these, with docstrings as they read, whichever msgspec is there:
+    only newer ones take their indentation away."""
+
+    def described(node: dict[str, Any]) -> dict[str, Any]:
+        return {key: cleandoc(x) if key == "description" and isinstance(x, str) else x for key, x in node.items()}
+
+    return json.loads(msgspec.json.encode(msgspec.json.schema(form)), object_hook=described)
 
 
 def plan_text(plan: Plan, result: Evaluation | None = None) -> str:

@@ -18,7 +18,7 @@ from pipeplan.runtime.profiler.steps import MeasureOptions
 from .patience import SECONDS
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
-LAYERS, ROWS, WIDTH = 12, 1024, 2048
+LAYERS, ROWS, WIDTH = 12, 1024, 4096
 SAVED_BYTES = ROWS * WIDTH * 4 * 2  # by each layer
 
 

@@ -471,6 +471,6 @@ def test_steps_must_be_positive():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the most that a process held in /proc")
 def test_one_layer_at_a_time_needs_the_memory_of_one_layer():
-    """Each of twelve saves 17 MB; held one at a time, the process peaks far below where it does with all of them."""
+    """Each of twelve saves 34 MB; held one at a time, the process peaks far below where it does with all of them."""
     everything, one = peak_bytes("all"), peak_bytes("one")
     assert everything - one > (LAYERS - 5) * SAVED_BYTES
