@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pipeplan.check.bounds import quick_proof
 from pipeplan.check.evaluate import evaluate
 from pipeplan.check.validate import violations
 from pipeplan.cost import memory_model
+from pipeplan.integers import plain
 from pipeplan.partition.contiguous.contiguous import smallest_period
 from pipeplan.partition.granularity import merge_articulation
 from pipeplan.partition.recompute.labels import Units, labels_from
@@ -112,6 +114,19 @@ def test_the_scheduler_and_the_validator_agree(seed: int) -> None:
     found = smallest_period(problem)
     if found is not None:
         assert_schedules(problem, found)
+
+
+def test_what_a_segment_keeps_is_said_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its input is held already."""
+    known = memory_model.segment
+
+    def segment(chain: Chain, start: Any, stop: Any, held: bool = False, inside: bool = False) -> tuple[Any, Any, Any]:
+        keeps, *others = known(chain, start, stop, held, inside)
+        return plain(np.asarray(keeps) + 8), *others
+
+    monkeypatch.setattr(memory_model, "segment", segment)
+    for seed in range(96, 240, 48):
+        test_the_scheduler_and_the_validator_agree(seed)
 
 
 @pytest.mark.parametrize("weights", ["2bw", "stash", "latest"])

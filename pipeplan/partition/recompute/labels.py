@@ -35,9 +35,9 @@ class Units:
     They are over all positions in the chain, or over some alone: then i and j number those.
 
     The memory of their input may be *held* already by the part of the stage before them; then it isn't kept twice.
-    Bytes that a segment adds: ``keeps`` as the stage's first part, ``later_keeps`` behind other parts, nothing where
-    its input is held. Bytes that a run adds: ``saved``, ``later_saved``, and ``inner`` where its input is held. While a
-    segment runs backward it holds ``transient`` bytes more, and running it again costs ``recompute`` ns. ``output``
+    Bytes that a segment adds: ``keeps`` as the stage's first part, ``later_keeps`` behind other parts, ``held_keeps``
+    where its input is held. Bytes that a run adds so: ``saved``, ``later_saved``, and ``inner``. While a segment runs
+    backward it holds ``transient`` bytes more, and running it again costs ``recompute`` ns. ``output``
     says whether a run holds the memory of its output for the part behind it, ``passes`` whether the output is a view of
     the input, and so held where that was; both are None where no run ever holds its output. ``storage`` is what the
     tensor at each position takes when nobody holds it. Rules: :func:`....cost.memory_model.stored`, ``keeps_output``.
@@ -49,6 +49,7 @@ class Units:
 
     keeps: Ints
     later_keeps: Ints
+    held_keeps: Ints
     transient: Ints
     recompute: Ints
     saved: Ints
@@ -72,7 +73,7 @@ class Units:
             return np.broadcast_to(np.asarray(values), (count, count))
 
         keeps, transient, recompute = map(table, memory_model.segment(chain, start, stop))
-        later = table(memory_model.segment(chain, start, stop, inside=True)[0])
+        later, held = (table(memory_model.segment(chain, start, stop, x, inside=True)[0]) for x in (False, True))
         saved, later_saved = (table(memory_model.stored(chain, start, stop, inside=x)) for x in (False, True))
         inner = table(memory_model.stored(chain, start, stop, held=True))
         output, passes = (
@@ -88,6 +89,7 @@ class Units:
         return Units(
             keeps=keeps,
             later_keeps=later,
+            held_keeps=held,
             transient=transient,
             recompute=recompute,
             saved=saved,
@@ -95,7 +97,7 @@ class Units:
             inner=inner,
             output=output if holds else None,
             passes=passes if holds else None,
-            storage=np.diagonal(later),
+            storage=np.diagonal(later) - np.diagonal(held),
             growing=chain.edges is None,
             run_cost=table(0),
             cores=cores,
@@ -200,15 +202,12 @@ class _Open:
         """Return what all labels with a segment to ``stop`` keep, hold at the peak, and cost, whether its output's
         storage is held, and what it holds while it runs."""
         keeps, transient = self.at(units.later_keeps, stop, units.keeps), self.at(units.transient, stop)
-        kept = self.kept + np.where(self.held, 0, keeps)
+        if self.held.any():
+            keeps = np.where(self.held, self.at(units.held_keeps, stop), keeps)
+        kept = self.kept + keeps
         held = np.zeros(len(kept), dtype=np.bool_) if units.passes is None else self.at(units.passes, stop)
-        return (
-            kept,
-            np.maximum(self.peak, kept + transient),
-            self.cost + self.at(units.recompute, stop),
-            held,
-            transient,
-        )
+        peak, cost = np.maximum(self.peak, kept + transient), self.cost + self.at(units.recompute, stop)
+        return kept, peak, cost, held, transient
 
     def keep(self, which: Flags) -> None:
         """Drop the other labels."""

@@ -114,7 +114,7 @@ class _PeakTables(NamedTuple):
             return np.where(ends[:, None] > ends[None, :], 2**61, some)
 
         size, nothing = len(ends), np.zeros_like(ends)
-        keeps = nothing if held else (units.keeps if alone else units.later_keeps)[start, ends]
+        keeps = (units.held_keeps if held else units.keeps if alone else units.later_keeps)[start, ends]
         kept, cost, after, peaks = [], [], [], []
         for recomputed, own in product((False, True), units.ways):  # by kind: a stored run first, as it costs nothing
             after.append(own.held_behind(start, ends, held, recomputed).astype(np.int64))
