@@ -9,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Unpack
 
-from ..check.targets import TARGETS
+from ..check.targets import TARGETS, as_run_by
 from ..check.units import CannotExpress
 from ..choices import BEST, BY_MATRIX, DRAINED, OPTIMIZERS, Effort
 from ..deadline import Deadline
@@ -186,7 +186,7 @@ class Question:
 
         target = self.said["for_"]
         if target is not None:
-            problem = problem.with_policy(replace(problem.policy, engine=TARGETS[target].engine))
+            problem = as_run_by(problem, target)
         elif self.said["weights"] is None:
             return load_bound(relative(problem) if problem.chain.variants else problem)
         return quick_proof(problem).period_ns

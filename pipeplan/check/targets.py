@@ -14,7 +14,7 @@ from typing import Literal
 from ..choices import Optimizer, Precision
 from ..names import shown
 from ..plan import Plan, ScheduleKind, Stage
-from ..problem import LOSS_NAME, Chain, Engine, Zero
+from ..problem import LOSS_NAME, Chain, Engine, Problem, Zero
 from ..schedule.kinds import KINDS
 from .units import CannotExpress, Unit, decoder, layers_in_a_row, nameable, whole_blocks
 
@@ -160,6 +160,11 @@ def express(chain: Chain, stages: Sequence[Stage], name: str) -> Expressed:
         f"{name}: stage {s} recomputes {_ranges(stages[s].checkpoint)}; there all stages recompute "
         f"{' or '.join(_RULES[rule] for rule in target.rules)} (plan with --for {name}, or --checkpointing none)"
     )
+
+
+def as_run_by(problem: Problem, name: str) -> Problem:
+    """Return the problem in whose memory is what the target ``name`` holds."""
+    return problem.with_policy(replace(problem.policy, engine=TARGETS[name].engine))
 
 
 def refuse_chain(chain: Chain, name: str) -> None:

@@ -9,12 +9,11 @@ from fractions import Fraction
 from itertools import combinations, islice
 
 from pipeplan.check.evaluate import evaluate_simulated, fits
-from pipeplan.check.targets import TARGETS, Shape, refusals, weight_bytes
+from pipeplan.check.targets import TARGETS, Shape, as_run_by, refusals, weight_bytes
 from pipeplan.cost.stage_graph import stage_graph
 from pipeplan.partition.cuts import legal_cuts
 from pipeplan.plan import Schedule, ScheduleKind, Stage
 from pipeplan.planner.drained.block_search import MOST_CHUNKS
-from pipeplan.planner.what_if.target import as_run_by
 from pipeplan.problem import Chain, Device, Layer, Level, Platform, Policy, Problem
 from pipeplan.schedule.kinds import KINDS
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from cases.target_plans import every_plan, network
 
-from pipeplan.check.targets import TARGETS, target_violations
+from pipeplan.check.targets import TARGETS, as_run_by, target_violations
 from pipeplan.check.validate import check, violations
 from pipeplan.errors import BadInput, Ended, Infeasible
 from pipeplan.plan import Schedule
@@ -19,7 +19,6 @@ from pipeplan.planner.drained.block_search import BlockSearch
 from pipeplan.planner.periodic.incumbent import Settings
 from pipeplan.planner.plan import make_plan
 from pipeplan.planner.what_if.target import (
-    as_run_by,
     make_target_plan,
     priced,
     target_bound,

@@ -73,6 +73,10 @@ def plan_drained(
             incumbent.try_all(simplest(problem))
         propose(incumbent)
 
+    def then_moved(incumbent: Incumbent) -> None:
+        propose(incumbent)
+        move(incumbent)
+
     status = None
     if incumbent.limits is None or not incumbent.limits.places:
         status = run_search(simplest_first, incumbent)
@@ -84,7 +88,7 @@ def plan_drained(
     if kinds:
         phases["other schedules"] = partial(_under_others, kinds=kinds)
         passes = PASSES * schedule.mini_batch * len(problem.chain)
-        starts = [(problem, propose)] if passes <= MOST_PROPOSED else []
+        starts: list[Start] = [(problem, then_moved)] if passes <= MOST_PROPOSED else []
         if passes <= MOST_ORDERED:
             starts = [(x, widened(propose)) for x in (problem, replace(problem, checkpointing="none"))]
         phases["by messages"] = partial(_by_arrival, kinds=kinds, starts=starts)
@@ -111,7 +115,6 @@ def _by_arrival(incumbent: Incumbent, kinds: Sequence[ScheduleKind], starts: Seq
             for asked, propose in starts:
                 alone = Incumbent(asked, incumbent.settings, limits=limits)
                 propose(alone)
-                move(alone)
                 if alone.best is not None:
                     walk.take(alone.best)
         finally:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...check.bounds import proof
 from ...partition.cuts import legal_cuts
-from ...partition.madpipe.exact import MOST_CUTS, Charge, decide, one_special_bound, smallest_period
+from ...partition.madpipe.exact import MOST_CUTS, Charge, decide, madpipe, one_special_bound, smallest_period
 from ...plan import Allocation
 from ...problem import Problem
 from .incumbent import Incumbent
@@ -24,7 +24,7 @@ def proved_special(problem: Problem, known_ns: int | None = None) -> int | None:
 def try_smallest(incumbent: Incumbent) -> None:
     """Try MadPipe's own allocation, unless there are too many cuts for its tables."""
     if len(legal_cuts(incumbent.problem, several=True)) <= MOST_CUTS + 1:
-        incumbent.try_all(filter(None, [smallest_period(incumbent.problem, "full")]))
+        incumbent.try_all(madpipe(incumbent.problem))
 
 
 _CHARGES: tuple[tuple[Charge, bool], ...] = (("full", False), ("full", True), ("tight", False))
@@ -44,7 +44,7 @@ def one_special(incumbent: Incumbent, periods: int) -> Iterator[Allocation]:
     if wider and incumbent.best_ns is not None and decide(problem, incumbent.best_ns - 1, "tight", True) is None:
         return  # one decision tells that plans without replicas and recomputation cannot win; the bound takes tens
     if not periods:
-        yield from filter(None, [smallest_period(problem, "full")])
+        yield from madpipe(problem)
         return
     low = proved_special(problem, incumbent.best_ns)
     if low is None:

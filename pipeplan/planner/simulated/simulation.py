@@ -115,7 +115,7 @@ class Simulation:
     @cached_property
     def makespan_ns(self) -> int:
         """Time of the whole run; a drained one ends with its weight synchronisation."""
-        return worth(self.timeline, True) if self.drained else self.timeline.makespan_ns
+        return worth(self.timeline, barrier=True) if self.drained else self.timeline.makespan_ns
 
     @property
     def span_ns(self) -> int | None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...check.bounds import any_bound
-from ...check.targets import TARGETS, Target, refuse_chain
+from ...check.targets import TARGETS, Target, as_run_by, refuse_chain
 from ...check.units import CannotExpress, Unit
 from ...choices import DRAINED
 from ...errors import BadInput, Infeasible, NoBetter
@@ -85,11 +85,6 @@ def make_target_plan(
     if search.best is None:
         raise Infeasible(search.why_none(stopped))
     return planned(stopped, any_bound(problem))
-
-
-def as_run_by(problem: Problem, name: str) -> Problem:
-    """Return the problem in whose memory is what the target ``name`` holds."""
-    return problem.with_policy(replace(problem.policy, engine=TARGETS[name].engine))
 
 
 def target_bound(problem: Problem, name: str, kind: ScheduleKind | None = None) -> int | None:
